@@ -1,0 +1,74 @@
+# `make` lists the targets. The first one you run creates .venv.
+#
+# Choose another torch, or where pip looks for it, when the environment is first made:
+#   make test PIP_ARGS="--find-links /path/to/wheels"
+#   make test TORCH_SPEC="torch==2.12.1" PYTHON=python3.12
+# A torch >=2.11,<2.14 that is already in .venv is never replaced.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+export PYTHONUNBUFFERED := 1
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP) ## run examples/demo.py
+	$(BIN)/python examples/demo.py
+
+test: lint ## lint, then the tests
+	@echo "test: pytest"
+	$(BIN)/pytest -q tests $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check, mypy
+	@echo "lint: ruff, mypy"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## run the benchmarks
+	$(BIN)/python -m autoshard.bench $(BENCH_ARGS)
+
+clean: ## remove caches, build artefacts and out/ (keeps .venv)
+	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Exits 0 when a supported torch is installed.
+TORCH_OK := from importlib.metadata import version; \
+	v = tuple(int(x) for x in version("torch").split(".")[:2]); raise SystemExit(not (2, 11) <= v < (2, 14))
+TORCH_PIN := from importlib.metadata import version; print("torch==" + version("torch"))
+
+# torch goes in first and alone, then stands as a constraint, so that nothing after it can replace it.
+# Some distributions ship venv without ensurepip: then the outer pip puts pip in.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "autoshard needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "setup: creating .venv with $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv .venv || { \
+			$(PYTHON) -m venv --clear --without-pip .venv; \
+			$(PYTHON) -m pip --python $(BIN)/python install pip $(PIP_ARGS); }; \
+	fi
+	@if $(BIN)/python -c '$(TORCH_OK)' 2>/dev/null; then \
+		echo "setup: keeping the installed torch"; \
+	else \
+		echo "setup: installing $(TORCH_SPEC) (large; this is the slow part)"; \
+		$(PIP) install '$(TORCH_SPEC)' $(PIP_ARGS); \
+	fi
+	@$(BIN)/python -c '$(TORCH_PIN)' >.venv/constraints.txt
+	@echo "setup: installing autoshard[hf,dev], with $$(cat .venv/constraints.txt)"
+	@$(PIP) install --quiet --constraint .venv/constraints.txt --editable '.[hf,dev]' $(PIP_ARGS)
+	@touch $@
+	@echo "setup: done"

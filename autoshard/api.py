@@ -1,0 +1,278 @@
+"""The functions people call: plan, compile, load, parallelize."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target
+from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.passes.capture import capture
+from autoshard.passes.pipeline import Lowering
+from autoshard.program.build import build_program
+from autoshard.program.program import Program
+from autoshard.program.store import load_program, save_program
+from autoshard.rules.local import MeshShape
+from autoshard.search.decide import cost_model, decide
+from autoshard.search.plan import Plan
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the analysed model it is for.
+
+    The plan alone is what is stored; the analysis saves `compile` from capturing the model again.
+    """
+
+    plan: Plan
+    analysis: Analysis = field(repr=False)
+    cluster: Cluster = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program that can be saved, loaded, verified and run."""
+
+    program: Program
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the program folder; nothing half-written stays behind on an error."""
+        save_program(self.program, folder, overwrite=overwrite)
+
+
+def plan(
+    model: nn.Module,
+    mesh: Any,
+    *,
+    example_inputs: Any,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    memory: int | None = None,
+    devices: int | None = None,
+    replicate_unknown: bool = False,
+    target: str = "",
+    progress: Progress | None = None,
+) -> Planned:
+    """Decide how a model runs on a mesh. Pure: needs no process group, no device, no memory for weights.
+
+    mesh: a text (``"dp=2,tp=2"``), a torch DeviceMesh, or a cluster (name or TOML file), whose mesh
+    shape is then searched over ``devices`` ranks (default: WORLD_SIZE or the cluster's own number).
+    example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
+    pair of both, or a single tensor. cluster: whose prices to use (default: cpu-gloo for a model on
+    the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the device).
+
+    Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
+    """
+    say = progress or (lambda _: None)
+    args, kwargs = split_inputs(example_inputs)
+    where = parse_target(mesh)
+    machine = _cluster_of(where, cluster, model)
+    say("capturing")
+    joint = capture(model, args, kwargs)
+    analysis = analyse(joint, replicate_unknown=replicate_unknown, progress=say)
+    meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
+    return plan_analysed(analysis, meshes, machine, memory=memory, target=target, progress=say)
+
+
+def plan_analysed(
+    analysis: Analysis,
+    meshes: list[Mesh],
+    cluster: Cluster,
+    *,
+    memory: int | None = None,
+    target: str = "",
+    progress: Progress | None = None,
+) -> Planned:
+    """The best plan over candidate meshes for a model that was analysed already."""
+    say = progress or (lambda _: None)
+    best: Plan | None = None
+    failure: Exception | None = None
+    for mesh in meshes:
+        say(f"searching {mesh}")
+        try:
+            found = decide(
+                analysis.model,
+                mesh,
+                cluster,
+                analysis.fingerprint,
+                budget=memory,
+                warnings=_warnings(analysis),
+                target=target,
+            )
+        except (InfeasibleError, UsageError) as error:
+            if len(meshes) == 1:
+                raise
+            failure = failure or error
+            continue
+        if best is None or found.proof.seconds < best.proof.seconds:
+            best = found
+    if best is None:
+        raise failure if failure is not None else UsageError("no mesh shape fits the cluster")
+    return Planned(best, analysis, cluster)
+
+
+def _warnings(analysis: Analysis) -> tuple[str, ...]:
+    return tuple(f"{op} has no rule and runs replicated" for op in analysis.replicated)
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, keyword) arguments of example inputs in any accepted form."""
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        items = tuple(example_inputs)
+        if len(items) == 2 and isinstance(items[0], tuple) and isinstance(items[1], Mapping):
+            return items[0], dict(items[1])
+        return items, {}
+    raise UsageError(
+        f"example_inputs is {type(example_inputs).__name__}",
+        hint="give a dict of keyword arguments, a tuple of positional ones, or a single tensor",
+    )
+
+
+def _cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster:
+    if isinstance(where, Cluster):
+        return where
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return load_cluster(cluster)
+    first = next(model.parameters(), None)
+    return load_cluster("cpu-gloo" if first is not None and first.device.type == "cpu" else "h100-dgx")
+
+
+def _devices(cluster: Cluster, devices: int | None) -> int:
+    if devices is None:
+        devices = int(os.environ.get("WORLD_SIZE", cluster.devices or 0))
+    if not devices:
+        raise UsageError(
+            f"cluster {cluster.name} does not say how many devices to use", hint="pass devices=N (--gpus N)"
+        )
+    return devices
+
+
+def compile(  # noqa: A001 - the name that users expect
+    model: nn.Module,
+    plan: Planned | Plan,
+    *,
+    example_inputs: Any = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    progress: Progress | None = None,
+) -> Compiled:
+    """The per-rank programs of a model under a plan.
+
+    A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
+    inputs again, and raises VerificationError if the model is not the one it was made for.
+    """
+    say = progress or (lambda _: None)
+    if isinstance(plan, Plan):
+        args, kwargs = split_inputs(example_inputs)
+        say("capturing")
+        analysis = analyse(capture(model, args, kwargs), replicate_unknown=bool(plan.warnings), progress=say)
+        plan = Planned(plan, analysis, load_cluster(cluster or plan.cluster) if not isinstance(cluster, Cluster) else cluster)
+    if plan.analysis.fingerprint != plan.plan.fingerprint:
+        raise VerificationError(
+            "the plan was made for another model or other inputs",
+            why=f"the graph's fingerprint is {plan.analysis.fingerprint}, the plan's {plan.plan.fingerprint}",
+            hint="plan again",
+        )
+    say("emitting programs")
+    return Compiled(compile_analysed(plan))
+
+
+def compile_analysed(planned: Planned) -> Program:
+    """The program of a plan, from the analysis it was made with."""
+    mesh = Mesh.parse(planned.plan.mesh)
+    prices = cost_model(planned.cluster, mesh)
+    how = Lowering(planned.analysis.flow, planned.plan, MeshShape(mesh.names, mesh.sizes), prices.plain)
+    return build_program(planned.analysis.folded, how, planned.plan, planned.analysis.dumps)
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, *, mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
+    """Make ``model`` run a stored program, on every rank: no capture, no search.
+
+    The process group is made from the environment (torchrun) if there is none yet.
+    """
+    from autoshard.runtime.groups import device_mesh_for
+    from autoshard.runtime.module import bind
+
+    program = load_program(folder)
+    return bind(program, model, device_mesh_for(program.mesh, mesh), seed=seed)
+
+
+def parallelize(
+    model: Any = None,
+    mesh: Any = None,
+    *,
+    example_inputs: Any = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    memory: int | None = None,
+    seed: int = 0,
+) -> Any:
+    """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
+
+    With example inputs the program is made at once, without them at the first call, whose arguments
+    then serve (they must have global shapes). Every rank given the same arguments comes to the same
+    plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
+    """
+    if model is None:
+        return functools.partial(
+            _decorate, mesh=mesh, example_inputs=example_inputs, cluster=cluster, memory=memory, seed=seed
+        )
+    if mesh is None:
+        raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
+    options = {"cluster": cluster, "memory": memory, "seed": seed}
+    if example_inputs is None:
+        from autoshard.runtime.lazy import make_lazy
+
+        return make_lazy(model, lambda inputs: _parallelize_now(model, mesh, inputs, **options))
+    return _parallelize_now(model, mesh, example_inputs, **options)
+
+
+def _parallelize_now(
+    model: nn.Module, mesh: Any, example_inputs: Any, *, cluster: Any, memory: int | None, seed: int
+) -> nn.Module:
+    from autoshard.runtime.groups import device_mesh_for
+    from autoshard.runtime.module import bind
+
+    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, memory=memory)
+    program = compile_analysed(planned)
+    given = mesh if isinstance(mesh, DeviceMesh) else None
+    return bind(program, model, device_mesh_for(program.mesh, given), seed=seed)
+
+
+def _decorate(target: Any, **options: Any) -> Any:
+    """The decorator form: a class whose instances are parallelized, or a factory whose result is."""
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        original = target.__init__
+
+        @functools.wraps(original)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            if type(self) is target:
+                parallelize(self, **options)
+
+        target.__init__ = init  # type: ignore[method-assign]
+        return target
+
+    @functools.wraps(target)
+    def factory(*args: Any, **kwargs: Any) -> Any:
+        return parallelize(target(*args, **kwargs), **options)
+
+    return factory
+
+
+def with_options(program: Program, **options: str) -> Program:
+    """The program with notes on how it was asked for (batch, sequence), used by the command line."""
+    return replace(program, options=tuple(sorted((k, str(v)) for k, v in options.items())))

@@ -1,0 +1,99 @@
+"""What the names of mesh axes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class AxisMeaning:
+    """What the search may do with an axis.
+
+    splits_batch: inputs arrive split over it. splits_batch_inside, splits_layers: ops may split their batch,
+    or their other dims, over it. stores_sharded, may_store_sharded: trained parameters must, or may, be
+    stored split over it.
+    """
+
+    name: str
+    text: str
+    splits_batch: bool
+    splits_batch_inside: bool
+    splits_layers: bool
+    stores_sharded: bool
+    may_store_sharded: bool
+    divides_products: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        return self == FREE
+
+    def allows(self, is_batch: bool) -> bool:
+        """Whether ops may split the batch (or, if not is_batch, any other dim) over the axis."""
+        return self.splits_batch_inside if is_batch else self.splits_layers
+
+    def __str__(self) -> str:
+        return self.text
+
+
+DP = AxisMeaning(
+    "dp",
+    "shards the batch, replicates parameters",
+    splits_batch=True,
+    splits_batch_inside=True,
+    splits_layers=False,
+    stores_sharded=False,
+    may_store_sharded=False,
+)
+FSDP = AxisMeaning(
+    "fsdp",
+    "shards batch and parameters",
+    splits_batch=True,
+    splits_batch_inside=True,
+    splits_layers=False,
+    stores_sharded=True,
+    may_store_sharded=True,
+)
+TP = AxisMeaning(
+    "tp",
+    "shards inside layers",
+    splits_batch=False,
+    splits_batch_inside=False,
+    splits_layers=True,
+    stores_sharded=False,
+    may_store_sharded=True,
+    divides_products=True,
+)
+FREE = AxisMeaning(
+    "free",
+    "free",
+    splits_batch=False,
+    splits_batch_inside=True,
+    splits_layers=True,
+    stores_sharded=False,
+    may_store_sharded=True,
+)
+
+#: name -> (what it would mean, what to use until then)
+_NOT_BUILT: Mapping[str, tuple[str, str]] = {
+    "pp": ("pipeline stages", "fsdp=N or tp=N, which also make each rank's part of the model smaller"),
+    "cp": (
+        "context parallelism",
+        "tp=N, or a free axis such as seq=N, which the search may lay on the sequence",
+    ),
+    "ep": (
+        "expert parallelism",
+        "tp=N, or a free axis such as experts=N, which the search may lay on experts",
+    ),
+}
+
+
+def meaning_of(name: str) -> AxisMeaning:
+    """The meaning of an axis called ``name``; a name that is not reserved is free."""
+    if name in _NOT_BUILT:
+        what, instead = _NOT_BUILT[name]
+        why = f"{name} means {what}, and this meaning is not built yet"
+        raise UsageError(f"axis {name!r} cannot be used", why=why, hint=f"use {instead}")
+    return next((meaning for meaning in (DP, FSDP, TP) if meaning.name == name), FREE)

@@ -1,0 +1,219 @@
+"""The device mesh: named axes over ranks, row-major (neighbours along the LAST axis are ranks r, r + 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from os import PathLike
+from typing import Any
+
+from autoshard.cluster.axes import AxisMeaning, meaning_of
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.load import load_cluster, nearest
+from autoshard.errors import UsageError
+
+_FORM = "write axis=size, separated by commas, for instance dp=2,tp=2"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: its name and how many ranks lie along it."""
+
+    name: str
+    size: int
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise UsageError(f"{self.name!r} is not a name for a mesh axis", hint=_FORM)
+        meaning_of(self.name)
+        if not isinstance(self.size, int) or isinstance(self.size, bool):
+            raise UsageError(f"the size of axis {self.name!r} is not an integer: {self.size!r}", hint=_FORM)
+        if self.size < 1:
+            raise UsageError(f"the size of axis {self.name!r} is {self.size}", hint="give it 1 or more")
+
+    @property
+    def meaning(self) -> AxisMeaning:
+        return meaning_of(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks 0 .. world_size - 1, laid out row-major over the axes."""
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise UsageError("the mesh has no axes", hint=f"{_FORM}; one device is dp=1")
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise UsageError(f"axis {name!r} appears twice", where=str(self), hint="use two names")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """The mesh that a text such as ``dp=2,tp=2`` describes, outermost axis first."""
+        if not text.strip():
+            raise UsageError("the mesh is empty", hint=_FORM)
+        return cls(tuple(_axis(part.strip(), text) for part in text.split(",")))
+
+    @classmethod
+    def from_any(cls, obj: object, cluster: Cluster | None = None) -> Mesh:
+        """The mesh that ``obj`` is or describes: a Mesh, a text, or a torch DeviceMesh with named dims.
+
+        With a cluster, UsageError if it has too few devices.
+        """
+        if isinstance(obj, Mesh):
+            mesh = obj
+        elif isinstance(obj, str):
+            mesh = cls.parse(obj)
+        elif hasattr(obj, "mesh_dim_names") and hasattr(obj, "mesh"):
+            mesh = _from_device_mesh(obj)
+        else:
+            hint = f"{_FORM}; or pass a torch DeviceMesh"
+            raise UsageError(f"{type(obj).__name__} is not a mesh", hint=hint)
+        if cluster is not None:
+            cluster.check_world_size(mesh.world_size)
+        return mesh
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.sizes)
+
+    def index(self, axis: str | int) -> int:
+        """Position of an axis, which may be given by name."""
+        if isinstance(axis, str):
+            if axis not in self.names:
+                hint = nearest(axis, self.names)
+                raise UsageError(f"the mesh has no axis {axis!r}", where=str(self), hint=hint)
+            return self.names.index(axis)
+        if not 0 <= axis < len(self.axes):
+            raise UsageError(f"the mesh has no axis {axis}", where=str(self), why=f"it has {len(self.axes)}")
+        return axis
+
+    def stride(self, axis: str | int) -> int:
+        """Distance in ranks between neighbours along an axis."""
+        return prod(self.sizes[self.index(axis) + 1 :])
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of a rank, one per axis."""
+        if not 0 <= rank < self.world_size:
+            why = f"ranks are 0 to {self.world_size - 1}"
+            raise UsageError(f"there is no rank {rank}", where=str(self), why=why)
+        found: list[int] = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            found.append(coordinate)
+        return tuple(reversed(found))
+
+    def rank(self, coords: Sequence[int]) -> int:
+        """The rank at these coordinates, one per axis."""
+        inside = all(0 <= coordinate < size for coordinate, size in zip(coords, self.sizes, strict=False))
+        if len(coords) != len(self.axes) or not inside:
+            raise UsageError(f"there are no coordinates {tuple(coords)}", where=str(self))
+        rank = 0
+        for coordinate, size in zip(coords, self.sizes, strict=True):
+            rank = rank * size + coordinate
+        return rank
+
+    def groups(self, axis: str | int) -> tuple[tuple[int, ...], ...]:
+        """Ranks that differ only along ``axis``, each group in order of that coordinate."""
+        size, stride = self.sizes[self.index(axis)], self.stride(axis)
+        block = size * stride
+        return tuple(
+            tuple(range(first, first + block, stride))
+            for start in range(0, self.world_size, block)
+            for first in range(start, start + stride)
+        )
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.axes))
+
+
+def parse_target(target: object) -> Mesh | Cluster:
+    """What to compile for: a Mesh if its shape is given, a Cluster if the shape is to be searched.
+
+    A text with ``=`` is a mesh; any other text or path names a cluster of the catalog or a ``.toml`` file.
+    """
+    if isinstance(target, Cluster):
+        return target
+    if isinstance(target, PathLike):
+        return load_cluster(target)
+    if not isinstance(target, str):
+        return Mesh.from_any(target)
+    if not target.strip():
+        raise UsageError("the target is empty", hint=f"{_FORM}; or name a cluster")
+    if "=" in target and not target.endswith(".toml"):
+        return Mesh.parse(target)
+    return load_cluster(target)
+
+
+def mesh_candidates(cluster: Cluster, world_size: int) -> list[Mesh]:
+    """Every dp x fsdp x tp mesh of ``world_size`` ranks that fits the wiring of the cluster.
+
+    Axes of size 1 are left out (dp=1 if all are). tp is innermost and stays inside the innermost level that
+    has more than one device. An axis either stays within a group of a level or covers whole groups; levels
+    that hold the whole mesh do not matter.
+    """
+    if world_size < 1:
+        raise UsageError(f"the world size is {world_size}", hint="it must be 1 or more")
+    cluster.check_world_size(world_size)
+    widest = next((size for size in cluster.group_sizes if size > 1), world_size)
+    shapes = (
+        (world_size // (fsdp * tp), fsdp, tp)
+        for tp in _divisors(world_size)
+        for fsdp in _divisors(world_size // tp)
+        if tp <= widest
+    )
+    meshes = (_mesh_of(*shape) for shape in shapes)
+    return [mesh for mesh in meshes if _aligned(mesh, cluster)]
+
+
+def _mesh_of(dp: int, fsdp: int, tp: int) -> Mesh:
+    axes = tuple(Axis(name, size) for name, size in (("dp", dp), ("fsdp", fsdp), ("tp", tp)) if size > 1)
+    return Mesh(axes or (Axis("dp", 1),))
+
+
+def _aligned(mesh: Mesh, cluster: Cluster) -> bool:
+    extents = [mesh.stride(axis) * mesh.sizes[axis] for axis in range(len(mesh.axes))]
+    groups = [size for size in cluster.group_sizes if size < mesh.world_size]
+    # the outermost axis ends where the mesh ends, whatever its shape: that excludes nothing
+    return all(size % extent == 0 or extent % size == 0 for extent in extents[1:] for size in groups)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _axis(part: str, text: str) -> Axis:
+    name, equals, size = part.partition("=")
+    if not equals:
+        raise UsageError(f"{part!r} is not an axis", where=f"mesh {text!r}", hint=_FORM)
+    try:
+        return Axis(name.strip(), int(size))
+    except ValueError:
+        what = f"the size of axis {name.strip()!r} is not an integer: {size.strip()!r}"
+        raise UsageError(what, where=f"mesh {text!r}", hint=_FORM) from None
+
+
+def _from_device_mesh(device_mesh: Any) -> Mesh:
+    if device_mesh.mesh_dim_names is None:
+        hint = 'pass mesh_dim_names, for instance init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+        raise UsageError("the DeviceMesh has no names for its dims", hint=hint)
+    sizes = tuple(int(size) for size in device_mesh.mesh.shape)
+    mesh = Mesh(tuple(Axis(name, size) for name, size in zip(device_mesh.mesh_dim_names, sizes, strict=True)))
+    if device_mesh.mesh.flatten().tolist() != list(range(mesh.world_size)):
+        why = f"the program numbers its ranks 0 to {mesh.world_size - 1}, row-major over the mesh"
+        raise UsageError("the DeviceMesh orders its ranks differently", where=str(mesh), why=why)
+    return mesh

@@ -1,0 +1,51 @@
+"""What one op costs on one device: the roofline model."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from autoshard.cluster.cluster import Device
+from autoshard.cluster.load import nearest
+from autoshard.errors import UsageError
+from autoshard.ir.types import DTYPES
+
+Array = npt.NDArray[np.float64]
+
+
+@overload
+def compute_seconds(
+    flops: float, bytes_moved: float, dtype: str, device: Device, *, matmul: bool
+) -> float: ...
+@overload
+def compute_seconds(
+    flops: float | Array, bytes_moved: float | Array, dtype: str, device: Device, *, matmul: bool
+) -> float | Array: ...
+def compute_seconds(
+    flops: float | Array, bytes_moved: float | Array, dtype: str, device: Device, *, matmul: bool
+) -> float | Array:
+    """Seconds of one op: launch overhead + max(flops / rate, bytes_moved / memory bandwidth).
+
+    flops: FLOP (a multiply-add counts two). bytes_moved: bytes read and written in device memory. Both may
+    be arrays. An op that does neither (a view) costs nothing. Source: S. Williams, A. Waterman,
+    D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.
+    """
+    work, traffic = np.asarray(flops, dtype=np.float64), np.asarray(bytes_moved, dtype=np.float64)
+    busy = np.maximum(work / flop_rate(dtype, device, matmul=matmul), traffic / device.memory_bandwidth)
+    result = np.where(busy > 0, busy + device.launch_overhead, 0.0)
+    return result if isinstance(flops, np.ndarray) or isinstance(bytes_moved, np.ndarray) else float(result)
+
+
+def flop_rate(dtype: str, device: Device, *, matmul: bool) -> float:
+    """FLOP/s of an op: matrix units times their efficiency, or vector units.
+
+    Vector units do narrow floats at the rate of f32 at best. Dtypes that the device has no rate for run at
+    that of f32.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"there is no dtype {dtype!r}", hint=nearest(dtype, DTYPES))
+    vector = device.peak_flops["f32"]
+    peak = device.peak_flops.get(dtype, vector)
+    return peak * device.matmul_efficiency if matmul else min(peak, vector)

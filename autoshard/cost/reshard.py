@@ -1,0 +1,183 @@
+"""From one layout to another: which collectives, at what cost.
+
+A step changes one axis by one collective (or a free local slice). All cheapest sequences between the
+layouts of one value are found together: a shortest-path closure over the layouts as nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost.collective import AxisLink, seconds
+from autoshard.ir import TensorType
+from autoshard.placement import Layout, Partial, Placement, Replicate, Shard, layout_ok, local_shape
+
+StepKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
+
+#: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
+SLICE_SECONDS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of one axis."""
+
+    kind: StepKind
+    axis: int
+    source: Placement
+    target: Placement
+
+
+def _alone(layout: Layout, axis: int) -> bool:
+    """Whether no later axis splits the same part of the same dim further (then this axis is innermost)."""
+    mine = layout[axis]
+    assert isinstance(mine, Shard)
+    return not any(
+        isinstance(p, Shard) and p.dim == mine.dim and p.outer == mine.outer for p in layout[axis + 1 :]
+    )
+
+
+def _middle(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int]) -> int:
+    """Elements of the part that this axis splits, on a rank, before the split."""
+    mine = layout[axis]
+    assert isinstance(mine, Shard)
+    middle = shape[mine.dim] // (mine.outer * mine.inner)
+    for p, ways in zip(layout[:axis], sizes, strict=False):
+        if isinstance(p, Shard) and p.dim == mine.dim and p.outer == mine.outer:
+            middle = -(-middle // ways)
+    return middle
+
+
+def step_between(shape: Sequence[int], source: Layout, target: Layout, sizes: Sequence[int]) -> Step | None:
+    """The step that leads from one layout to another, or None if no single step does."""
+    changed = [a for a, (p, q) in enumerate(zip(source, target, strict=True)) if p != q]
+    if len(changed) != 1:
+        return None
+    axis = changed[0]
+    p, q = source[axis], target[axis]
+    if isinstance(p, Shard) and not _alone(source, axis):
+        return None
+    if isinstance(q, Shard) and not _alone(target, axis):
+        return None
+    kind = _kind(shape, source, target, axis, sizes)
+    return None if kind is None else Step(kind, axis, p, q)
+
+
+def _kind(
+    shape: Sequence[int], source: Layout, target: Layout, axis: int, sizes: Sequence[int]
+) -> StepKind | None:
+    p, q = source[axis], target[axis]
+    if isinstance(p, Replicate) and isinstance(q, Shard):
+        return "slice"
+    if isinstance(p, Shard) and isinstance(q, Replicate):
+        return "all_gather"
+    if isinstance(p, Partial) and isinstance(q, Replicate):
+        return "all_reduce"
+    if isinstance(p, Partial) and isinstance(q, Shard) and p.reduce == "sum":
+        return "reduce_scatter"
+    if isinstance(p, Shard) and isinstance(q, Shard) and p.dim != q.dim:
+        ways = sizes[axis]
+        even = (
+            _middle(shape, source, axis, sizes) % ways == 0 and _middle(shape, target, axis, sizes) % ways == 0
+        )
+        return "all_to_all" if even else None
+    return None
+
+
+def local_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
+    """Elements on the fullest rank (the one at coordinate 0 everywhere)."""
+    return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
+
+
+@dataclass(frozen=True)
+class ReshardTable:
+    """Cheapest ways between all layouts of one type of value.
+
+    seconds: [from, to]; inf where there is no way. hop: [from, to] index of the next layout.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    seconds: NDArray[np.float64]
+    hop: NDArray[np.int64]
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def steps(self, source: Layout, target: Layout) -> list[tuple[Step, Layout]]:
+        """The steps from one layout to another, each with the layout it arrives at."""
+        at, goal = self.index[source], self.index[target]
+        path: list[tuple[Step, Layout]] = []
+        while at != goal:
+            following = int(self.hop[at, goal])
+            step = step_between(self.shape, self.layouts[at], self.layouts[following], self.sizes)
+            assert step is not None
+            path.append((step, self.layouts[following]))
+            at = following
+        return path
+
+
+@dataclass(frozen=True)
+class ReshardCost:
+    """Prices of steps on one mesh.
+
+    links: per axis. memory_bandwidth: bytes/s, for the copies around a collective. known: closures
+    already made, by everything they depend on.
+    """
+
+    sizes: tuple[int, ...]
+    links: tuple[AxisLink, ...]
+    memory_bandwidth: float
+    known: dict[object, ReshardTable] = field(default_factory=dict, compare=False, repr=False)
+
+    def step_seconds(self, type_: TensorType, source: Layout, step: Step) -> float:
+        """Seconds of one step taken from ``source``."""
+        if step.kind == "slice":
+            return SLICE_SECONDS
+        whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
+        width = type_.nbytes / max(1, type_.numel)
+        nbytes = local_numel(type_.shape, whole, self.sizes) * width
+        if step.kind == "all_to_all":
+            nbytes /= self.sizes[step.axis]
+        time = float(seconds(step.kind, nbytes, self.links[step.axis]))
+        for placed in (step.source, step.target):
+            if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
+                time += 2 * nbytes / self.memory_bandwidth
+        return time
+
+    def table(self, type_: TensorType, layouts: Iterable[Layout]) -> ReshardTable:
+        """The closure over all layouts that mix the axis placements of ``layouts`` and Replicate."""
+        per_axis = tuple(
+            tuple(dict.fromkeys([Replicate(), *placed])) for placed in zip(*layouts, strict=True)
+        ) or ((Replicate(),),) * len(self.sizes)
+        key = (type_, per_axis)
+        if key not in self.known:
+            self.known[key] = self._closure(type_, per_axis)
+        return self.known[key]
+
+    def _closure(self, type_: TensorType, per_axis: tuple[tuple[Placement, ...], ...]) -> ReshardTable:
+        """Floyd-Warshall over single steps."""
+        nodes = tuple(c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes))
+        index = {layout: i for i, layout in enumerate(nodes)}
+        cost = np.full((len(nodes), len(nodes)), np.inf)
+        np.fill_diagonal(cost, 0.0)
+        hop = np.tile(np.arange(len(nodes)), (len(nodes), 1))
+        for i, source in enumerate(nodes):
+            for axis, options in enumerate(per_axis):
+                for placed in options:
+                    target = (*source[:axis], placed, *source[axis + 1 :])
+                    step = None if placed == source[axis] else step_between(type_.shape, source, target, self.sizes)
+                    if step is not None and target in index:
+                        cost[i, index[target]] = self.step_seconds(type_, source, step)
+        for k in range(len(nodes)):
+            via = cost[:, k : k + 1] + cost[k : k + 1, :]
+            better = via < cost
+            cost = np.where(better, via, cost)
+            hop = np.where(better, hop[:, k : k + 1], hop)
+        return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)

@@ -1,0 +1,54 @@
+"""Errors that people read: what, where in their code, why, and what to try."""
+
+from __future__ import annotations
+
+
+class AutoshardError(Exception):
+    """Base of all errors of autoshard.
+
+    what: one sentence. where: the user's source line or the name of the thing. why: the cause.
+    hint: what to try.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", why: str = "", hint: str = "") -> None:
+        self.what, self.where, self.why, self.hint = what, where, why, hint
+        lines = [what]
+        if where:
+            lines.append(f"  where: {where}")
+        if why:
+            lines.append(f"  why:   {why}")
+        if hint:
+            lines.append(f"  try:   {hint}")
+        super().__init__("\n".join(lines))
+
+
+class UsageError(AutoshardError):
+    """A wrong argument: unknown axis, wrong world size, batch too small to shard."""
+
+    exit_code = 2
+
+
+class CaptureError(AutoshardError):
+    """The model cannot be captured as a graph."""
+
+    exit_code = 3
+
+
+class NoRuleError(AutoshardError):
+    """An op has no sharding rule."""
+
+    exit_code = 3
+
+
+class InfeasibleError(AutoshardError):
+    """No plan meets the memory budget."""
+
+    exit_code = 4
+
+
+class VerificationError(AutoshardError):
+    """A program is not what it should be: wrong numbers, wrong types, or a damaged folder."""
+
+    exit_code = 5

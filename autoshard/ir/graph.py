@@ -1,0 +1,123 @@
+"""Nodes and graphs.
+
+A ``Graph`` is straight-line code: typed inputs, nodes in an order that respects their uses, named
+outputs. Names are unique inside one graph. Nothing here is ever changed in place; a pass builds a
+new graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from autoshard.ir.types import TensorType
+
+#: what may stand as an argument: Ref, Dtype, LocalSize, LocalOffset, int, float, bool, str, None,
+#: or a tuple of those
+Arg: TypeAlias = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of the value called ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from in the user's own code.
+
+    fqn: module path (``layers.0.self_attn.q_proj``), "" for the root module.
+    call: how many times that module had been called before, in this forward.
+    source: ``file.py:line`` of the user's statement, "" if unknown.
+    """
+
+    fqn: str = ""
+    call: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call of an op: ``outs = op(*args, **kwargs)``.
+
+    op: ``namespace.name.overload``, for instance ``aten.mm.default`` or ``comm.all_gather.default``.
+    outs, types: one name and one type per output tensor; a type is None where the op gives no tensor.
+    backward: True if the node belongs to the backward half.
+    """
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outs: tuple[str, ...]
+    types: tuple[TensorType | None, ...]
+    origin: Origin = Origin()
+    backward: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.outs[0]
+
+    def kwarg(self, key: str, default: Arg = None) -> Arg:
+        for k, v in self.kwargs:
+            if k == key:
+                return v
+        return default
+
+    def arg(self, index: int, key: str | None = None, default: Arg = None) -> Arg:
+        """The positional argument, or the keyword of that name, or the default."""
+        if index < len(self.args):
+            return self.args[index]
+        return self.kwarg(key, default) if key else default
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A straight-line function over tensors."""
+
+    name: str
+    inputs: tuple[tuple[str, TensorType], ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+
+    def types(self) -> dict[str, TensorType]:
+        """Type of every tensor value, inputs included."""
+        table = dict(self.inputs)
+        for node in self.nodes:
+            for name, type_ in zip(node.outs, node.types, strict=True):
+                if type_ is not None:
+                    table[name] = type_
+        return table
+
+
+def refs_of(arg: Arg) -> Iterator[str]:
+    """Names of all values used in an argument (or in a tuple of arguments), in order."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs_of(item)
+    elif isinstance(arg, Node):
+        for item in arg.args:
+            yield from refs_of(item)
+        for _, item in arg.kwargs:
+            yield from refs_of(item)
+
+
+def _map(arg: Arg, fn: Callable[[str], Arg]) -> Arg:
+    if isinstance(arg, Ref):
+        return fn(arg.name)
+    if isinstance(arg, tuple):
+        return tuple(_map(item, fn) for item in arg)
+    return arg
+
+
+def substitute(node: Node, fn: Callable[[str], Arg]) -> Node:
+    """The node with every use replaced by ``fn(name)``."""
+    return replace(
+        node,
+        args=tuple(_map(a, fn) for a in node.args),
+        kwargs=tuple((k, _map(v, fn)) for k, v in node.kwargs),
+    )

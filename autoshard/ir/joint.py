@@ -1,0 +1,74 @@
+"""The captured model: one flat graph of forward and backward, and what its ends mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoshard.ir.graph import Graph
+from autoshard.ir.types import TensorType
+
+PortKind = Literal["param", "buffer", "input", "tangent", "const"]
+ResultKind = Literal["output", "grad", "input_grad", "buffer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input of the joint graph.
+
+    name: the value's name in the graph.
+    kind: ``param`` and ``buffer`` (target: the module's own name; tied parameters have one port under
+        their first name), ``input`` (target: position among the flattened call arguments, as text),
+        ``tangent`` (target: position of the output it belongs to), ``const`` (target: key in constants).
+    """
+
+    name: str
+    kind: PortKind
+    target: str
+    type: TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One output of the joint graph.
+
+    value: name of the value in the graph.
+    kind, target: ``output`` (position among the flattened outputs of the model), ``grad`` (parameter
+        name), ``input_grad`` (position of the input), ``buffer`` (new value of that buffer).
+    """
+
+    value: str
+    kind: ResultKind
+    target: str
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A captured model.
+
+    graph: flat, functional, forward nodes before backward nodes.
+    in_tree: JSON text of the pytree of ``(args, kwargs)``.
+    in_leaves: for each flattened call argument ``("tensor", "")`` or ``("static", repr)``: a
+        non-tensor argument is fixed at capture.
+    out_tree: JSON text of the pytree of the model's output.
+    out_leaves: for each flattened output ``("tensor", "")``, ``("static", repr)`` (None, numbers).
+    input_names: for each flattened call argument its path, for messages (``input_ids``, ``args[0]``).
+    tied: alias parameter name -> the name its port has.
+    frozen: names of parameters without gradient.
+    constants: tensors that the model's code made from Python data (port target -> torch.Tensor).
+    batch_inputs: targets of input ports whose dim 0 is the batch.
+    """
+
+    graph: Graph
+    ports: tuple[Port, ...]
+    results: tuple[Result, ...]
+    in_tree: str
+    in_leaves: tuple[tuple[str, str], ...]
+    out_tree: str
+    out_leaves: tuple[tuple[str, str], ...]
+    input_names: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    frozen: tuple[str, ...] = ()
+    constants: dict[str, object] = field(default_factory=dict, compare=False, hash=False)
+    batch_inputs: tuple[str, ...] = ()
+    training: bool = True

@@ -1,0 +1,203 @@
+"""Placements: how one tensor lies on one mesh axis.
+
+``Shard`` here is a little wider than torch's: a dim of size n is seen as (outer, middle, inner) and
+the *middle* part is split. ``outer=1, inner=1`` is torch's ``Shard(dim)``. The wider form is what
+flattened and fused dims need: ``[batch, seq, h] -> [batch*seq, h]`` with a sharded sequence is
+``Shard(0, outer=batch)``; the fused ``[3*heads*d]`` of a qkv projection split by heads is
+``Shard(dim, outer=3)``. ``inner > 1`` only remains where the middle does not divide evenly (shards
+are whole multiples of inner).
+
+Uneven middles are split like ``torch.chunk``: all shards have ceil(n/t) elements but the last ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Replicate:
+    """Every rank of the axis holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Each rank of the axis holds a part of ``dim``, seen as (outer, middle, inner)."""
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+
+    def __str__(self) -> str:
+        extra = f",outer={self.outer}" if self.outer > 1 else ""
+        extra += f",inner={self.inner}" if self.inner > 1 else ""
+        return f"S({self.dim}{extra})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Partial:
+    """The tensor is the reduction (``sum`` or ``max``) of what the ranks of the axis hold."""
+
+    reduce: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.reduce == "sum" else f"P({self.reduce})"
+
+
+Placement: TypeAlias = Replicate | Shard | Partial
+#: one placement per mesh axis, in mesh order
+Layout: TypeAlias = tuple[Placement, ...]
+
+R = Replicate()
+P = Partial()
+
+
+def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of part ``index`` when n elements are cut into ``parts`` as torch.chunk does."""
+    step = -(-n // parts)
+    start = min(index * step, n)
+    return start, min(step, n - start)
+
+
+def shard_of_digit(
+    size: int, dim: int, outer: int, middle: int, axis_size: int
+) -> Shard | None:
+    """The placement that splits the part ``middle`` (``outer`` elements above it) of a dim, or None.
+
+    None means that some rank would hold nothing, or that the part does not exist.
+    """
+    if size % (outer * middle) or middle < 2:
+        return None
+    if middle % axis_size == 0:
+        return Shard(dim, outer, 1)
+    if middle < axis_size or chunk(middle, axis_size, axis_size - 1)[1] <= 0:
+        return None
+    return Shard(dim, outer, size // (outer * middle))
+
+
+def is_even(size: int, shard: Shard, axis_size: int) -> bool:
+    """True if every rank of the axis holds the same number of elements."""
+    return (size // (shard.outer * shard.inner)) % axis_size == 0
+
+
+def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
+    """Whether several axes (in mesh order, with their sizes) may split the same dim together.
+
+    Either they split the same part (then the later is nested in the earlier), or parts that do not
+    overlap. All but the last in mesh order split evenly, and the last only unevenly if it is also the
+    innermost.
+    """
+    local = size
+    taken: list[tuple[int, int]] = []  # (outer, ways) so far, ways multiplied for nested ones
+    for position, (shard, ways) in enumerate(shards):
+        known = dict(taken)
+        if not _apart(shard.outer, ways, known):
+            return False
+        block = local_outer(shard, taken) * shard.inner
+        if local % block:
+            return False
+        middle = local // block
+        if middle % ways:
+            last = position == len(shards) - 1
+            innermost = all(outer <= shard.outer for outer in known)
+            return last and innermost and chunk(middle, ways, ways - 1)[1] > 0
+        local //= ways
+        known[shard.outer] = known.get(shard.outer, 1) * ways
+        taken = list(known.items())
+    return True
+
+
+def _apart(outer: int, ways: int, taken: Mapping[int, int]) -> bool:
+    """Whether splitting at ``outer`` leaves alone the parts already split (outer -> ways)."""
+    for other, split in taken.items():
+        if other < outer and outer % (other * split):
+            return False
+        if other > outer and other % (outer * ways * taken.get(outer, 1)):
+            return False
+    return True
+
+
+def local_outer(shard: Shard, taken: Sequence[tuple[int, int]]) -> int:
+    """Number of outer blocks left on a rank after the earlier axes ``(outer, ways)`` were applied."""
+    result = shard.outer
+    for outer, ways in taken:
+        if outer < shard.outer:
+            result //= ways
+    return result
+
+
+def local_extent(size: int, shards: Sequence[tuple[Shard, int, int]]) -> tuple[int, int]:
+    """(offset, elements) of a dim on one rank; shards are (placement, axis size, coordinate).
+
+    The offset is the global index of the first element held.
+    """
+    local, offset = size, 0
+    taken: list[tuple[int, int]] = []
+    for shard, ways, coordinate in shards:
+        outer = local_outer(shard, taken)
+        middle = local // (outer * shard.inner)
+        start, length = chunk(middle, ways, coordinate)
+        # an earlier axis that split a part further inside left out elements between those held
+        stride = prod(w for o, w in taken if o > shard.outer)
+        offset += start * shard.inner * stride
+        local = outer * length * shard.inner
+        taken.append((shard.outer, ways))
+    return offset, local
+
+
+def local_shape(
+    shape: Sequence[int], layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+) -> tuple[int, ...]:
+    """Shape of the shard at mesh coordinates ``coords`` of a tensor with this global shape."""
+    out = list(shape)
+    for dim in {p.dim for p in layout if isinstance(p, Shard)}:
+        out[dim] = local_extent(shape[dim], shards_of_dim(layout, dim, sizes, coords))[1]
+    return tuple(out)
+
+
+def shards_of_dim(
+    layout: Layout, dim: int, sizes: Sequence[int], coords: Sequence[int]
+) -> list[tuple[Shard, int, int]]:
+    """The (placement, axis size, coordinate) of every axis that splits ``dim``, in mesh order."""
+    return [
+        (p, t, c)
+        for p, t, c in zip(layout, sizes, coords, strict=True)
+        if isinstance(p, Shard) and p.dim == dim
+    ]
+
+
+def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
+    """Whether a tensor of this global shape can lie like that on a mesh with these axis sizes."""
+    for dim in {p.dim for p in layout if isinstance(p, Shard)}:
+        shards = [
+            (p, t)
+            for p, t in zip(layout, sizes, strict=True)
+            if isinstance(p, Shard) and p.dim == dim
+        ]
+        if not dims_compatible(shape[dim], shards):
+            return False
+    return True
+
+
+_SHARD = re.compile(r"^S\((\d{1,9})(?:,outer=(\d{1,15}))?(?:,inner=(\d{1,15}))?\)$")
+REDUCTIONS = ("sum", "max", "lse")
+
+
+def parse_placement(text: str) -> Placement:
+    """The placement that prints as ``text``; ValueError if there is none."""
+    if text == "R":
+        return R
+    match = _SHARD.match(text)
+    if match:
+        return Shard(int(match.group(1)), int(match.group(2) or 1), int(match.group(3) or 1))
+    for reduce in REDUCTIONS:
+        if text == str(Partial(reduce)):
+            return Partial(reduce)
+    raise ValueError(f"{text!r} is not a placement")

@@ -1,0 +1,66 @@
+"""From a plan to a program: run the passes, collect dumps and notes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.ir import Call, Folded, Node, Ref, substitute
+from autoshard.ir.lowered import Instruction, Lowered
+from autoshard.passes.pipeline import Lowering, lower
+from autoshard.program.names import port_names
+from autoshard.program.program import Note, Program, Signature
+from autoshard.report.dump import dump_text
+from autoshard.search.plan import Plan
+from autoshard.search.plan_json import plan_to_json
+
+
+def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, str]) -> Program:
+    """The program of a folded model under a plan.
+
+    dumps: texts of the passes before the search, to be stored with those after it.
+    """
+    texts = dict(dumps)
+    lowered = lower(folded, how, lambda name, graph: texts.__setitem__(name, dump_text(name, graph, plan.mesh)))
+    names = port_names(folded.joint.ports)
+    signature = Signature.of(folded.joint)
+    ports = tuple(replace(p, name=names[p.name]) for p in signature.ports)
+    results = tuple(
+        replace(r, value=names.get(v, v)) for r, v in zip(signature.results, lowered.results, strict=True)
+    )
+    return Program(
+        plan.mesh,
+        _renamed(lowered, names),
+        replace(signature, ports=ports, results=results),
+        {name: notes_of_segment(lowered, name) for name in lowered.segments},
+        plan_to_json(plan),
+        texts,
+        dict(folded.joint.constants),
+        plan.target,
+    )
+
+
+def notes_of_segment(lowered: Lowered, name: str) -> tuple[Note, ...]:
+    """Where each node comes from and why it is as it is."""
+    segment = lowered.segments[name]
+    return tuple(
+        Note(n.origin.fqn, n.origin.source, segment.why.get(n.name, "")) for n in segment.graph.nodes
+    )
+
+
+def _renamed(lowered: Lowered, names: dict[str, str]) -> Lowered:
+    """Main with its inputs called by what they are in the model."""
+
+    def instruction(item: Instruction) -> Instruction:
+        if isinstance(item, Call):
+            return replace(item, args=tuple(names.get(a, a) for a in item.args))
+        return _node(item)
+
+    def _node(node: Node) -> Node:
+        return substitute(node, lambda name: Ref(names.get(name, name)))
+
+    return replace(
+        lowered,
+        main=tuple(instruction(i) for i in lowered.main),
+        values={names.get(n, n): placed for n, placed in lowered.values.items()},
+        results=tuple(names.get(r, r) for r in lowered.results),
+    )

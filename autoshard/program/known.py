@@ -1,0 +1,26 @@
+"""The ops that a program may call: what has a rule, what lowering makes of it, and collectives."""
+
+from __future__ import annotations
+
+from autoshard.rules.registry import RULES
+
+_LOWERED = (
+    "aten.addmm.default",
+    "aten.alias.default",
+    "autoshard.embedding_part.default",
+    "autoshard.embedding_part_backward.default",
+)
+COLLECTIVES = (
+    "comm.all_gather.default",
+    "comm.all_reduce.default",
+    "comm.reduce_scatter.default",
+    "comm.all_to_all.default",
+    "comm.slice.default",
+    "comm.all_gather_bucket.default",
+    "comm.reduce_scatter_bucket.default",
+    "comm.all_reduce_bucket.default",
+)
+
+
+def known_ops() -> frozenset[str]:
+    return frozenset((*RULES, *_LOWERED, *COLLECTIVES))

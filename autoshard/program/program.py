@@ -1,0 +1,75 @@
+"""A program: what every rank runs, and how its ends meet the user's model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoshard.ir import Joint, Port, Result
+from autoshard.ir.lowered import Lowered
+from autoshard.placement import Layout
+
+#: raised when the meaning of a program folder changes
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How the program's ends meet the model: see `Joint` for the fields."""
+
+    ports: tuple[Port, ...]
+    results: tuple[Result, ...]
+    in_tree: str
+    in_leaves: tuple[tuple[str, str], ...]
+    out_tree: str
+    out_leaves: tuple[tuple[str, str], ...]
+    input_names: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    frozen: tuple[str, ...]
+    training: bool
+
+    @classmethod
+    def of(cls, joint: Joint) -> Signature:
+        return cls(
+            joint.ports,
+            joint.results,
+            joint.in_tree,
+            joint.in_leaves,
+            joint.out_tree,
+            joint.out_leaves,
+            joint.input_names,
+            joint.tied,
+            joint.frozen,
+            joint.training,
+        )
+
+    def port_layouts(self, lowered: Lowered) -> dict[str, Layout]:
+        return {p.name: lowered.values[p.name].layout for p in self.ports}
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a dump says beside a node."""
+
+    fqn: str = ""
+    source: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program for all ranks of a mesh; what differs from rank to rank are symbols in its text.
+
+    mesh: ``dp=2,tp=2``. lowered: segments and main. notes: segment -> one note per node. plan: JSON
+    text of the plan it was made from. dumps: pass name -> text of the graph after it. constants:
+    port target -> torch tensor. target: where the model came from (``hf:config.json``), if known.
+    """
+
+    mesh: str
+    lowered: Lowered
+    signature: Signature
+    notes: dict[str, tuple[Note, ...]]
+    plan: str = ""
+    dumps: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, object] = field(default_factory=dict)
+    target: str = ""
+    options: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,214 @@
+"""Program folders: text and JSON, written whole or not at all, read without trusting them.
+
+``program.py`` is parsed by ``ast`` and never run; nothing is pickled. Every file's checksum stands in
+``manifest.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoshard._version import __version__
+from autoshard.errors import UsageError, VerificationError
+from autoshard.ir import Call, Port, Result
+from autoshard.ir.lowered import Lowered
+from autoshard.program.known import known_ops
+from autoshard.program.parse import parse_program
+from autoshard.program.program import FORMAT, Note, Program, Signature
+from autoshard.program.text import axis_names, program_text
+from autoshard.runtime.resolve import torch_dtype
+
+_RECOMPILE = "compile the program again"
+
+
+def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Write the folder. It appears complete or, on any error, not at all.
+
+    Raises UsageError if the folder exists and is not a program folder, or ``overwrite`` is false.
+    """
+    target = Path(folder)
+    if target.exists() and not _may_replace(target, overwrite):
+        raise UsageError(
+            f"{target} exists" + ("" if overwrite else " already"),
+            why="only an older program folder is ever overwritten",
+            hint="choose another folder, or pass overwrite=True (--overwrite) for a program folder",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        _write(program, staging)
+        os.chmod(staging, 0o755)
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return target
+
+
+def _may_replace(target: Path, overwrite: bool) -> bool:
+    if not target.is_dir():
+        return False
+    return not any(target.iterdir()) or (overwrite and (target / "manifest.json").is_file())
+
+
+def _write(program: Program, folder: Path) -> None:
+    files = {
+        "program.py": program_text(program),
+        "plan.json": program.plan,
+        "notes.json": json.dumps(_notes(program), separators=(",", ":")) + "\n",
+        "constants.json": json.dumps(
+            {k: _constant_out(v) for k, v in program.constants.items()}, separators=(",", ":")
+        )
+        + "\n",
+    }
+    files |= {f"dumps/{name}.py": text for name, text in program.dumps.items()}
+    (folder / "dumps").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    manifest = {
+        "format": FORMAT,
+        "autoshard": __version__,
+        "torch": torch.__version__,
+        "mesh": program.mesh,
+        "target": program.target,
+        "options": [list(o) for o in program.options],
+        "signature": _signature_out(program.signature),
+        "files": {name: _digest(text) for name, text in files.items()},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _notes(program: Program) -> dict[str, Any]:
+    rows = {k: [[n.fqn, n.source, n.why] for n in notes] for k, notes in program.notes.items()}
+    labels = [item.label for item in program.lowered.main if isinstance(item, Call)]
+    return {"segments": rows, "labels": labels}
+
+
+def _constant_out(value: object) -> dict[str, Any]:
+    assert isinstance(value, torch.Tensor)
+    return {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": value.reshape(-1).tolist(),
+    }
+
+
+def _signature_out(signature: Signature) -> dict[str, Any]:
+    raw = asdict(signature)
+    raw["results"] = [[r.value, r.kind, r.target] for r in signature.results]
+    del raw["ports"]
+    return raw
+
+
+def load_program(folder: str | os.PathLike[str]) -> Program:
+    """Read a program folder. Raises VerificationError if anything in it is not as it was written."""
+    root = Path(folder)
+    try:
+        manifest = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{root} is not a program folder", why="it has no manifest.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise VerificationError(f"{root}/manifest.json cannot be read", why=str(error), hint=_RECOMPILE) from None
+    try:
+        return _load(root, manifest)
+    except VerificationError:
+        raise
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise VerificationError(
+            f"{root} is not a whole program folder", why=f"{type(error).__name__}: {error}", hint=_RECOMPILE
+        ) from None
+
+
+def _load(root: Path, manifest: dict[str, Any]) -> Program:
+    if manifest["format"] != FORMAT:
+        raise VerificationError(
+            f"the program has format {manifest['format']!r}, this version reads {FORMAT}",
+            why=f"it was compiled by autoshard {manifest.get('autoshard')!r}",
+            hint=_RECOMPILE,
+        )
+    texts = {name: _checked(root, name, digest) for name, digest in manifest["files"].items()}
+    mesh = manifest["mesh"]
+    lowered, ports, returns = parse_program(texts["program.py"], axis_names(mesh), known_ops())
+    notes = json.loads(texts["notes.json"])
+    signature = _signature_in(manifest["signature"], ports)
+    _check_returns(signature, returns)
+    lowered = replace(
+        _labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results)
+    )
+    return Program(
+        mesh,
+        lowered,
+        signature,
+        {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["segments"].items()},
+        texts["plan.json"],
+        {k[6:-3]: text for k, text in texts.items() if k.startswith("dumps/")},
+        {k: _constant_in(v) for k, v in json.loads(texts["constants.json"]).items()},
+        manifest["target"],
+        tuple((str(a), str(b)) for a, b in manifest["options"]),
+    )
+
+
+def _checked(root: Path, name: str, digest: str) -> str:
+    path = (root / name).resolve()
+    if not path.is_relative_to(root.resolve()):
+        raise VerificationError(f"{name!r} points outside the program folder", hint=_RECOMPILE)
+    text = path.read_text(encoding="utf-8")
+    if _digest(text) != digest:
+        raise VerificationError(f"{name} is not what was written", why="its checksum differs", hint=_RECOMPILE)
+    return text
+
+
+def _signature_in(raw: dict[str, Any], ports: tuple[Port, ...]) -> Signature:
+    return Signature(
+        ports,
+        tuple(Result(str(v), k, str(t)) for v, k, t in raw["results"]),
+        raw["in_tree"],
+        tuple((str(a), str(b)) for a, b in raw["in_leaves"]),
+        raw["out_tree"],
+        tuple((str(a), str(b)) for a, b in raw["out_leaves"]),
+        tuple(map(str, raw["input_names"])),
+        tuple((str(a), str(b)) for a, b in raw["tied"]),
+        tuple(map(str, raw["frozen"])),
+        bool(raw["training"]),
+    )
+
+
+def _check_returns(signature: Signature, returns: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+    for backward, names in enumerate(returns):
+        wanted = tuple(
+            r.value for r in signature.results if (r.kind in ("grad", "input_grad")) == bool(backward)
+        )
+        if wanted != names:
+            raise VerificationError("the manifest does not fit what the program returns", hint=_RECOMPILE)
+
+
+def _labelled(lowered: Lowered, labels: list[str]) -> Lowered:
+    feed = iter(labels)
+    main = tuple(replace(i, label=str(next(feed))) if isinstance(i, Call) else i for i in lowered.main)
+    return replace(lowered, main=main)
+
+
+def _constant_in(raw: dict[str, Any]) -> torch.Tensor:
+    short = {v: k for k, v in _torch_names().items()}
+    return torch.tensor(raw["values"], dtype=torch_dtype(short[raw["dtype"]])).reshape(raw["shape"])
+
+
+def _torch_names() -> dict[str, str]:
+    from autoshard.ir import DTYPES
+
+    return {short: name for short, (name, _) in DTYPES.items()}

@@ -1,0 +1,166 @@
+"""Programs as readable Python text.
+
+The text is straight-line: one ``def`` per segment, then ``forward`` and ``backward``. It is valid Python but is
+never run as Python; `autoshard.program.parse` reads it back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
+from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.placement import Layout
+from autoshard.program.program import Note, Program
+
+#: op namespaces that are written out; ``aten`` is not
+NAMESPACES = ("autoshard", "comm", "transformers", "prims")
+
+
+def layout_text(layout: Layout, names: Sequence[str]) -> str:
+    """``dp:S(0) tp:R``"""
+    return " ".join(f"{n}:{p}" for n, p in zip(names, layout, strict=True))
+
+
+def type_text(type_: TensorType, layout: Layout, names: Sequence[str]) -> str:
+    return f"{type_} {layout_text(layout, names)}"
+
+
+def op_text(op: str) -> str:
+    """``mm``, ``sum.dim_IntList``, ``comm.all_gather``"""
+    namespace, name, overload = op.split(".")
+    head = name if namespace == "aten" else f"{namespace}.{name}"
+    return head if overload == "default" else f"{head}.{overload}"
+
+
+def arg_text(arg: Arg) -> str:
+    """One argument as text."""
+    if isinstance(arg, Ref):
+        return arg.name
+    if isinstance(arg, Dtype):
+        return f"dt.{arg.name}"
+    if isinstance(arg, tuple):
+        inner = ", ".join(arg_text(a) for a in arg)
+        return f"({inner},)" if len(arg) == 1 else f"({inner})"
+    if isinstance(arg, LocalSize | LocalOffset):
+        name = "local" if isinstance(arg, LocalSize) else "offset"
+        return f"{name}({arg.size}, {', '.join(_shard_text(s) for s in arg.shards)})"
+    if isinstance(arg, CallSite):
+        return f"site({arg.offset})"
+    if isinstance(arg, float) and not math.isfinite(arg):
+        return {math.inf: "inf", -math.inf: "-inf"}.get(arg, "nan")
+    return repr(arg)
+
+
+def _shard_text(shard: ShardOf) -> str:
+    if shard.outer == 1 and shard.inner == 1:
+        return repr(shard.axis)
+    return f"({shard.axis!r}, {shard.outer}, {shard.inner})"
+
+
+def call_text(op: str, args: Iterable[Arg], kwargs: Iterable[tuple[str, Arg]]) -> str:
+    parts = [arg_text(a) for a in args] + [f"{k}={arg_text(v)}" for k, v in kwargs]
+    return f"{op_text(op)}({', '.join(parts)})"
+
+
+def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) -> list[str]:
+    """One statement; several outputs have their types on lines of their own."""
+    right = call_text(node.op, node.args, node.kwargs)
+    typed = [
+        f'{out}: "{type_text(type_, layouts[out], names)}"'
+        for out, type_ in zip(node.outs, node.types, strict=True)
+        if type_ is not None
+    ]
+    if len(node.outs) == 1 and typed:
+        return [f"{typed[0]} = {right}"]
+    return [*typed, f"{', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}"]
+
+
+def segment_lines(segment: LoweredSegment, notes: Sequence[Note], names: Sequence[str]) -> list[str]:
+    """The ``def`` of a segment, with the reason of each choice at the end of its line."""
+    graph = segment.graph
+    lines = [f"def {graph.name}("]
+    lines += [f'    {n}: "{type_text(t, segment.layouts[n], names)}",' for n, t in graph.inputs]
+    lines.append("):")
+    here = ("", "")
+    for node, note in zip(graph.nodes, notes, strict=True):
+        if (note.fqn, note.source) != here and (note.fqn or note.source):
+            here = (note.fqn, note.source)
+            lines.append(f"    # --- {note.fqn}  {note.source}".rstrip())
+        body = node_lines(node, segment.layouts, names)
+        lines += [f"    {line}" for line in body[:-1]]
+        last = f"    {body[-1]}"
+        lines.append(f"{last:<100}  # {note.why}" if note.why else last)
+    lines.append(f"    return {_names(graph.outputs)}")
+    return lines
+
+
+def _names(values: Sequence[str]) -> str:
+    return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
+
+
+def main_lines(program: Program, names: Sequence[str]) -> list[str]:
+    lowered, signature = program.lowered, program.signature
+    lines = []
+    for port in signature.ports:
+        placed = lowered.values[port.name]
+        lines.append(
+            f'{port.name}: "{type_text(placed.type, placed.layout, names)}" = {port.kind}({port.target!r})'
+        )
+    lines.append("")
+    for backward in (False, True):
+        lines.append("")
+        lines.append(f"def {'backward' if backward else 'forward'}():")
+        for item in lowered.main:
+            if item.backward == backward:
+                lines += [f"    {line}" for line in _instruction(item, lowered.values, names)]
+        ends = [
+            value
+            for value, result in zip(lowered.results, signature.results, strict=True)
+            if (result.kind in ("grad", "input_grad")) == backward
+        ]
+        lines.append(f"    return {_names(ends)}")
+        lines.append("")
+    return lines
+
+
+def _instruction(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+    if isinstance(item, Node):
+        return node_lines(item, {out: values[out].layout for out in item.outs}, names)
+    args = ", ".join(item.args)
+    site = f"{', ' if args else ''}site={item.site}" if item.site else ""
+    label = f"  # {item.label}" if item.label else ""
+    return [f"{_names(item.outs)} = {item.segment}({args}{site}){label}"]
+
+
+def program_text(program: Program) -> str:
+    """The whole program as text."""
+    names = axis_names(program.mesh)
+    counts = _counts(program.lowered)
+    lines = [
+        f"# autoshard program, format 1 | mesh {program.mesh}",
+        "# shapes are GLOBAL; what a rank holds follows from the placement of each mesh axis:",
+        "# R whole on every rank, S(d) split along dim d, P partial (to be reduced)",
+        "",
+    ]
+    for name, segment in program.lowered.segments.items():
+        lines.append("")
+        lines.append(f"# called {counts[name]} times")
+        lines += segment_lines(segment, program.notes[name], names)
+        lines.append("")
+    lines.append("")
+    lines += main_lines(program, names)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def axis_names(mesh: str) -> tuple[str, ...]:
+    return tuple(part.split("=")[0] for part in mesh.split(","))
+
+
+def _counts(lowered: Lowered) -> dict[str, int]:
+    table = dict.fromkeys(lowered.segments, 0)
+    for item in lowered.main:
+        if isinstance(item, Call):
+            table[item.segment] += 1
+    return table

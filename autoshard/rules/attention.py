@@ -1,0 +1,58 @@
+"""Attention as one op: split by batch and heads, and by query rows where no causal mask needs offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.ir import Node, TensorType
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
+
+
+def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, causal: bool):  # type: ignore[no-untyped-def]
+    """Dims of query, key, value, out, log-sum-exp and mask, with the builder and the fixed factors."""
+    q, k, v = shapes
+    build = Builder()
+    b, h, s = build.new(q.shape[0]), build.new(q.shape[1]), build.new(q.shape[2])
+    t, d, e = build.new(k.shape[2]), build.new(q.shape[3]), build.new(v.shape[3])
+    fixed = {f for x in (t, d, e) for f in x} | (set(s) if causal else set())
+    full: list[Dim] = [b, h, s, t]
+    mask_dims: Dims = ()
+    if mask is not None:
+        lead = 4 - len(mask.shape)
+        mask_dims = tuple(full[lead + i] if n != 1 else () for i, n in enumerate(mask.shape))
+    return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed
+
+
+def _flops(q: TensorType, k: TensorType, v: TensorType, causal: bool) -> float:
+    b, h, s, d = q.shape
+    full = 2.0 * b * h * s * k.shape[2] * (d + v.shape[3])
+    return full / 2 if causal else full
+
+
+def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], optional mask -> (out [b, h, s, e], lse [b, h, s])."""
+    causal = bool(node.args[4])
+    mask = ins[3] if len(ins) > 3 else None
+    build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[:3], mask, causal)
+    inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
+    flops = _flops(ins[0], ins[1], ins[2], causal)
+    return Factored(tuple(build.sizes), inputs, (out, lse), frozenset(fixed), kind="matmul", flops=flops)
+
+
+def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """grad, q, k, v, out, lse, optional mask -> gradients of q, k, v."""
+    causal = bool(node.args[7])
+    mask = ins[6] if len(ins) > 6 else None
+    build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[1:4], mask, causal)
+    inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
+    flops = 2.5 * _flops(ins[1], ins[2], ins[3], causal)
+    reduce = tuple((f, "sum") for f in q[2])
+    return Factored(
+        tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flops
+    )
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {"autoshard.sdpa.default": sdpa, "autoshard.sdpa_backward.default": sdpa_backward}
+)

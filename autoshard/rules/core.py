@@ -1,0 +1,205 @@
+"""What a rule says about one call of an op: its factors.
+
+A rule names the *factors* of the iteration space of a call, einsum-like, and lays every dim of every
+tensor out as a product of factors, outermost first. From that alone the framework derives all ways
+to run the op on shards:
+
+* a factor is split over an axis: tensors that have it are sharded, the other inputs are replicated,
+  an output that lacks it is a partial reduction (``reduce``);
+* the op is linear in a group of inputs: those may be partial sums, and so is the output;
+* everything replicated.
+
+A rule knows nothing of meshes, costs or placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from autoshard.ir import Node, TensorType
+
+if TYPE_CHECKING:
+    from autoshard.rules.local import LocalCall
+
+#: factor numbers of one tensor dim, outermost first; () for a dim of size 1 or a broadcast
+Dim: TypeAlias = tuple[int, ...]
+Dims: TypeAlias = tuple[Dim, ...]
+Kind: TypeAlias = Literal["matmul", "pointwise", "view", "create"]
+#: makes the call that a rank runs on its shards
+Localizer: TypeAlias = "Callable[[LocalCall], Node]"
+RuleFn: TypeAlias = "Callable[[Node, Sequence[TensorType]], Factored]"
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """The factors of one call.
+
+    sizes: elements of each factor.
+    inputs: per tensor input, in order of appearance among the arguments, its dims.
+    outputs: per output its dims; None where the output is no tensor.
+    fixed: factors that must stay whole.
+    reduce: for factors missing in an output, how partial results combine (``sum`` or ``max``); a
+        factor that is missing in an output and not named here is fixed.
+    linear: groups of inputs; when all of one group are partial sums and the other inputs are
+        replicated, every output is a partial sum.
+    kind: how the call is priced; ``view`` costs nothing.
+    flops: FLOP of the whole call, 0 if it is bound by memory.
+    local: how the call is rewritten to run on shards; None: as it stands.
+    contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
+        told its offset.
+    """
+
+    sizes: tuple[int, ...]
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims | None, ...]
+    fixed: frozenset[int] = frozenset()
+    reduce: tuple[tuple[int, str], ...] = ()
+    linear: tuple[tuple[int, ...], ...] = ()
+    kind: Kind = "pointwise"
+    flops: float = 0.0
+    local: Localizer | None = None
+    contiguous: frozenset[int] = frozenset()
+
+    def shardable(self) -> tuple[int, ...]:
+        """Factors that may be split over an axis."""
+        reduced = {f for f, _ in self.reduce}
+        found = []
+        for factor, size in enumerate(self.sizes):
+            if size < 2 or factor in self.fixed:
+                continue
+            missing = any(d is not None and not _has(d, factor) for d in self.outputs)
+            if missing and factor not in reduced:
+                continue
+            found.append(factor)
+        return tuple(found)
+
+
+def _has(dims: Dims, factor: int) -> bool:
+    return any(factor in dim for dim in dims)
+
+
+class Builder:
+    """Collects factors while a rule lays out its tensors."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def new(self, size: int) -> Dim:
+        """A dim made of one new factor, or () for size 1."""
+        if size == 1:
+            return ()
+        self.sizes.append(size)
+        return (len(self.sizes) - 1,)
+
+    def dims(self, shape: Sequence[int]) -> Dims:
+        return tuple(self.new(n) for n in shape)
+
+
+def einsum(
+    spec: str,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    *,
+    fixed: str = "",
+    reduce: str = "sum",
+    linear: tuple[tuple[int, ...], ...] = (),
+    kind: Kind = "pointwise",
+    flops: float = 0.0,
+    local: Localizer | None = None,
+    contiguous: str = "",
+) -> Factored:
+    """A rule from a spec like ``"b s k, k n -> b s n"``: one letter word per dim, tensors by comma.
+
+    A dim written ``.`` has no factor (broadcast); ``(a b)`` is not needed here: views have their own
+    builder. Letters missing in an output are reduced by ``reduce`` unless they are ``fixed``.
+    Dims of size 1 lose their factor.
+    """
+    left, right = spec.split("->")
+    names: dict[str, int] = {}
+    sizes: list[int] = []
+
+    def dims(words: str, type_: TensorType) -> Dims:
+        parts = words.split()
+        if len(parts) != len(type_.shape):
+            raise ValueError(f"rule {spec!r}: {words!r} does not fit shape {type_.shape}")
+        laid: list[Dim] = []
+        for word, size in zip(parts, type_.shape, strict=True):
+            if word == "." or size == 1:
+                laid.append(())
+                continue
+            if word not in names:
+                names[word] = len(sizes)
+                sizes.append(size)
+            if sizes[names[word]] != size:
+                raise ValueError(f"rule {spec!r}: factor {word} has sizes {sizes[names[word]]} and {size}")
+            laid.append((names[word],))
+        return tuple(laid)
+
+    inputs = tuple(dims(w, t) for w, t in zip(left.split(","), ins, strict=True))
+    outputs = tuple(
+        None if t is None else dims(w, t) for w, t in zip(right.split(","), outs, strict=True)
+    )
+    missing = tuple(
+        (f, reduce)
+        for f in range(len(sizes))
+        if any(o is not None and not _has(o, f) for o in outputs)
+    )
+    return Factored(
+        tuple(sizes),
+        inputs,
+        outputs,
+        frozenset(names[w] for w in fixed.split() if w in names),
+        missing,
+        linear,
+        kind,
+        flops,
+        local,
+        frozenset(names[w] for w in contiguous.split() if w in names),
+    )
+
+
+def broadcast(
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    *,
+    linear: tuple[tuple[int, ...], ...] = (),
+    fixed_dims: Sequence[int] = (),
+    kind: Kind = "pointwise",
+    local: Localizer | None = None,
+) -> Factored:
+    """A pointwise call: one factor per dim of the first output, inputs aligned at the right.
+
+    fixed_dims: dims of the output that must stay whole (softmax over a dim, for instance).
+    """
+    first = outs[0]
+    assert first is not None
+    shape = first.shape
+    build = Builder()
+    out = build.dims(shape)
+
+    def aligned(t: TensorType) -> Dims:
+        lead = len(shape) - len(t.shape)
+        return tuple(out[lead + k] if n == shape[lead + k] else () for k, n in enumerate(t.shape))
+
+    fixed = frozenset(f for d in fixed_dims for f in out[d])
+    return Factored(
+        tuple(build.sizes),
+        tuple(aligned(t) for t in ins),
+        tuple(None if t is None else aligned(t) for t in outs),
+        fixed,
+        (),
+        linear,
+        kind,
+        0.0,
+        local,
+    )
+
+
+def opaque(ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> Factored:
+    """A call that must see whole tensors: replicated on every axis."""
+    build = Builder()
+    inputs = tuple(build.dims(t.shape) for t in ins)
+    outputs = tuple(None if t is None else build.dims(t.shape) for t in outs)
+    return Factored(tuple(build.sizes), inputs, outputs, frozenset(range(len(build.sizes))))

@@ -1,0 +1,56 @@
+"""Ops that make tensors from nothing, and dropout, whose mask is a function of global positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from autoshard.ir import Node, TensorType
+from autoshard.rules.core import Builder, Factored, RuleFn, broadcast
+from autoshard.rules.local import LocalCall, shape_arg
+
+
+def filled(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A constant of any shape: every dim may be split, each rank makes its own part."""
+    out = node.types[0]
+    assert out is not None
+    build = Builder()
+    dims = build.dims(out.shape)
+    return Factored(tuple(build.sizes), (), (dims,), kind="create", local=shape_arg(0))
+
+
+def whole(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A sequence of numbers: made whole on every rank; a shard of it is a free slice."""
+    out = node.types[0]
+    assert out is not None
+    build = Builder()
+    dims = build.dims(out.shape)
+    return Factored(tuple(build.sizes), (), (dims,), frozenset(range(len(build.sizes))), kind="create")
+
+
+def dropout(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Input [...] and a seed: linear, since the mask depends on positions only."""
+    rule = broadcast(ins, node.types, linear=((0,),), local=_local_dropout)
+    return replace(rule, contiguous=frozenset(range(len(rule.sizes))))
+
+
+def _local_dropout(call: LocalCall) -> Node:
+    rank = len(call.ins[0].shape)
+    return call.with_args({4: tuple(call.in_offset(0, d) for d in range(rank))})
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        "aten.full.default": filled,
+        "aten.zeros.default": filled,
+        "aten.ones.default": filled,
+        "aten.empty.memory_format": filled,
+        "aten.scalar_tensor.default": whole,
+        "aten.arange.default": whole,
+        "aten.arange.start": whole,
+        "aten.arange.start_step": whole,
+        "aten.linspace.default": whole,
+        "autoshard.dropout.default": dropout,
+    }
+)

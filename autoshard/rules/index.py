@@ -1,0 +1,126 @@
+"""Indexing: the indexed dims stay whole, all others may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
+
+
+def _aligned(shape: Sequence[int], common: Sequence[Dim], sizes: Sequence[int]) -> Dims:
+    lead = len(common) - len(shape)
+    return tuple(common[lead + k] if n != 1 and n == sizes[lead + k] else () for k, n in enumerate(shape))
+
+
+def _layout(
+    x_shape: Sequence[int], indices: Sequence[Arg], index_types: Sequence[TensorType], build: Builder
+) -> tuple[Dims, Dims, list[Dims], set[int]]:
+    """Dims of x, of x[indices], of each index tensor, and the fixed factors (the indexed dims)."""
+    x_dims = build.dims(x_shape)
+    where = [d for d, i in enumerate(indices) if isinstance(i, Ref)]
+    rank = max(len(t.shape) for t in index_types)
+    sizes = [1] * rank
+    for type_ in index_types:
+        for k, n in enumerate(type_.shape):
+            sizes[rank - len(type_.shape) + k] = max(sizes[rank - len(type_.shape) + k], n)
+    common = build.dims(sizes)
+    rest = [x for d, x in enumerate(x_dims) if d not in where]
+    adjacent = where == list(range(where[0], where[-1] + 1))
+    at = where[0] if adjacent else 0
+    out = (*rest[:at], *common, *rest[at:])
+    fixed = {f for d in where for f in x_dims[d]}
+    return x_dims, out, [_aligned(t.shape, common, sizes) for t in index_types], fixed
+
+
+def index(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x[indices]: dims of x without an index, and the dims of the index tensors, may be split."""
+    build = Builder()
+    x, out, indices, fixed = _layout(ins[0].shape, node.args[1], ins[1:], build)
+    linear = ((0,),) if ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (x, *indices), (out,), frozenset(fixed), linear=linear)
+
+
+def index_put(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with values put (or added) at indices; only dims without an index may be split."""
+    build = Builder()
+    x, shape, indices, fixed = _layout(ins[0].shape, node.args[1], ins[1:-1], build)
+    fixed |= {f for dims in indices for d in dims for f in d}
+    sizes = [build.sizes[d[0]] if d else 1 for d in shape]
+    values = _aligned(ins[-1].shape, shape, sizes)
+    accumulate = bool(node.arg(3, "accumulate", False))
+    linear = ((0, len(ins) - 1),) if accumulate and ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (x, *indices, values), (x,), frozenset(fixed), linear=linear)
+
+
+def gather(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x gathered along a dim by an index of the same rank."""
+    dim = node.args[1] % max(1, len(ins[0].shape))
+    build = Builder()
+    at = build.dims(ins[1].shape)
+    x, fixed = _beside(ins[0].shape, ins[1].shape, at, dim, build)
+    linear = ((0,),) if ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (x, at), (at,), frozenset(fixed), linear=linear)
+
+
+def _beside(
+    shape: Sequence[int], index_shape: Sequence[int], at: Dims, dim: int, build: Builder
+) -> tuple[Dims, set[int]]:
+    """Dims of a tensor indexed along ``dim``: shared with the index where both have the same size."""
+    fixed: set[int] = set()
+    dims: list[Dim] = []
+    for d, n in enumerate(shape):
+        if d != dim and n == index_shape[d]:
+            dims.append(at[d])
+            continue
+        own = build.new(n)
+        fixed.update(own)
+        if d != dim:
+            fixed.update(at[d])
+        dims.append(own)
+    return tuple(dims), fixed
+
+
+def scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with src (a tensor or a number) written or added along a dim; the dim stays whole."""
+    dim = node.args[1] % max(1, len(ins[0].shape))
+    build = Builder()
+    at = build.dims(ins[1].shape)
+    x, fixed = _beside(ins[0].shape, ins[1].shape, at, dim, build)
+    fixed |= set(at[dim])
+    rest: list[Dims] = []
+    if len(ins) > 2:
+        if ins[2].shape != ins[1].shape:
+            fixed |= {f for d in (*x, *at) for f in d}
+            own = build.dims(ins[2].shape)
+            fixed |= {f for d in own for f in d}
+            rest.append(own)
+        else:
+            rest.append(at)
+    linear = ((0, 2),) if "add" in node.op and len(ins) > 2 and ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (x, at, *rest), (x,), frozenset(fixed), linear=linear)
+
+
+def index_select(node: Node, ins: Sequence[TensorType]) -> Factored:
+    dim = node.args[1] % len(ins[0].shape)
+    build = Builder()
+    x, at = build.dims(ins[0].shape), build.dims(ins[1].shape)
+    out = (*x[:dim], *at, *x[dim + 1 :])
+    linear = ((0,),) if ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (x, at), (out,), frozenset(x[dim]), linear=linear)
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        "aten.index.Tensor": index,
+        "aten.index_put.default": index_put,
+        "aten._unsafe_index.Tensor": index,
+        "aten._unsafe_index_put.default": index_put,
+        "aten.index_select.default": index_select,
+        "aten.gather.default": gather,
+        "aten.scatter.src": scatter,
+        "aten.scatter.value": scatter,
+        "aten.scatter_add.default": scatter,
+    }
+)

@@ -1,0 +1,139 @@
+"""Contractions: matrix products and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+
+from autoshard.ir import Node, TensorType
+from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum
+from autoshard.rules.local import LocalCall
+
+
+def mm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    (m, k), n = ins[0].shape, ins[1].shape[1]
+    return einsum(
+        "m k, k n -> m n", ins, node.types, linear=((0,), (1,)), kind="matmul", flops=2.0 * m * k * n
+    )
+
+
+def bmm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    (b, m, k), n = ins[0].shape, ins[1].shape[2]
+    return einsum(
+        "b m k, b k n -> b m n",
+        ins,
+        node.types,
+        linear=((0,), (1,)),
+        kind="matmul",
+        flops=2.0 * b * m * k * n,
+    )
+
+
+def mv(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return einsum("m k, k -> m", ins, node.types, linear=((0,), (1,)), flops=2.0 * ins[0].numel)
+
+
+def dot(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return einsum("k, k -> ", ins, node.types, linear=((0,), (1,)), flops=2.0 * ins[0].numel)
+
+
+def convolution(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Input [b, c, ...], weight [o, c/groups, k...], bias [o]; batch and output channels may be split."""
+    out = node.types[0]
+    assert out is not None
+    build = Builder()
+    batch, channels = build.new(ins[0].shape[0]), build.new(ins[0].shape[1])
+    made = build.new(out.shape[1])
+    space = build.dims(ins[0].shape[2:])
+    after = build.dims(out.shape[2:])
+    weight_in = build.new(ins[1].shape[1])
+    kernel = build.dims(ins[1].shape[2:])
+    laid = [(batch, channels, *space), (made, weight_in, *kernel), (made,)]
+    groups = node.args[8]
+    transposed = node.args[6]
+    fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
+    if groups > 1 or transposed:
+        fixed.update(made)
+    if transposed:
+        laid = [(batch, channels, *space), tuple(build.dims(ins[1].shape)), (made,)]
+        fixed.update(range(len(build.sizes)))
+        fixed.difference_update(batch)
+    flops = 2.0 * out.numel * prod(ins[1].shape[1:])
+    return Factored(
+        tuple(build.sizes),
+        tuple(laid[: len(ins)]),
+        ((batch, made, *after),),
+        frozenset(fixed),
+        kind="matmul",
+        flops=flops,
+    )
+
+
+def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """(input gradient, weight gradient, bias gradient) from gradient, input and weight."""
+    grad, image, weight = ins
+    build = Builder()
+    batch, channels = build.new(image.shape[0]), build.new(image.shape[1])
+    made = build.new(grad.shape[1])
+    space, after = build.dims(image.shape[2:]), build.dims(grad.shape[2:])
+    weight_in = build.new(weight.shape[1])
+    kernel = build.dims(weight.shape[2:])
+    transposed, groups = node.args[7], node.args[9]
+    fixed = {f for d in (channels, weight_in, *space, *after, *kernel) for f in d}
+    weight_dims: tuple[Dim, ...] = (made, weight_in, *kernel)
+    if transposed:
+        weight_dims = build.dims(weight.shape)
+        fixed.update(range(len(build.sizes)))
+        fixed.difference_update(batch)
+    if groups > 1 or transposed:
+        fixed.update(made)
+    outs = ((batch, channels, *space), weight_dims, (made,))
+    laid = tuple(d if t is not None else None for d, t in zip(outs, node.types, strict=True))
+    reduce = [(f, "sum") for f in batch]
+    if groups == 1 and not transposed:
+        reduce += [(f, "sum") for f in made]
+    return Factored(
+        tuple(build.sizes),
+        ((batch, made, *after), (batch, channels, *space), weight_dims),
+        laid,
+        frozenset(fixed),
+        tuple(reduce),
+        ((0,),),
+        "matmul",
+        4.0 * grad.numel * prod(weight.shape[1:]),
+        _local_bias,
+    )
+
+
+def _local_bias(call: LocalCall) -> Node:
+    """bias_sizes is the bias's local shape."""
+    if call.node.args[3] is None:
+        return call.node
+    return call.with_args({3: (call.in_shape(0)[1],)})
+
+
+def grouped_mm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Rows sorted by expert [t, k] times one weight per expert [e, k, n]; rows and experts stay whole."""
+    (t, k), n = ins[0].shape, ins[1].shape[2]
+    return einsum(
+        "t k, e k n, e -> t n",
+        ins,
+        node.types,
+        fixed="t e",
+        linear=((0,), (1,)),
+        kind="matmul",
+        flops=2.0 * t * k * n,
+    )
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        "aten.mm.default": mm,
+        "aten.bmm.default": bmm,
+        "aten.mv.default": mv,
+        "aten.dot.default": dot,
+        "aten.convolution.default": convolution,
+        "aten.convolution_backward.default": convolution_backward,
+    }
+)

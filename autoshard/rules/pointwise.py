@@ -1,0 +1,88 @@
+"""Pointwise ops: every dim of the output is a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.ir import Dtype, Node, Ref, TensorType
+from autoshard.rules.core import Factored, RuleFn, broadcast
+
+_NONLINEAR = """
+pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar rsqrt sqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu gelu relu
+erf sin cos tan abs sign floor ceil round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish
+eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar
+logical_and logical_or logical_not logical_xor bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor bitwise_or.Scalar
+bitwise_not bitwise_xor.Tensor __and__.Tensor __or__.Tensor isnan isinf isfinite
+clamp clamp.Tensor clamp_min clamp_max maximum minimum fmod.Scalar fmod.Tensor remainder.Scalar remainder.Tensor
+floor_divide floor_divide.Scalar div.Tensor_mode div.Scalar_mode rsub.Scalar rsub.Tensor atan2 nan_to_num
+masked_fill.Tensor addcmul addcdiv lerp.Scalar lerp.Tensor copysign.Tensor full_like
+zeros_like ones_like empty_like log_sigmoid_forward heaviside
+""".split()
+#: linear in their first tensor
+_LINEAR_FIRST = """
+neg div.Tensor div.Scalar mul.Scalar clone detach alias lift_fresh_copy
+gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward elu_backward leaky_relu_backward
+hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward
+""".split()
+
+
+def _plain(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return broadcast(ins, node.types)
+
+
+def _linear_first(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return broadcast(ins, node.types, linear=((0,),) if isinstance(node.args[0], Ref) else ())
+
+
+def _sum(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """add and sub: both terms partial, or neither; a number added to a partial sum would count often."""
+    return broadcast(ins, node.types, linear=((0, 1),) if len(ins) == 2 else ())
+
+
+def _product(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return broadcast(ins, node.types, linear=tuple((k,) for k in range(len(ins))))
+
+
+def _cast(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A cast between float types is linear up to rounding; one to narrower types is kept out of sums."""
+    out = node.types[0]
+    assert out is not None
+    widens = ins[0].is_float and out.is_float and out.nbytes >= ins[0].nbytes
+    return broadcast(ins, node.types, linear=((0,),) if widens else ())
+
+
+def _where(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return broadcast(ins, node.types, linear=((1, 2),) if len(ins) == 3 else ())
+
+
+def _masked_fill(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return broadcast(ins, node.types, linear=((0,),) if node.args[2] == 0 else ())
+
+
+def _prims_cast(node: Node, ins: Sequence[TensorType]) -> Factored:
+    assert isinstance(node.args[1], Dtype)
+    return _cast(node, ins)
+
+
+def _named(names: Sequence[str], fn: RuleFn) -> dict[str, RuleFn]:
+    return {f"aten.{n}" if "." in n else f"aten.{n}.default": fn for n in names}
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        **_named(_NONLINEAR, _plain),
+        **_named(_LINEAR_FIRST, _linear_first),
+        "aten.add.Tensor": _sum,
+        "aten.sub.Tensor": _sum,
+        "aten.add.Scalar": _plain,
+        "aten.sub.Scalar": _plain,
+        "aten.mul.Tensor": _product,
+        "aten._to_copy.default": _cast,
+        "prims.convert_element_type.default": _prims_cast,
+        "aten.where.self": _where,
+        "aten.where.ScalarOther": _plain,
+        "aten.where.ScalarSelf": _plain,
+        "aten.masked_fill.Scalar": _masked_fill,
+    }
+)

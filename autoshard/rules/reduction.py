@@ -1,0 +1,122 @@
+"""Reductions, and ops that need a whole dim: softmax, sort, cumulative sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.ir import Node, TensorType
+from autoshard.rules.core import Builder, Dims, Factored, RuleFn, broadcast
+
+
+def _reduced_dims(node: Node, rank: int) -> tuple[int, ...]:
+    raw = node.arg(1, "dim")
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        raw = (raw,)
+    return tuple(d % rank for d in raw) if raw else tuple(range(rank))
+
+
+def _over(node: Node, ins: Sequence[TensorType], dims: Sequence[int], reduce: str | None) -> Factored:
+    """A reduction over ``dims``; reduce None: these dims must be whole."""
+    build = Builder()
+    source = build.dims(ins[0].shape)
+    gone = {f for d in dims for f in source[d]}
+    out = node.types[0]
+    assert out is not None
+    keep = len(out.shape) == len(source)
+    after: Dims = tuple(() if d in dims else x for d, x in enumerate(source) if keep or d not in dims)
+    return Factored(
+        tuple(build.sizes),
+        (source,),
+        tuple(None if o is None else after for o in node.types),
+        frozenset() if reduce else frozenset(gone),
+        tuple((f, reduce) for f in sorted(gone)) if reduce else (),
+        ((0,),) if reduce == "sum" and ins[0].is_float else (),
+    )
+
+
+def sum_(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, _reduced_dims(node, len(ins[0].shape)), "sum")
+
+
+def sum_all(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, range(len(ins[0].shape)), "sum")
+
+
+def amax(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, _reduced_dims(node, len(ins[0].shape)), "max")
+
+
+def max_all(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, range(len(ins[0].shape)), "max")
+
+
+def whole_reduction(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, _reduced_dims(node, len(ins[0].shape)), None)
+
+
+def whole_all(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _over(node, ins, range(len(ins[0].shape)), None)
+
+
+def _along(position: int, default: int | None = None, linear: tuple[tuple[int, ...], ...] = ()) -> RuleFn:
+    """Rule of an op that keeps the shape and needs the dim named by an argument whole."""
+
+    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+        dim = node.arg(position, "dim", default)
+        rank = len(ins[0].shape)
+        return broadcast(ins, node.types, fixed_dims=[dim % rank] if rank else [], linear=linear)
+
+    return rule
+
+
+def topk(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """(values, indices) of the k largest along a dim, which must be whole."""
+    dim = node.arg(2, "dim", -1) % len(ins[0].shape)
+    build = Builder()
+    source = build.dims(ins[0].shape)
+    out = node.types[0]
+    assert out is not None
+    kept = build.new(out.shape[dim])
+    after = tuple(kept if d == dim else x for d, x in enumerate(source))
+    fixed = frozenset((*source[dim], *kept))
+    return Factored(tuple(build.sizes), (source,), (after, after), fixed)
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        "aten.sum.dim_IntList": sum_,
+        "aten.sum.default": sum_all,
+        "aten.amax.default": amax,
+        "aten.max.default": max_all,
+        "aten.min.default": whole_all,
+        "aten.amin.default": whole_reduction,
+        "aten.max.dim": whole_reduction,
+        "aten.min.dim": whole_reduction,
+        "aten.argmax.default": whole_reduction,
+        "aten.argmin.default": whole_reduction,
+        "aten.any.default": whole_all,
+        "aten.all.default": whole_all,
+        "aten.any.dim": whole_reduction,
+        "aten.all.dim": whole_reduction,
+        "aten.prod.dim_int": whole_reduction,
+        "aten.logsumexp.default": whole_reduction,
+        "aten.var.correction": whole_reduction,
+        "aten._softmax.default": _along(1),
+        "aten._log_softmax.default": _along(1),
+        "aten._safe_softmax.default": _along(1),
+        "aten._softmax_backward_data.default": _along(2, linear=((0,),)),
+        "aten._log_softmax_backward_data.default": _along(2, linear=((0,),)),
+        "aten.cumsum.default": _along(1),
+        "aten.sort.default": _along(1, -1),
+        "aten.argsort.default": _along(1, -1),
+        "aten.sort.stable": _along(2, -1),
+        "aten.argsort.stable": _along(2, -1),
+        "aten.flip.default": lambda node, ins: broadcast(
+            ins, node.types, fixed_dims=[d % len(ins[0].shape) for d in node.args[1]], linear=((0,),)
+        ),
+        "aten.tril.default": lambda node, ins: broadcast(ins, node.types, fixed_dims=[-2, -1], linear=((0,),)),
+        "aten.triu.default": lambda node, ins: broadcast(ins, node.types, fixed_dims=[-2, -1], linear=((0,),)),
+        "aten.topk.default": topk,
+    }
+)

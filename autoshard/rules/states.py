@@ -1,0 +1,193 @@
+"""From the factors of a call to all its states on a mesh: every legal way to run it on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeAlias
+
+from autoshard.ir import TensorType
+from autoshard.placement import (
+    Layout,
+    P,
+    Partial,
+    Placement,
+    R,
+    layout_ok,
+    shard_of_digit,
+)
+from autoshard.rules.core import Dims, Factored
+
+#: a part of a factor: (elements above it, its own elements, class number)
+Digit: TypeAlias = tuple[int, int, int]
+#: (axis index, classes that the split would cut) -> may this axis split it
+AxisFilter: TypeAlias = Callable[[int, frozenset[int]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OpState:
+    """One way to run a call on the mesh.
+
+    ways: over how many ranks the work is divided.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
+    ways: int
+
+
+@dataclass(frozen=True, slots=True)
+class _AxisState:
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement | None, ...]
+    split: bool
+
+
+def _place(
+    dims: Dims, type_: TensorType, sizes: Sequence[int], factor: int, digit: Digit, ways: int
+) -> Placement | None:
+    """Placement of a tensor when a part of a factor is split; None if that cannot be; R if it lacks it."""
+    for dim, factors in enumerate(dims):
+        if factor not in factors:
+            continue
+        above = 1
+        for f in factors:
+            if f == factor:
+                break
+            above *= sizes[f]
+        return shard_of_digit(type_.shape[dim], dim, above * digit[0], digit[1], ways)
+    return R
+
+
+def _split_state(
+    rule: Factored,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    factor: int,
+    digit: Digit,
+    ways: int,
+) -> _AxisState | None:
+    reduce = dict(rule.reduce).get(factor)
+    inputs: list[Placement] = []
+    for dims, type_ in zip(rule.inputs, ins, strict=True):
+        placed = _place(dims, type_, rule.sizes, factor, digit, ways)
+        if placed is None:
+            return None
+        inputs.append(placed)
+    outputs: list[Placement | None] = []
+    for out_dims, out_type in zip(rule.outputs, outs, strict=True):
+        if out_dims is None or out_type is None:
+            outputs.append(None)
+            continue
+        placed = _place(out_dims, out_type, rule.sizes, factor, digit, ways)
+        if placed is None:
+            return None
+        if placed == R:
+            if reduce is None:
+                return None
+            placed = Partial(reduce)
+        outputs.append(placed)
+    return _AxisState(tuple(inputs), tuple(outputs), True)
+
+
+def _axis_states(
+    rule: Factored,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    digits: Sequence[Sequence[Digit]],
+    axis: int,
+    ways: int,
+    allowed: AxisFilter,
+    must: bool,
+) -> list[_AxisState]:
+    whole: tuple[Placement | None, ...] = tuple(None if o is None else R for o in outs)
+    found: dict[_AxisState, frozenset[int]] = {
+        _AxisState((R,) * len(ins), whole, False): frozenset()
+    }
+    if ways > 1:
+        for factor in rule.shardable():
+            # smaller parts first: where two parts give the same placement, the split cuts them both
+            for digit in sorted(digits[factor], key=lambda d: (d[1], d[0])):
+                if factor in rule.contiguous and digit[0] > 1:
+                    continue
+                state = _split_state(rule, ins, outs, factor, digit, ways)
+                if state is not None:
+                    found[state] = found.get(state, frozenset()) | {digit[2]}
+        for group in rule.linear:
+            partial = tuple(P if k in group else R for k in range(len(ins)))
+            sums: tuple[Placement | None, ...] = tuple(None if o is None else P for o in outs)
+            found[_AxisState(partial, sums, False)] = frozenset()
+    states = [s for s, classes in found.items() if not s.split or allowed(axis, classes)]
+    split = [s for s in states if s.split]
+    return split if must and split else states
+
+
+def op_states(
+    rule: Factored,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    digits: Sequence[Sequence[Digit]],
+    mesh_sizes: Sequence[int],
+    allowed: AxisFilter,
+    must: Sequence[bool] = (),
+) -> list[OpState]:
+    """All states of a call on the mesh.
+
+    digits: per factor the parts that may be split (see `autoshard.rules.digits`). must: per axis,
+    whether the work has to be divided over it where that is possible at all.
+    """
+    forced = tuple(must) or (False,) * len(mesh_sizes)
+    states = _combined(rule, ins, outs, digits, mesh_sizes, allowed, forced)
+    return states or _combined(rule, ins, outs, digits, mesh_sizes, allowed, (False,) * len(mesh_sizes))
+
+
+def _combined(
+    rule: Factored,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    digits: Sequence[Sequence[Digit]],
+    mesh_sizes: Sequence[int],
+    allowed: AxisFilter,
+    must: Sequence[bool],
+) -> list[OpState]:
+    """Every legal combination of the axes' states."""
+    per_axis = [
+        _axis_states(rule, ins, outs, digits, axis, ways, allowed, must[axis])
+        for axis, ways in enumerate(mesh_sizes)
+    ]
+    found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
+    for combo in product(*per_axis):
+        inputs = tuple(tuple(s.inputs[k] for s in combo) for k in range(len(ins)))
+        outputs = tuple(_join(combo, k) for k in range(len(outs)))
+        if not all(layout_ok(t.shape, lay, mesh_sizes) for t, lay in zip(ins, inputs, strict=True)):
+            continue
+        if not all(
+            lay is None or t is None or layout_ok(t.shape, lay, mesh_sizes)
+            for t, lay in zip(outs, outputs, strict=True)
+        ):
+            continue
+        if any(lay is not None and _mixed_partial(lay) for lay in outputs):
+            continue
+        ways = 1
+        for state, size in zip(combo, mesh_sizes, strict=True):
+            ways *= size if state.split else 1
+        key = (inputs, outputs)
+        if key not in found or found[key].ways < ways:
+            found[key] = OpState(inputs, outputs, ways)
+    return list(found.values())
+
+
+def _join(combo: Sequence[_AxisState], index: int) -> Layout | None:
+    layout: list[Placement] = []
+    for state in combo:
+        placed = state.outputs[index]
+        if placed is None:
+            return None
+        layout.append(placed)
+    return tuple(layout)
+
+
+def _mixed_partial(layout: Layout) -> bool:
+    """Sums and maxima pending on one tensor do not commute."""
+    return len({p.reduce for p in layout if isinstance(p, Partial)}) > 1

@@ -1,0 +1,31 @@
+"""Parallelize at the first call, when the shapes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class LazyModule(nn.Module):
+    """Mixed into the user's class until the first call."""
+
+    _autoshard_make: Callable[[Any], nn.Module]
+    _autoshard_class: type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        make = self._autoshard_make
+        self.__class__ = self._autoshard_class
+        del self._autoshard_make
+        make((args, kwargs))
+        return self(*args, **kwargs)
+
+
+def make_lazy(model: nn.Module, make: Callable[[Any], nn.Module]) -> nn.Module:
+    """The same module, whose first call runs ``make((args, kwargs))`` and then itself."""
+    cls = type(model)
+    model._autoshard_make = make  # type: ignore[assignment]
+    model._autoshard_class = cls  # type: ignore[assignment]
+    model.__class__ = type(cls.__name__, (LazyModule, cls), {"__module__": cls.__module__})
+    return model

@@ -1,0 +1,174 @@
+"""All ranks of a program in one process, op by op; collectives computed by their definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import Call, Node
+from autoshard.program.program import Program
+from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
+from autoshard.runtime.resolve import RankView
+from autoshard.runtime.steps import Env, PreparedSegment, Step
+
+
+class Lockstep:
+    """Runs every rank of a program side by side.
+
+    Values are lists with one tensor per rank.
+    """
+
+    def __init__(self, program: Program, device: torch.device | None = None) -> None:
+        self.program = program
+        self.mesh = Mesh.parse(program.mesh)
+        self.device = device or torch.device("cpu")
+        ranks = range(self.mesh.world_size)
+        self.views = [RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(r)) for r in ranks]
+        self.segments = {
+            name: [PreparedSegment(s.graph, view, _unbound, self.device) for view in self.views]
+            for name, s in program.lowered.segments.items()
+        }
+
+    def shards(self, x: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """What each rank holds of a global tensor for an input of the program."""
+        layout = self.program.lowered.values[name].layout
+        return [shard_tensor(x, layout, view.sizes, view.coords).clone() for view in self.views]
+
+    def whole(self, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """The global tensor from the shards of all ranks; replicas are checked to be equal."""
+        placed = self.program.lowered.values[name]
+        out = torch.zeros(placed.type.shape, dtype=parts[0].dtype)
+        index = torch.arange(out.numel()).reshape(placed.type.shape)
+        seen = torch.zeros(out.numel(), dtype=torch.bool)
+        flat = out.reshape(-1)
+        for part, view in zip(parts, self.views, strict=True):
+            where = shard_tensor(index, placed.layout, view.sizes, view.coords).reshape(-1)
+            old = seen[where]
+            fresh, values = where[~old], part.detach().reshape(-1)
+            if old.any() and not torch.allclose(flat[where[old]], values[old], equal_nan=True, rtol=1e-5, atol=1e-6):
+                raise AssertionError(f"replicas of {name} differ between ranks")
+            flat[fresh] = values[~old]
+            seen[where] = True
+        return out
+
+    def run(self, env: dict[str, list[Any]], backward: bool) -> None:
+        """Run one half of main on the values in ``env``, adding what it makes."""
+        for item in self.program.lowered.main:
+            if item.backward != backward:
+                continue
+            if isinstance(item, Call):
+                self._call(item, env)
+            else:
+                outs = self._apply(item, [[env[r.name][k] for r in item.args[:1]] for k in range(len(self.views))])
+                env[item.name] = outs
+
+    def _call(self, call: Call, env: dict[str, list[Any]]) -> None:
+        prepared = self.segments[call.segment]
+        envs: list[Env] = [
+            segment.start([env[a][k] for a in call.args]) for k, segment in enumerate(prepared)
+        ]
+        for steps in zip(*(s.steps for s in prepared), strict=True):
+            self._step(steps, envs, call.site)
+        finished = [s.finish(e) for s, e in zip(prepared, envs, strict=True)]
+        for position, out in enumerate(call.outs):
+            env[out] = [f[position] for f in finished]
+
+    def _step(self, steps: Sequence[Step], envs: Sequence[Env], site: int) -> None:
+        node = steps[0].node
+        if not node.op.startswith("comm."):
+            for step, env in zip(steps, envs, strict=True):
+                step.run(env, site)
+            return
+        inputs = [step.arguments(env, site)[:1] for step, env in zip(steps, envs, strict=True)]
+        for step, env, out in zip(steps, envs, self._apply(node, inputs), strict=True):
+            step.store(env, out)
+
+    def _apply(self, node: Node, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+        """A collective over all groups of its axis."""
+        kind, axis = node.op.split(".")[1], str(node.args[1])
+        results: list[Any] = [None] * len(self.views)
+        for group in self.mesh.groups(axis):
+            outs = COLLECTIVES[kind](node, [self.views[r] for r in group], [inputs[r][0] for r in group])
+            for rank, out in zip(group, outs, strict=True):
+                results[rank] = out
+        return results
+
+
+Collective: TypeAlias = Callable[[Node, Sequence[RankView], Sequence[Any]], list[Any]]
+
+
+def _unbound(node: Node, view: RankView) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("lockstep runs collectives itself")
+
+    return fail
+
+
+def _kw(node: Node, key: str) -> int:
+    value = node.kwarg(key, 1)
+    assert isinstance(value, int)
+    return value
+
+
+def _all_reduce(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    whole = reduce_parts(xs, node.kwarg("op", "sum"))
+    return [whole.clone() for _ in xs]
+
+
+def _all_gather(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    whole = join_parts(xs, node.args[2], _kw(node, "outer"))
+    return [whole.clone() for _ in xs]
+
+
+def _part(node: Node, x: torch.Tensor, ways: int, index: int) -> torch.Tensor:
+    return take_part(x, node.args[2], ways, index, _kw(node, "outer"), _kw(node, "inner")).clone()
+
+
+def _reduce_scatter(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    whole = reduce_parts(xs, "sum")
+    return [_part(node, whole, len(xs), k) for k in range(len(xs))]
+
+
+def _slice(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [_part(node, x, len(xs), k) for k, x in enumerate(xs)]
+
+
+def _all_to_all(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    ways = len(xs)
+    split, joined = node.args[2], node.args[3]
+    sent = [[take_part(x, split, ways, k, _kw(node, "split_outer")) for k in range(ways)] for x in xs]
+    return [join_parts([row[k] for row in sent], joined, _kw(node, "concat_outer")) for k in range(ways)]
+
+
+def _bucket(one: Collective) -> Collective:
+    """A collective of several tensors is that collective of each."""
+
+    def run(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+        wheres = node.args[2] if len(node.args) > 2 else [None] * len(xs[0])
+        columns = []
+        for k, where in enumerate(wheres):
+            kwargs = node.kwargs
+            args: tuple[Any, ...] = node.args[:2]
+            if where is not None:
+                args = (*args, where[0])
+                kwargs = (("outer", where[1]), ("inner", where[2]))
+            columns.append(one(replace(node, args=args, kwargs=kwargs), views, [x[k] for x in xs]))
+        return [[column[r] for column in columns] for r in range(len(xs))]
+
+    return run
+
+
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "slice": _slice,
+    "all_to_all": _all_to_all,
+    "all_reduce_bucket": _bucket(_all_reduce),
+    "all_gather_bucket": _bucket(_all_gather),
+    "reduce_scatter_bucket": _bucket(_reduce_scatter),
+}

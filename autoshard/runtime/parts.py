@@ -1,0 +1,73 @@
+"""Cutting tensors into the parts of a mesh axis and joining them again, by definition of Shard.
+
+A dim is seen as (outer, middle, inner) and the middle is cut into ``ways`` like torch.chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.placement import Layout, Shard, chunk, local_outer
+
+
+def take_part(
+    x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
+) -> torch.Tensor:
+    """Part ``index`` of ``ways`` of a dim; a view where the memory allows it."""
+    n = x.shape[dim]
+    middle = n // (outer * inner)
+    start, size = chunk(middle, ways, index)
+    if outer == 1:
+        return x.narrow(dim, start * inner, size * inner)
+    shape = x.shape
+    apart = x.reshape(*shape[:dim], outer, middle * inner, *shape[dim + 1 :])
+    part = apart.narrow(dim + 1, start * inner, size * inner)
+    return part.reshape(*shape[:dim], outer * size * inner, *shape[dim + 1 :])
+
+
+def join_parts(parts: Sequence[torch.Tensor], dim: int, outer: int = 1) -> torch.Tensor:
+    """The whole from all parts, in order of the axis coordinate."""
+    if outer == 1:
+        return torch.cat(list(parts), dim)
+    apart = [p.reshape(*p.shape[:dim], outer, -1, *p.shape[dim + 1 :]) for p in parts]
+    joined = torch.cat(apart, dim + 1)
+    return joined.reshape(*joined.shape[:dim], -1, *joined.shape[dim + 2 :])
+
+
+def shard_tensor(
+    x: torch.Tensor, layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+) -> torch.Tensor:
+    """What a rank holds of a global tensor (without partial placements)."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for placed, ways, index in zip(layout, sizes, coords, strict=True):
+        if isinstance(placed, Shard):
+            before = taken.setdefault(placed.dim, [])
+            outer = local_outer(placed, before)
+            x = take_part(x, placed.dim, ways, index, outer, placed.inner)
+            before.append((placed.outer, ways))
+    return x
+
+
+def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Row statistics [n, 4] of cross-entropy over vocabulary shards, merged.
+
+    Columns: m, s (sum of exponentials is s * exp(m)), the target's logit, the sum of the logits.
+    """
+    stacked = torch.stack(list(stats))
+    top = stacked[..., 0].amax(0)
+    weights = torch.exp(stacked[..., 0] - top)
+    weights = torch.where(torch.isfinite(stacked[..., 0]), weights, torch.zeros_like(weights))
+    scale = (stacked[..., 1] * weights).sum(0)
+    return torch.stack((top, scale, stacked[..., 2].sum(0), stacked[..., 3].sum(0)), -1)
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of the values of all ranks of an axis."""
+    if op == "lse":
+        return merge_stats(parts)
+    result = parts[0]
+    for other in parts[1:]:
+        result = torch.maximum(result, other) if op == "max" else result + other
+    return result if len(parts) > 1 else result.clone()

@@ -1,0 +1,70 @@
+"""From program text to what one rank calls: symbols become numbers, op names become functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import VerificationError
+from autoshard.ir import DTYPES, Arg, Dtype, LocalOffset, LocalSize, ShardOf
+from autoshard.placement import Shard, local_extent
+
+
+class RankView:
+    """A rank of a mesh: resolves sizes and offsets."""
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], coords: Sequence[int]) -> None:
+        self.names, self.sizes, self.coords = tuple(names), tuple(sizes), tuple(coords)
+
+    def size_of(self, axis: str) -> int:
+        return self.sizes[self.names.index(axis)]
+
+    def coord_of(self, axis: str) -> int:
+        return self.coords[self.names.index(axis)]
+
+    def _extent(self, size: int, shards: Sequence[ShardOf]) -> tuple[int, int]:
+        split = [(Shard(0, s.outer, s.inner), self.size_of(s.axis), self.coord_of(s.axis)) for s in shards]
+        return local_extent(size, split)
+
+    def value(self, arg: Arg) -> Any:
+        """An argument with symbols and dtypes resolved; Refs stay."""
+        if isinstance(arg, LocalSize):
+            return self._extent(arg.size, arg.shards)[1]
+        if isinstance(arg, LocalOffset):
+            return self._extent(arg.size, arg.shards)[0]
+        if isinstance(arg, Dtype):
+            return torch_dtype(arg.name)
+        if isinstance(arg, tuple):
+            return tuple(self.value(a) for a in arg)
+        return arg
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, DTYPES[name][0])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def find_op(name: str) -> Callable[..., Any]:
+    """The torch operator ``namespace.name.overload``; VerificationError if this torch lacks it."""
+    namespace, op, overload = name.split(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    except AttributeError as error:
+        raise VerificationError(
+            f"the program calls {name}, which this installation does not have",
+            why=str(error),
+            hint="import the library that defines it (transformers, for instance), or use the torch version "
+            "the program was compiled with",
+        ) from None
+    return found
+
+
+def makes_on_device(op: Callable[..., Any]) -> bool:
+    """Whether an op makes a tensor from nothing and so must be told the device."""
+    schema = op._schema  # type: ignore[attr-defined]
+    has_device = any(a.name == "device" for a in schema.arguments)
+    takes_tensor = any("Tensor" in str(a.type) for a in schema.arguments)
+    return has_device and not takes_tensor

@@ -1,0 +1,134 @@
+"""A graph as a list of prepared steps over numbered slots: little Python per op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.ir import Arg, CallSite, Graph, Node, Ref, refs_of
+from autoshard.runtime.resolve import RankView, find_op, makes_on_device
+
+Env = list[Any]
+
+
+class Step:
+    """One call: gather arguments from slots, call, put results into slots, free what is dead."""
+
+    __slots__ = ("fn", "frees", "kwargs", "nested", "node", "outs", "refs", "sites", "template")
+
+    def __init__(self, node: Node, view: RankView, slots: Mapping[str, int], fn: Callable[..., Any]) -> None:
+        self.node, self.fn = node, fn
+        self.template: list[Any] = []
+        self.refs: list[tuple[int, int]] = []
+        self.nested: list[tuple[int, Any]] = []
+        self.sites: list[tuple[int, int]] = []
+        for position, arg in enumerate(node.args):
+            self._add(position, view.value(arg), slots)
+        self.kwargs = {k: view.value(v) for k, v in node.kwargs}
+        self.outs = tuple(slots[o] for o in node.outs)
+        self.frees: tuple[int, ...] = ()
+
+    def _add(self, position: int, value: Any, slots: Mapping[str, int]) -> None:
+        self.template.append(None)
+        if isinstance(value, Ref):
+            self.refs.append((position, slots[value.name]))
+        elif isinstance(value, CallSite):
+            self.sites.append((position, value.offset))
+        elif isinstance(value, tuple) and any(True for _ in refs_of(value)):
+            self.nested.append((position, [slots[v.name] if isinstance(v, Ref) else _Literal(v) for v in value]))
+        else:
+            self.template[position] = list(value) if isinstance(value, tuple) else value
+
+    def arguments(self, env: Env, site: int) -> list[Any]:
+        args = self.template.copy()
+        for position, slot in self.refs:
+            args[position] = env[slot]
+        for position, parts in self.nested:
+            args[position] = [p.value if isinstance(p, _Literal) else env[p] for p in parts]
+        for position, offset in self.sites:
+            args[position] = site + offset
+        return args
+
+    def store(self, env: Env, result: Any) -> None:
+        if len(self.outs) == 1:
+            env[self.outs[0]] = result[0] if isinstance(result, tuple | list) else result
+        else:
+            for slot, value in zip(self.outs, result, strict=True):
+                env[slot] = value
+        for slot in self.frees:
+            env[slot] = None
+
+    def run(self, env: Env, site: int) -> None:
+        self.store(env, self.fn(*self.arguments(env, site), **self.kwargs))
+
+
+class _Literal:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class PreparedSegment:
+    """A segment ready to run on one rank.
+
+    collective: makes the function of a ``comm`` node for this rank.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        view: RankView,
+        collective: Callable[[Node, RankView], Callable[..., Any]],
+        device: torch.device,
+    ) -> None:
+        names = [n for n, _ in graph.inputs] + [o for node in graph.nodes for o in node.outs]
+        slots = {name: k for k, name in enumerate(names)}
+        self.size = len(slots)
+        self.inputs = len(graph.inputs)
+        self.outputs = tuple(slots[o] for o in graph.outputs)
+        self.steps = [Step(n, view, slots, _function(n, view, collective, device)) for n in graph.nodes]
+        _plan_frees(graph, self.steps, slots)
+
+    def start(self, args: Sequence[Any]) -> Env:
+        return [*args, *([None] * (self.size - len(args)))]
+
+    def finish(self, env: Env) -> tuple[Any, ...]:
+        return tuple(env[slot] for slot in self.outputs)
+
+    def __call__(self, args: Sequence[Any], site: int) -> tuple[Any, ...]:
+        env = self.start(args)
+        for step in self.steps:
+            step.run(env, site)
+        return self.finish(env)
+
+
+def _function(
+    node: Node,
+    view: RankView,
+    collective: Callable[[Node, RankView], Callable[..., Any]],
+    device: torch.device,
+) -> Callable[..., Any]:
+    if node.op.startswith("comm."):
+        return collective(node, view)
+    op = find_op(node.op)
+    if makes_on_device(op):
+        return lambda *args, **kwargs: op(*args, **kwargs, device=device)
+    return op
+
+
+def _plan_frees(graph: Graph, steps: Sequence[Step], slots: Mapping[str, int]) -> None:
+    """Free each slot after its last use; inputs and outputs belong to the caller."""
+    keep = {slots[o] for o in graph.outputs}
+    seen: set[int] = set(keep)
+    for node, step in zip(reversed(graph.nodes), reversed(list(steps)), strict=True):
+        used = {slots[r] for r in refs_of(node)} | set(step.outs)
+        step.frees = tuple(sorted(used - seen))
+        seen |= used
+
+
+def literal(arg: Arg) -> bool:
+    """Whether an argument holds no value of the program."""
+    return not any(True for _ in refs_of(arg))

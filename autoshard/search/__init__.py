@@ -1,0 +1,27 @@
+"""Search over pairwise cost networks. Knows no torch and no graph."""
+
+from autoshard.search.brute import brute_force
+from autoshard.search.marginals import min_marginals
+from autoshard.search.network import (
+    CostNetwork,
+    InfeasibleNetwork,
+    Limits,
+    Marginals,
+    NoFiniteAssignment,
+    SearchStats,
+    Solution,
+)
+from autoshard.search.solve import solve
+
+__all__ = [
+    "CostNetwork",
+    "InfeasibleNetwork",
+    "Limits",
+    "Marginals",
+    "NoFiniteAssignment",
+    "SearchStats",
+    "Solution",
+    "brute_force",
+    "min_marginals",
+    "solve",
+]

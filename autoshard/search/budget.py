@@ -1,0 +1,211 @@
+"""The fastest assignment within a memory budget.
+
+A multiplier prices bytes in seconds; the exact minimum for any multiplier bounds the answer from below
+(Lagrangian duality; Everett 1963). The multiplier moves along the secant between the best assignment
+that fits and one that does not, which ends at the best bound after finitely many steps. What gap is left
+is searched exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.search.branch import Criterion, depth_first, mini_buckets
+from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.improve import blend, descend, measure
+from autoshard.search.milp import entries, solve_milp
+from autoshard.search.minimise import ROUNDING, Found, fits, minimise, minimise_pruned
+from autoshard.search.network import InfeasibleNetwork, Limits
+from autoshard.search.pareto import close_gap
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+
+
+@dataclass(frozen=True)
+class Point:
+    """An assignment of the residual with its seconds and bytes."""
+
+    states: tuple[int, ...]
+    seconds: float
+    held: float
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """states: in the residual's numbering. steps: multipliers tried."""
+
+    states: tuple[int, ...]
+    lower_bound: float
+    method: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class _Dual:
+    """Where the multiplier search ended: the best bound and its multiplier, and assignments on both sides."""
+
+    lam: float
+    lower_bound: float
+    fits: Point
+    fast: Point
+    steps: int
+    method: str
+
+
+def minimise_within(net: Residual, order: Order, budget: float, limits: Limits) -> Budgeted:
+    """The fastest assignment of at most ``budget`` bytes.
+
+    net: arc consistent, pruned in both objectives, with an assignment of finite cost. Raises
+    InfeasibleNetwork, with states in the original numbering, when nothing fits.
+    """
+    fastest = (
+        minimise(net, order, limits) if fits(order, limits) else minimise_pruned(net.weighted(0.0), limits)
+    )
+    assert fastest.states is not None
+    fast = _point(net, fastest.states)
+    if fast.held <= budget:
+        return Budgeted(fast.states, fastest.lower_bound, fastest.method, 0)
+    leanest = _point(net, least_memory(net, budget, limits))
+    if leanest.held > budget:
+        states = descend(net, leanest.states, leanest.held)
+        raise InfeasibleNetwork(_point(net, states).held, net.original(states), budget)
+    dual = _search_multiplier(net, order, fast, fastest.lower_bound, leanest, budget, limits)
+    best = _improved(net, dual, budget)
+    if _closed(best.seconds, dual.lower_bound):
+        return Budgeted(best.states, best.seconds, dual.method, dual.steps)
+    return _close(net, order, dual, best, budget, limits)
+
+
+def least_memory(net: Residual, budget: float, limits: Limits) -> list[int]:
+    """The assignment of least bytes; where that is hard to prove, one within the budget will do."""
+    memory = net.of_memory()
+    found = minimise_pruned(memory, limits)
+    assert found.states is not None
+    held = measure(net, found.states)[1]
+    if held <= budget or _closed(held, found.lower_bound):
+        return found.states
+    order = find_order(memory.sizes, memory.rows)
+    better = depth_first(order, [Criterion(mini_buckets(memory, order, limits.mini))], best=held)
+    return better.states or found.states
+
+
+def _point(net: Residual, states: Sequence[int]) -> Point:
+    return Point(tuple(states), *measure(net, states))
+
+
+def _closed(seconds: float, lower_bound: float) -> bool:
+    return seconds - lower_bound <= ROUNDING * abs(seconds)
+
+
+def _search_multiplier(
+    net: Residual, order: Order, fast: Point, lower: float, lean: Point, budget: float, limits: Limits
+) -> _Dual:
+    """Raise the dual bound; fast is over the budget, lean within it."""
+    elimination = Elimination(net, order) if fits(order, limits) else None
+    lam, steps, method = 0.0, 0, "eliminated"
+    while steps < limits.steps and lean.seconds > fast.seconds:
+        trial = (lean.seconds - fast.seconds) / (fast.held - lean.held)
+        steps += 1
+        found = _at(net, elimination, order, trial, limits)
+        assert found.states is not None
+        method = found.method
+        if found.lower_bound - trial * budget > lower:
+            lam, lower = trial, found.lower_bound - trial * budget
+        new = _point(net, found.states)
+        line = lean.seconds + trial * lean.held
+        if new.seconds + trial * new.held >= line - ROUNDING * 1e-2 * abs(line):
+            break
+        if new.held > budget:
+            fast = new
+        else:
+            lean = new
+    return _Dual(lam, min(lower, lean.seconds), lean, fast, steps, f"{method} + memory multiplier")
+
+
+def _at(net: Residual, elimination: Elimination | None, order: Order, lam: float, limits: Limits) -> Found:
+    if elimination is None:
+        return minimise_pruned(net.weighted(lam), limits)
+    value, states = elimination.solve([u + lam * m for u, m in zip(net.unary, net.memory, strict=True)])
+    return Found(states, value, "eliminated")
+
+
+def _improved(net: Residual, dual: _Dual, budget: float) -> Point:
+    """The best of what moves from the assignments on both sides lead to."""
+    mixed = blend(net, dual.fits.states, dual.fast.states, budget)
+    candidates = [dual.fits, *(_point(net, descend(net, s, budget)) for s in (dual.fits.states, mixed))]
+    return min((c for c in candidates if c.held <= budget), key=lambda c: (c.seconds, c.held, c.states))
+
+
+def _close(net: Residual, order: Order, dual: _Dual, best: Point, budget: float, limits: Limits) -> Budgeted:
+    """Search what the bounds leave open between the dual bound and the best assignment."""
+    if not fits(order, limits):
+        return _close_wide(net, order, dual, best, budget, limits)
+    small = _fix(net, order, dual.lam, budget, best.seconds)
+    if small is None:
+        return Budgeted(best.states, best.seconds, dual.method, dual.steps)
+    small_order = find_order(small.sizes, small.rows)
+    if small_order.total > limits.pareto:
+        return _close_wide(net, order, dual, best, budget, limits)
+    outcome = close_gap(small, small_order, dual.lam, budget, best.seconds, limits.labels)
+    lower = max(dual.lower_bound, outcome.lower_bound)
+    if outcome.states is not None:
+        new = _point(net, small.original(outcome.states))
+        if new.held <= budget and new.seconds < best.seconds:
+            best = _point(net, descend(net, new.states, budget))
+    return Budgeted(best.states, min(lower, best.seconds), f"{dual.method} + Pareto elimination", dual.steps)
+
+
+def _fix(net: Residual, order: Order, lam: float, budget: float, seconds: float) -> Residual | None:
+    """Keep the states whose min-marginals allow a better assignment within the budget; None if none do."""
+    small = net.copy()
+    small.kept = [np.arange(len(u)) for u in net.unary]
+    for eliminated, cap in (
+        (Elimination(net.weighted(lam), order), seconds + lam * budget),
+        (Elimination(net, order), seconds),
+        (Elimination(net.of_memory()), budget + ROUNDING * abs(budget)),
+    ):
+        for i, costs in enumerate(eliminated.marginals()):
+            keep = np.flatnonzero(costs[small.kept[i]] <= cap)
+            if not len(keep):
+                return None
+            if len(keep) < len(small.kept[i]):
+                small.shrink(i, keep)
+    try:
+        make_consistent(small)
+    except Contradiction:
+        return None
+    prune(small)
+    return small
+
+
+def _close_wide(
+    net: Residual, order: Order, dual: _Dual, best: Point, budget: float, limits: Limits
+) -> Budgeted:
+    """Branch and bound under time, memory and multiplier bounds; then HiGHS if the program is small."""
+    criteria = [
+        Criterion(mini_buckets(net.weighted(dual.lam), order, limits.mini), offset=-dual.lam * budget),
+        Criterion(mini_buckets(net, order, limits.mini)),
+        Criterion(
+            mini_buckets(net.of_memory(), order, limits.mini), cap=budget + 1e-12 * abs(budget), follow=False
+        ),
+    ]
+    tried = depth_first(order, criteria, best=best.seconds, nodes=limits.nodes)
+    lower = max(dual.lower_bound, tried.lower_bound)
+    best = _better(net, best, tried.states, budget)
+    method = f"{dual.method} + branch and bound"
+    if not _closed(best.seconds, lower) and entries(net) <= limits.milp:
+        outcome = solve_milp(net, budget, best.seconds)
+        if outcome is not None:
+            lower = max(lower, outcome.lower_bound)
+            best = _better(net, best, outcome.states, budget)
+            method = f"{dual.method} + HiGHS"
+    return Budgeted(best.states, min(lower, best.seconds), method, dual.steps)
+
+
+def _better(net: Residual, best: Point, states: Sequence[int] | None, budget: float) -> Point:
+    if states is None:
+        return best
+    new = _point(net, descend(net, states, budget))
+    return new if new.held <= budget and new.seconds < best.seconds else best

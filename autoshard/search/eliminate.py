@@ -1,0 +1,262 @@
+"""Exact minimisation by variable elimination over min-plus tables.
+
+Bucket elimination (Dechter 1999): variables go one after the other; a variable's table over its later
+neighbours is minimised over the variable and becomes a table of the earliest of them. Read backwards, the
+tables give the optimal states. A second pass down the same tree of buckets gives min-marginals.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+
+from autoshard.search.network import Array
+from autoshard.search.prune import Residual
+
+#: a table over variables in order of elimination
+Factor: TypeAlias = tuple[tuple[int, ...], Array]
+
+#: above this many variables in the core, and above this degree, fill edges are not counted
+_FILL_CORE = 1500
+_FILL_DEGREE = 48
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order to eliminate, and what that takes.
+
+    variables: first to last. later: per variable, its neighbours when it goes, in order. width: most of
+    them. largest, total: entries of the largest table and of all.
+    """
+
+    variables: tuple[int, ...]
+    later: tuple[tuple[int, ...], ...]
+    width: int
+    largest: int
+    total: int
+
+
+def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> Order:
+    """A greedy order: who has at most two neighbours goes first, which is safe; then who adds least fill."""
+    first = _greedy(sizes, neighbours, by_fill=True)
+    if first.largest <= 100_000:
+        return first
+    other = _greedy(sizes, neighbours, by_fill=False)
+    return min(first, other, key=lambda order: (order.largest, order.total))
+
+
+def _greedy(sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_fill: bool) -> Order:
+    graph = [set(n) for n in neighbours]
+    scores: dict[int, tuple[int, int, int]] = {v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) <= 2}
+    heap = list(scores.values())
+    heapq.heapify(heap)
+    core_scored = False
+    variables: list[int] = []
+    gone = [False] * len(graph)
+    around: list[set[int]] = [set()] * len(graph)
+    while len(variables) < len(graph):
+        if not heap:
+            assert not core_scored
+            core = [v for v in range(len(graph)) if not gone[v]]
+            by_fill = by_fill and len(core) <= _FILL_CORE
+            core_scored = True
+            scores = {v: _score(v, graph, sizes, by_fill) for v in core}
+            heap = list(scores.values())
+            heapq.heapify(heap)
+        score = heapq.heappop(heap)
+        v = score[2]
+        if gone[v] or scores.get(v) != score:
+            continue
+        gone[v] = True
+        variables.append(v)
+        around[v] = graph[v]
+        for changed in _remove(v, graph, wide=core_scored and by_fill):
+            if core_scored:
+                new = _score(changed, graph, sizes, by_fill)
+            elif len(graph[changed]) <= 2:
+                new = (len(graph[changed]), 0, changed)
+            else:
+                scores.pop(changed, None)
+                continue
+            if scores.get(changed) != new:
+                scores[changed] = new
+                heapq.heappush(heap, new)
+    return _finish(sizes, variables, around)
+
+
+def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -> tuple[int, int, int]:
+    near = graph[v]
+    degree = len(near)
+    if degree <= 2:
+        return (degree - 3, 0, v)
+    if degree > _FILL_DEGREE:
+        return (degree * degree, 0, v)
+    table = min(prod(sizes[w] for w in near) * sizes[v], 10**18)
+    if not by_fill:
+        return (table, 0, v)
+    missing = sum(degree - 1 - len(near & graph[w]) for w in near) // 2
+    return (missing, table, v)
+
+
+def _remove(v: int, graph: list[set[int]], *, wide: bool) -> list[int]:
+    """Take v out and join its neighbours; the variables whose score may have changed."""
+    near = sorted(graph[v])
+    for w in near:
+        graph[w] |= graph[v]
+        graph[w] -= {v, w}
+    if wide and 2 <= len(near) <= _FILL_DEGREE:
+        return sorted(set(near).union(*(graph[w] for w in near if len(graph[w]) <= _FILL_DEGREE)))
+    return near
+
+
+def _finish(sizes: Sequence[int], variables: list[int], around: list[set[int]]) -> Order:
+    at = [0] * len(variables)
+    for position, v in enumerate(variables):
+        at[v] = position
+    later = tuple(tuple(sorted(n, key=at.__getitem__)) for n in around)
+    tables = [sizes[v] * prod(sizes[w] for w in n) for v, n in enumerate(later)]
+    width = max((len(n) for n in later), default=0)
+    return Order(tuple(variables), later, width, max(tables, default=0), sum(tables))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the buckets hold after the pass up: per variable v, costs over (v, *order.later[v]).
+
+    unary: [k_v]. edges: w -> [k_v, k_w]. higher: tables over three and more variables, v first.
+    value: the least total cost.
+    """
+
+    unary: list[Array]
+    edges: list[dict[int, Array]]
+    higher: list[list[Factor]]
+    value: float
+
+
+class Elimination:
+    """A network with its order of elimination, to be minimised for one or many unary costs."""
+
+    def __init__(self, net: Residual, order: Order | None = None) -> None:
+        self.order = order or find_order(net.sizes, net.rows)
+        self._unary = net.unary
+        self.edges: list[dict[int, Array]] = [
+            {w: net.rows[v][w] for w in later if w in net.rows[v]} for v, later in enumerate(self.order.later)
+        ]
+
+    def sweep(self, unary: Sequence[Array] | None = None) -> Tables:
+        """The pass up: every bucket summed, minimised over its variable and handed on."""
+        costs = list(self._unary if unary is None else unary)
+        edges = [dict(e) for e in self.edges]
+        higher: list[list[Factor]] = [[] for _ in costs]
+        value = 0.0
+        smallest = np.minimum.reduce
+        later = self.order.later
+        for v in self.order.variables:
+            near = later[v]
+            if not near:
+                value += float(costs[v].min())
+            elif len(near) == 1:
+                costs[near[0]] = costs[near[0]] + smallest(edges[v][near[0]] + costs[v][:, None])
+            else:
+                message = smallest(bucket(v, near, costs[v], edges[v], higher[v]))
+                if len(near) > 2:
+                    higher[near[0]].append((near, message))
+                else:
+                    there = edges[near[0]]
+                    there[near[1]] = there[near[1]] + message if near[1] in there else message
+        return Tables(costs, edges, higher, value)
+
+    def solve(self, unary: Sequence[Array] | None = None) -> tuple[float, list[int]]:
+        """The least total cost and its states; of equal states the lowest. Infinite cost if there is none."""
+        tables = self.sweep(unary)
+        states = [0] * len(tables.unary)
+        for v in reversed(self.order.variables):
+            cost = tables.unary[v]
+            for w, table in tables.edges[v].items():
+                cost = cost + table[:, states[w]]
+            for scope, high in tables.higher[v]:
+                cost = cost + column(high, [states[w] for w in scope[1:]])
+            states[v] = int(cost.argmin())
+        return tables.value, states
+
+    def calibrate(self, unary: Sequence[Array] | None = None) -> Iterator[tuple[int, Array, Array]]:
+        """The pass down. Yields, from the last variable to the first, (v, belief, up).
+
+        belief: [k_v, *later]: the least total cost of any assignment that agrees with the entry.
+        up: [*later]: the least cost of everything below the bucket.
+        """
+        tables = self.sweep(unary)
+        order = self.order
+        children = [0] * len(order.later)
+        for near in order.later:
+            if near:
+                children[near[0]] += 1
+        beliefs: dict[int, Array] = {}
+        for v in reversed(order.variables):
+            near = order.later[v]
+            inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
+            up = np.asarray(inside.min(axis=0))
+            if near:
+                outer = _onto(beliefs[near[0]], (near[0], *order.later[near[0]]), near)
+                children[near[0]] -= 1
+                if not children[near[0]]:
+                    del beliefs[near[0]]
+            else:
+                outer = np.asarray(tables.value)
+            with np.errstate(invalid="ignore"):
+                # where nothing below is possible (inf - inf) nothing is possible at all
+                belief = inside + np.where(np.isfinite(up), outer - up, np.inf)
+            if children[v]:
+                beliefs[v] = belief
+            yield v, belief, up
+
+    def marginals(self, unary: Sequence[Array] | None = None) -> list[Array]:
+        """Per variable and state, the least total cost of any assignment that has it. [k_v] each."""
+        found: list[Array] = [np.empty(0)] * len(self.order.later)
+        for v, belief, _ in self.calibrate(unary):
+            found[v] = belief.reshape(len(belief), -1).min(axis=1)
+        return found
+
+
+def bucket(
+    v: int, near: tuple[int, ...], unary: Array, edges: dict[int, Array], higher: list[Factor]
+) -> Array:
+    """The sum of a bucket's costs, [k_v, *near]."""
+    axis = {w: a for a, w in enumerate(near, 1)}
+    parts = [(axis[w], _spread(table, (0, axis[w]), len(near) + 1)) for w, table in edges.items()]
+    for scope, table in higher:
+        axes = (0, *(axis[w] for w in scope[1:]))
+        parts.append((axes[-1], _spread(table, axes, len(near) + 1)))
+    # the fewest axes first, so that only the last sums are as large as the result
+    parts.sort(key=lambda part: part[0])
+    total = unary.reshape(-1, *(1,) * len(near))
+    for _, part in parts:
+        total = total + part
+    return total
+
+
+def column(table: Array, states: Sequence[int]) -> Array:
+    """The entries for every state of the first variable, the states of the others being given. [k]"""
+    index: tuple[slice | int, ...] = (slice(None), *states)
+    return np.asarray(table[index])
+
+
+def _spread(table: Array, axes: tuple[int, ...], rank: int) -> Array:
+    """A view with the table's axes at these places among ``rank``."""
+    shape = [1] * rank
+    for a, size in zip(axes, table.shape, strict=True):
+        shape[a] = size
+    return table.reshape(shape)
+
+
+def _onto(table: Array, scope: tuple[int, ...], wanted: tuple[int, ...]) -> Array:
+    """Minimised over the variables that are not wanted."""
+    if len(scope) == len(wanted):
+        return table
+    inside = set(wanted)
+    return np.asarray(table.min(axis=tuple(a for a, w in enumerate(scope) if w not in inside)))

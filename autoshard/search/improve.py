@@ -1,0 +1,91 @@
+"""Better assignments from good ones, by moves that keep within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.search.network import Array
+from autoshard.search.prune import Residual
+
+_SWEEPS = 20
+
+
+def measure(net: Residual, states: Sequence[int]) -> tuple[float, float]:
+    """(seconds, bytes) of states of the residual; forbidden is inf."""
+    seconds = sum(float(u[s]) for u, s in zip(net.unary, states, strict=True))
+    for i, row in enumerate(net.rows):
+        s = states[i]
+        seconds += sum(float(table[s, states[j]]) for j, table in row.items() if i < j)
+    return seconds, sum((float(m[s]) for m, s in zip(net.memory, states, strict=True)), 0.0)
+
+
+def descend(net: Residual, states: Sequence[int], budget: float = np.inf) -> list[int]:
+    """Coordinate descent: move one variable at a time to its best state that fits, until none moves.
+
+    Less time counts first, then less memory, then the lower index.
+    """
+    found = list(states)
+    room = budget - measure(net, found)[1]
+    dirty = set(range(len(found)))
+    for _ in range(_SWEEPS):
+        todo, dirty = sorted(dirty), set()
+        for i in todo:
+            cost = _cost_around(net, i, found)
+            now, held = found[i], net.memory[i]
+            cost = np.where(held - held[now] <= room, cost, np.inf)
+            best = int(np.lexsort((held, cost))[0])
+            if (cost[best], held[best]) < (cost[now], held[now]):
+                room -= float(held[best] - held[now])
+                found[i] = best
+                dirty.update(net.rows[i])
+    return found
+
+
+def _cost_around(net: Residual, i: int, states: Sequence[int]) -> Array:
+    """Seconds of every state of i, its neighbours being as they are. [k_i]"""
+    cost = net.unary[i]
+    for j, table in net.rows[i].items():
+        cost = cost + table[:, states[j]]
+    return cost
+
+
+def blend(net: Residual, fits: Sequence[int], fast: Sequence[int], budget: float) -> list[int]:
+    """Go from an assignment that fits towards a faster one, as far as the budget allows.
+
+    Variables in which the two differ fall into connected parts that can change independently of each
+    other: those that win most go first.
+    """
+    found = list(fits)
+    seconds, held = measure(net, found)
+    parts: list[tuple[float, float, list[int]]] = []
+    for part in _differing_parts(net, fits, fast):
+        trial = list(fits)
+        for i in part:
+            trial[i] = fast[i]
+        t, m = measure(net, trial)
+        if t < seconds:
+            parts.append((t - seconds, m - held, part))
+    for _, extra, part in sorted(parts):
+        if held + extra <= budget:
+            held += extra
+            for i in part:
+                found[i] = fast[i]
+    return found
+
+
+def _differing_parts(net: Residual, one: Sequence[int], other: Sequence[int]) -> list[list[int]]:
+    left = {i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
+    parts = []
+    for start in sorted(left):
+        if start not in left:
+            continue
+        left.remove(start)
+        part = [start]
+        for i in part:
+            new = [j for j in net.rows[i] if j in left]
+            left.difference_update(new)
+            part.extend(new)
+        parts.append(sorted(part))
+    return parts

@@ -1,0 +1,53 @@
+"""What every other choice would cost: min-marginals of all states of all variables."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autoshard.search.eliminate import Elimination, find_order
+from autoshard.search.minimise import fits, minimise_pruned
+from autoshard.search.network import Array, CostNetwork, Indices, Limits, Marginals
+from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent
+
+#: telling alternatives is worth less work than finding the optimum
+_LIMITS = Limits(table=5_000_000, total=50_000_000)
+
+
+def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits = _LIMITS) -> Marginals:
+    """For every variable and state, the least seconds + lam * bytes of any assignment that has it."""
+    net = Residual.of(network)
+    try:
+        make_consistent(net)
+    except Contradiction:
+        return Marginals([np.full(len(u), np.inf) for u in network.unary], exact=True)
+    net = net.weighted(lam)
+    fold_decided(net)
+    order = find_order(net.sizes, net.rows)
+    exact = fits(order, limits)
+    costs = Elimination(net, order).marginals() if exact else _local(net, limits)
+    return Marginals(
+        [_all_states(len(u), k, c) for u, k, c in zip(network.unary, net.kept, costs, strict=True)], exact
+    )
+
+
+def _local(net: Residual, limits: Limits) -> list[Array]:
+    """Costs of changing one variable of the best assignment found."""
+    found = minimise_pruned(net, limits)
+    if found.states is None:
+        return [np.full(len(u), np.inf) for u in net.unary]
+    states = found.states
+    total = sum(float(u[s]) for u, s in zip(net.unary, states, strict=True))
+    around = []
+    for i, u in enumerate(net.unary):
+        cost = u
+        for j, table in net.rows[i].items():
+            cost = cost + table[:, states[j]]
+            total += float(table[states[i], states[j]]) if i < j else 0.0
+        around.append(cost)
+    return [total + (cost - cost[s]) for cost, s in zip(around, states, strict=True)]
+
+
+def _all_states(count: int, kept: Indices, costs: Array) -> Array:
+    full = np.full(count, np.inf)
+    full[kept] = costs
+    return full

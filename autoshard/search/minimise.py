@@ -1,0 +1,74 @@
+"""The least cost of a residual by whatever method fits its width, with a proven bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.search.branch import Criterion, depth_first, mini_buckets
+from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.improve import descend, measure
+from autoshard.search.milp import entries, solve_milp
+from autoshard.search.network import Limits
+from autoshard.search.prune import Residual, prune
+
+#: relative difference below which two costs are the same up to rounding
+ROUNDING = 1e-10
+
+
+@dataclass(frozen=True)
+class Found:
+    """states: in the residual's numbering, or None when nothing is finite. lower_bound: on the cost."""
+
+    states: list[int] | None
+    lower_bound: float
+    method: str
+
+
+def fits(order: Order, limits: Limits) -> bool:
+    return order.largest <= limits.table and order.total <= limits.total
+
+
+def minimise(net: Residual, order: Order, limits: Limits) -> Found:
+    """Least seconds of a residual, whose bytes are ignored; in whatever way its order allows."""
+    if not fits(order, limits):
+        return minimise_wide(net, order, limits)
+    value, states = Elimination(net, order).solve()
+    return Found(states if np.isfinite(value) else None, value, "eliminated")
+
+
+def minimise_pruned(net: Residual, limits: Limits) -> Found:
+    """The same after pruning a copy, with states in the numbering of ``net``."""
+    small = net.copy()
+    small.kept = [np.arange(len(u)) for u in net.unary]
+    prune(small)
+    found = minimise(small, find_order(small.sizes, small.rows), limits)
+    states = None if found.states is None else list(small.original(found.states))
+    return Found(states, found.lower_bound, found.method)
+
+
+def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
+    """Branch and bound for a while, then HiGHS if the program is small; complete if nothing else is found."""
+    bounds = mini_buckets(net, order, limits.mini)
+    tried = depth_first(order, [Criterion(bounds)], nodes=limits.nodes)
+    if tried.complete:
+        return Found(tried.states, tried.lower_bound, "branch and bound")
+    states, lower, method = tried.states, tried.lower_bound, "mini-buckets + local search"
+    if states is not None:
+        states = descend(net, states)
+    seconds = np.inf if states is None else measure(net, states)[0]
+    if seconds - lower > ROUNDING * abs(seconds) and entries(net) <= limits.milp:
+        outcome = solve_milp(net, scale=seconds)
+        if outcome is not None:
+            lower = max(lower, outcome.lower_bound)
+            other = np.inf if outcome.states is None else measure(net, outcome.states)[0]
+            if other < seconds:
+                states, seconds = outcome.states, other
+            if outcome.complete and (other < np.inf or outcome.lower_bound == np.inf):
+                return Found(states, seconds, "HiGHS")
+            method = "HiGHS, stopped early"
+    if states is None:
+        tried = depth_first(order, [Criterion(bounds)])
+        return Found(tried.states, tried.lower_bound, "branch and bound")
+    return Found(states, min(lower, seconds), method)

@@ -1,0 +1,248 @@
+"""Elimination with Pareto fronts of (seconds, bytes), cut by bounds: closes the gap a multiplier leaves.
+
+Every bucket sends fronts instead of numbers. A label goes as soon as even its best completion, known from
+min-marginals for time, for bytes and for the multiplier, is over the budget or no better than the incumbent.
+What remains near the best multiplier is little, and a budget that no multiplier meets exactly is met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.search.eliminate import Elimination, Order
+from autoshard.search.network import Array, Indices
+from autoshard.search.prune import Residual
+
+#: seconds closer than this share of the incumbent are equal when fronts are thinned
+_TIE = 1e-13
+#: a label must promise to beat the incumbent by this share
+_BETTER = 1e-11
+#: a join may be this many times larger than a front before it is cut
+_BURST = 20
+
+
+@dataclass(frozen=True)
+class ParetoOutcome:
+    """states: an assignment faster than the incumbent, or None. lower_bound: in seconds, proven."""
+
+    states: list[int] | None
+    lower_bound: float
+    complete: bool
+
+
+@dataclass(frozen=True)
+class _Marginals:
+    """Of one kind of cost: belief per entry of each bucket, up per entry of each message, total."""
+
+    belief: list[Array]
+    up: list[Array]
+    total: float
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """A front per entry of a bucket's message, sorted by entry: arrays [labels]; start, count are [entries].
+
+    excess: how far above the optimum below the bucket, [labels, 3] (multiplier, seconds, bytes).
+    state: of the bucket's variable. links: per child, the label it came from.
+    """
+
+    start: Indices
+    count: Indices
+    seconds: Array
+    held: Array
+    excess: Array
+    state: Indices
+    links: list[Indices]
+
+
+@dataclass
+class _Rows:
+    """Labels under construction in a bucket. cell: flat entry [rows]. bound: [rows, 3] as in excess."""
+
+    cell: Indices
+    seconds: Array
+    held: Array
+    bound: Array
+    links: list[Indices]
+
+    def take(self, index: Indices) -> _Rows:
+        return _Rows(
+            self.cell[index],
+            self.seconds[index],
+            self.held[index],
+            self.bound[index],
+            [k[index] for k in self.links],
+        )
+
+
+def close_gap(
+    net: Residual, order: Order, lam: float, budget: float, incumbent: float, labels: int
+) -> ParetoOutcome:
+    """Search everything that could beat the incumbent within the budget.
+
+    lam: the multiplier, seconds per byte. labels: kept per variable; beyond, the least promising are
+    dropped and their bound is reported.
+    """
+    return _Fronts(net, order, lam, budget, incumbent, labels).run()
+
+
+class _Fronts:
+    def __init__(
+        self, net: Residual, order: Order, lam: float, budget: float, incumbent: float, labels: int
+    ) -> None:
+        self.net, self.order, self.lam, self.limit = net, order, lam, labels
+        self.tie = _TIE * abs(incumbent)
+        better = incumbent - _BETTER * abs(incumbent)
+        self.cap = np.array([better + lam * budget, better, budget + _TIE * 10 * abs(budget)])
+        self.offset = lam * budget
+        self.incumbent = incumbent
+        self.dropped = np.inf
+        self.marginals = [
+            _marginals(Elimination(net.weighted(lam), order)),
+            _marginals(Elimination(net, order)),
+            _marginals(Elimination(net.of_memory(all_edges=True), order)),
+        ]
+        self.children: list[list[int]] = [[] for _ in net.unary]
+        for v in order.variables:
+            if order.later[v]:
+                self.children[order.later[v][0]].append(v)
+        self.done: list[_Labels | None] = [None] * len(net.unary)
+
+    def run(self) -> ParetoOutcome:
+        for v in self.order.variables:
+            rows = self._own(v)
+            for child in self.children[v]:
+                rows = self._join(rows, child, self._entries(v, rows.cell, child))
+            self.done[v] = self._send(v, rows)
+        roots = [v for v in self.order.variables if not self.order.later[v]]
+        one = np.zeros(1, dtype=np.intp)
+        rows = _Rows(one, np.zeros(1), np.zeros(1), np.array([[m.total for m in self.marginals]]), [])
+        for root in roots:
+            rows = self._join(rows, root, np.zeros(len(rows.cell), dtype=np.intp))
+        states = self._read(rows, roots)
+        seconds = self.incumbent if states is None else float(rows.seconds.min())
+        return ParetoOutcome(states, min(seconds, self.dropped), not np.isfinite(self.dropped))
+
+    def _own(self, v: int) -> _Rows:
+        """The entries of a bucket that can still win, with the costs that are its own."""
+        bounds = np.stack([m.belief[v].ravel() for m in self.marginals], axis=1)
+        cell = np.flatnonzero(self._alive(bounds))
+        at = np.unravel_index(cell, self.marginals[0].belief[v].shape)
+        seconds = self.net.unary[v][at[0]]
+        for axis, w in enumerate(self.order.later[v], 1):
+            if w in self.net.rows[v]:
+                seconds = seconds + self.net.rows[v][w][at[0], at[axis]]
+        return _Rows(cell, seconds, self.net.memory[v][at[0]], bounds[cell], [])
+
+    def _alive(self, bounds: Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return np.asarray((bounds[:, :2] < self.cap[:2]).all(axis=1) & (bounds[:, 2] <= self.cap[2]))
+
+    def _entries(self, v: int, cell: Indices, child: int) -> Indices:
+        """Which entry of the child's message each cell of the bucket looks up."""
+        at = np.unravel_index(cell, self.marginals[0].belief[v].shape)
+        axis = {w: a for a, w in enumerate((v, *self.order.later[v]))}
+        near = self.order.later[child]
+        shape = [len(self.net.unary[w]) for w in near]
+        return np.asarray(np.ravel_multi_index([at[axis[w]] for w in near], shape))
+
+    def _join(self, rows: _Rows, child: int, entry: Indices) -> _Rows:
+        """Every row with every label of the child that it may go with."""
+        labels = self.done[child]
+        assert labels is not None
+        rows, entry = self._bounded(rows, entry, labels)
+        count = labels.count[entry]
+        row = np.repeat(np.arange(len(entry)), count)
+        label = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count) + labels.start[entry][row]
+        bound = rows.bound[row] + labels.excess[label]
+        alive = np.flatnonzero(self._alive(bound))
+        row, label, bound = row[alive], label[alive], bound[alive]
+        made = _Rows(
+            rows.cell[row],
+            rows.seconds[row] + labels.seconds[label],
+            rows.held[row] + labels.held[label],
+            bound,
+            [*(k[row] for k in rows.links), label],
+        )
+        if len(alive) > len(rows.cell):
+            made = made.take(self._front(made.cell, made.seconds, made.held))
+        return self._thinned(made)
+
+    def _bounded(self, rows: _Rows, entry: Indices, labels: _Labels) -> tuple[_Rows, Indices]:
+        """Drop the least promising rows of a join that would burst."""
+        if labels.count[entry].sum() <= _BURST * self.limit:
+            return rows, entry
+        best = np.argsort(rows.bound[:, 0], kind="stable")
+        fit = int(np.searchsorted(np.cumsum(labels.count[entry[best]]), _BURST * self.limit))
+        keep, rest = np.sort(best[:fit]), best[fit:]
+        self._drop(rows.bound[rest])
+        return rows.take(keep), entry[keep]
+
+    def _thinned(self, rows: _Rows) -> _Rows:
+        if len(rows.cell) <= self.limit:
+            return rows
+        best = np.argsort(rows.bound[:, 0], kind="stable")
+        self._drop(rows.bound[best[self.limit :]])
+        return rows.take(np.sort(best[: self.limit]))
+
+    def _drop(self, bounds: Array) -> None:
+        if len(bounds):
+            proven = np.maximum(bounds[:, 0] - self.offset, bounds[:, 1])
+            self.dropped = min(self.dropped, float(proven.min()))
+
+    def _send(self, v: int, rows: _Rows) -> _Labels:
+        """The bucket's fronts per entry of its message, over all states of its variable."""
+        ups = [m.up[v].ravel() for m in self.marginals]
+        entries = len(ups[0])
+        # the variable is the first axis, so a flat entry is state * entries + entry of the message
+        state, entry = np.divmod(rows.cell, entries)
+        keep = self._front(entry, rows.seconds, rows.held)
+        rows, state, entry = rows.take(keep), state[keep], entry[keep]
+        count = np.bincount(entry, minlength=entries).astype(np.intp)
+        costs = (rows.seconds + self.lam * rows.held, rows.seconds, rows.held)
+        excess = np.stack([np.maximum(c - up[entry], 0.0) for c, up in zip(costs, ups, strict=True)], axis=1)
+        start = np.cumsum(count) - count
+        return _Labels(start, count, rows.seconds, rows.held, excess, state, rows.links)
+
+    def _front(self, group: Indices, seconds: Array, held: Array) -> Indices:
+        """Rows that no other row of the group beats, sorted by group and bytes."""
+        tie = self.tie or 1.0
+        order = np.lexsort((seconds, held, group))
+        rank = np.unique(np.floor(seconds[order] / tie), return_inverse=True)[1].ravel()
+        # a later group starts below all earlier ones, so one running minimum serves them all
+        number = np.cumsum(np.diff(group[order], prepend=group[order][:1]) != 0)
+        key = rank - number * (len(rank) + 1)
+        first = np.ones(len(key), dtype=np.bool_)
+        first[1:] = key[1:] < np.minimum.accumulate(key)[:-1]
+        return np.asarray(order[first])
+
+    def _read(self, rows: _Rows, roots: list[int]) -> list[int] | None:
+        """The states of the fastest label, back from the roots."""
+        if not len(rows.cell):
+            return None
+        best = int(np.argmin(rows.seconds))
+        at = [0] * len(self.done)
+        for root, link in zip(roots, rows.links, strict=True):
+            at[root] = int(link[best])
+        states = [0] * len(at)
+        for v in reversed(self.order.variables):
+            labels = self.done[v]
+            assert labels is not None
+            states[v] = int(labels.state[at[v]])
+            for child, link in zip(self.children[v], labels.links, strict=True):
+                at[child] = int(link[at[v]])
+        return states
+
+
+def _marginals(elimination: Elimination) -> _Marginals:
+    count = len(elimination.order.later)
+    belief: list[Array] = [np.empty(0)] * count
+    up: list[Array] = [np.empty(0)] * count
+    total = 0.0
+    for v, mine, below in elimination.calibrate():
+        belief[v], up[v] = mine, below
+        if not elimination.order.later[v]:
+            total += float(below)
+    return _Marginals(belief, up, total)

@@ -1,0 +1,71 @@
+"""A plan: what was decided and why. No cost is stored in it beyond the margin to the next best choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.ir.flow import Place
+from autoshard.placement import Layout
+from autoshard.rules.states import OpState
+from autoshard.search.variables import ParamState
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The reason of one decision.
+
+    reason: in words. alternative: the next best choice, "" if there was no other. margin: seconds that
+    the whole step would lose with it, everything else being decided anew.
+    """
+
+    reason: str
+    alternative: str = ""
+    margin: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.alternative:
+            return self.reason
+        return f"{self.reason}; next best {self.alternative} +{self.margin * 1e6:.0f} us"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound."""
+
+    seconds: float
+    lower_bound: float
+    gap: float
+    method: str
+    variables: int
+    states: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for one model on one mesh.
+
+    mesh: ``dp=2,tp=2``. cluster: name of the cluster whose prices were used. budget: bytes per rank.
+    fingerprint: of the folded graph the plan is for. nodes: the way every op runs. values: the layout
+    of shared values and segment inputs. params: the life of every class of parameters. ports: layout
+    of inputs and tangents. results: layout of outputs, by position in the joint results.
+    why: reasons, under the same keys as text. warnings: things a reader should know.
+    """
+
+    mesh: str
+    cluster: str
+    budget: int
+    fingerprint: str
+    nodes: dict[tuple[str, int], OpState]
+    values: dict[Place, Layout]
+    params: dict[Place, ParamState]
+    ports: dict[Place, Layout]
+    results: dict[int, Layout]
+    why: dict[str, Why]
+    warnings: tuple[str, ...]
+    proof: Proof
+    target: str = ""
+
+
+def why_key(kind: str, *parts: object) -> str:
+    """The key of a reason: ``node/layers_fwd/12``, ``param/@3``."""
+    return "/".join([kind, *map(str, parts)])

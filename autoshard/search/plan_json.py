@@ -1,0 +1,88 @@
+"""Plans as JSON text: stable order, no costs but the margins."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autoshard.errors import VerificationError
+from autoshard.placement import Layout, Placement, parse_placement
+from autoshard.rules.states import OpState
+from autoshard.search.plan import Plan, Proof, Why
+from autoshard.search.variables import ParamState
+
+SCHEMA = 1
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The same plan gives the same text, byte for byte."""
+    document = {
+        "schema": SCHEMA,
+        "mesh": plan.mesh,
+        "cluster": plan.cluster,
+        "budget_bytes": plan.budget,
+        "fingerprint": plan.fingerprint,
+        "target": plan.target,
+        "nodes": [
+            [seg, number, [_out(x) for x in s.inputs], [_out(x) for x in s.outputs], s.ways]
+            for (seg, number), s in plan.nodes.items()
+        ],
+        "values": [[*place, _out(layout)] for place, layout in plan.values.items()],
+        "params": [[*place, _out(p.stored), _out(p.use), p.keep] for place, p in plan.params.items()],
+        "ports": [[*place, _out(layout)] for place, layout in plan.ports.items()],
+        "results": [[number, _out(layout)] for number, layout in plan.results.items()],
+        "why": {k: [w.reason, w.alternative, w.margin] for k, w in plan.why.items()},
+        "warnings": list(plan.warnings),
+        "proof": [
+            plan.proof.seconds,
+            plan.proof.lower_bound,
+            plan.proof.gap,
+            plan.proof.method,
+            plan.proof.variables,
+            plan.proof.states,
+        ],
+    }
+    return json.dumps(document, indent=None, separators=(",", ":")) + "\n"
+
+
+def plan_from_json(text: str) -> Plan:
+    """Raises VerificationError if the text is not a plan of this schema."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        if raw["schema"] != SCHEMA:
+            raise VerificationError(
+                f"the plan has schema {raw['schema']}, this version reads {SCHEMA}", hint="plan again"
+            )
+        return Plan(
+            raw["mesh"],
+            raw["cluster"],
+            int(raw["budget_bytes"]),
+            raw["fingerprint"],
+            {
+                (seg, int(n)): OpState(tuple(_in(x) for x in i), tuple(_maybe(x) for x in o), int(w))
+                for seg, n, i, o, w in raw["nodes"]
+            },
+            {(a, b): _in(x) for a, b, x in raw["values"]},
+            {(a, b): ParamState(_in(s), _in(u), bool(k)) for a, b, s, u, k in raw["params"]},
+            {(a, b): _in(x) for a, b, x in raw["ports"]},
+            {int(n): _in(x) for n, x in raw["results"]},
+            {k: Why(r, a, float(m)) for k, (r, a, m) in raw["why"].items()},
+            tuple(raw["warnings"]),
+            Proof(*raw["proof"]),
+            raw["target"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise VerificationError(f"not a plan: {error}", hint="plan again") from None
+
+
+def _out(layout: Layout | None) -> list[str] | None:
+    return None if layout is None else [str(p) for p in layout]
+
+
+def _maybe(words: list[str] | None) -> Layout | None:
+    return None if words is None else _in(words)
+
+
+def _in(words: list[str]) -> Layout:
+    placed: tuple[Placement, ...] = tuple(parse_placement(w) for w in words)
+    return placed

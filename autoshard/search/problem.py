@@ -1,0 +1,440 @@
+"""A folded model on a mesh as a pairwise cost network.
+
+Every variable's states are priced alone (compute time, bytes held), every use of a value is an edge
+priced by the cheapest reshard between what is produced and what is wanted. Repeated layers share
+their variables: costs count as often as the segment is called, so depth costs nothing.
+
+A value with several uses gets a variable of its own: one reshard serves them all, and a replicated
+copy also serves a use that wants a shard, since slicing is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cluster.axes import AxisMeaning
+from autoshard.cost.model import CostModel
+from autoshard.errors import UsageError
+from autoshard.ir import Folded, TensorType, refs_of
+from autoshard.ir.flow import Flow, Place, PortClass
+from autoshard.placement import (
+    Layout,
+    Partial,
+    Placement,
+    R,
+    Shard,
+    is_even,
+    layout_ok,
+    shard_of_digit,
+)
+from autoshard.rules.core import Factored
+from autoshard.rules.digits import DigitTable
+from autoshard.rules.states import op_states
+from autoshard.search.network import CostNetwork
+from autoshard.search.variables import (
+    NodeVar,
+    ParamState,
+    ParamVar,
+    PortVar,
+    ResultVar,
+    ValueVar,
+    Variable,
+)
+
+#: parameter collectives go out in buckets, so a parameter pays only a part of the latency
+BUCKET_SHARE = 1 / 8
+#: parameter, gradient and the two moments of Adam, all in the parameter's type
+COPIES_TRAINED = 4
+#: a shard that needs padding or a copy to gather is as fast, but simpler is better
+TIE = 1e-10
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything the problem is built from."""
+
+    folded: Folded
+    flow: Flow
+    rules: dict[tuple[str, int], Factored]
+    digits: DigitTable
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The network and what its variables stand for."""
+
+    network: CostNetwork
+    variables: tuple[Variable, ...]
+    index: dict[object, int]
+
+
+def build_problem(
+    model: Model,
+    sizes: Sequence[int],
+    meanings: Sequence[AxisMeaning],
+    cost: CostModel,
+    *,
+    strict: bool = True,
+) -> Problem:
+    """The cost network of a model on a mesh with these axis sizes and meanings.
+
+    strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
+    products inside layers over tp); otherwise that is left to the costs.
+    """
+    return _Builder(model, tuple(sizes), tuple(meanings), cost, strict).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        model: Model,
+        sizes: tuple[int, ...],
+        meanings: tuple[AxisMeaning, ...],
+        cost: CostModel,
+        strict: bool,
+    ) -> None:
+        self.model, self.sizes, self.meanings, self.cost, self.strict = model, sizes, meanings, cost, strict
+        self.variables: list[Variable] = []
+        self.unary: list[Array] = []
+        self.memory: list[Array] = []
+        self.edges: dict[tuple[int, int], Array] = {}
+        self.index: dict[object, int] = {}
+        self.counts = model.folded.counts()
+        self.types = {name: g.types() for name, g in model.folded.segments.items()}
+        self.producer: dict[Place, tuple[int, int]] = {}
+        labelled = {c.segment for c in model.folded.calls if c.label}
+        self.layers = labelled or set(model.folded.segments)
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def build(self) -> Problem:
+        self._check_batch()
+        for name in self.model.folded.segments:
+            self._nodes(name)
+        for name in self.model.folded.segments:
+            self._values(name)
+        for group in self.model.flow.classes.values():
+            self._port(group)
+        for number, (place, kind, _) in enumerate(self.model.flow.results):
+            if kind != "grad":
+                self._result(number, place)
+        for name in self.model.folded.segments:
+            self._edges_inside(name)
+        self._edges_between()
+        self._activation_memory()
+        network = CostNetwork(tuple(self.unary), tuple(self.memory), self.edges)
+        return Problem(network, tuple(self.variables), self.index)
+
+    def _check_batch(self) -> None:
+        ways = 1
+        for size, meaning in zip(self.sizes, self.meanings, strict=True):
+            ways *= size if meaning.splits_batch else 1
+        if ways == 1:
+            return
+        ports = [p for p in self.model.folded.joint.ports if p.kind == "input"]
+        batch = [p for p in ports if p.target in self.model.folded.joint.batch_inputs]
+        if not batch:
+            raise UsageError(
+                "no input has a batch dim to shard",
+                why="the mesh has an axis that shards the batch, and no input has a common dim 0",
+                hint="use an axis with another meaning, for instance tp",
+            )
+        for port in batch:
+            if port.type.shape[0] < ways:
+                raise UsageError(
+                    f"a batch of {port.type.shape[0]} is too small for {ways} batch shards",
+                    where=f"input {self._input_name(port.target)} {port.type}",
+                    why="every rank of the axes that shard the batch needs at least one sequence",
+                    hint=f"give a batch of at least {ways}, or a mesh that shards the batch less",
+                )
+
+    def _input_name(self, target: str) -> str:
+        return self.model.folded.joint.input_names[int(target)] if target.isdigit() else target
+
+    def _add(self, key: object, variable: Variable, unary: Array, memory: Array | None = None) -> int:
+        number = len(self.variables)
+        self.variables.append(variable)
+        self.unary.append(unary)
+        self.memory.append(np.zeros(len(unary)) if memory is None else memory)
+        self.index[key] = number
+        return number
+
+    def _allowed(self, axis: int, classes: frozenset[int]) -> bool:
+        return self.meanings[axis].allows(bool(classes & self.model.digits.batch))
+
+    def _must_divide(self, name: str, rule: Factored) -> list[bool]:
+        """Per axis, whether a call has to be divided over it where that is possible."""
+        inside = rule.kind == "matmul" and name in self.layers
+        return [
+            self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings
+        ]
+
+    def _nodes(self, name: str) -> None:
+        graph = self.model.folded.segments[name]
+        types = self.types[name]
+        for number, node in enumerate(graph.nodes):
+            rule = self.model.rules[name, number]
+            ins = [types[r] for r in refs_of(node)]
+            digits = self.model.digits.factors[name, number]
+            must = self._must_divide(name, rule)
+            states = tuple(op_states(rule, ins, node.types, digits, self.sizes, self._allowed, must))
+            seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
+            var = self._add(("node", name, number), NodeVar(name, number, states), seconds * self.counts[name])
+            for position, out in enumerate(node.outs):
+                self.producer[name, out] = (var, position)
+
+    def _values(self, name: str) -> None:
+        """A variable for every segment input and every value with more than one use."""
+        graph = self.model.folded.segments[name]
+        uses: dict[str, int] = {}
+        wanted: dict[str, dict[Layout, None]] = {}
+        for number, node in enumerate(graph.nodes):
+            var = self.variables[self.index["node", name, number]]
+            assert isinstance(var, NodeVar)
+            for position, ref in enumerate(refs_of(node)):
+                uses[ref] = uses.get(ref, 0) + 1
+                wanted.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
+        for out in set(graph.outputs):
+            uses[out] = uses.get(out, 0) + 1
+        whole: Layout = (R,) * len(self.sizes)
+        inputs = {value for value, _ in graph.inputs}
+        for value, type_ in [*graph.inputs, *((v, t) for v, t in self.types[name].items() if v not in inputs)]:
+            if value not in inputs and uses.get(value, 0) < 2:
+                continue
+            layouts = tuple(dict.fromkeys([whole, *wanted.get(value, {})]))
+            if value not in inputs:
+                layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
+            place = (name, value)
+            var_number = self._add(place, ValueVar(place, layouts), np.zeros(len(layouts)))
+            if value not in inputs:
+                made, position = self.producer[place]
+                self._connect(made, position, var_number, layouts, type_, self.counts[name])
+            self.producer[place] = (var_number, 0)
+
+    def _produced(self, name: str, value: str) -> list[Layout]:
+        made, position = self.producer[name, value]
+        var = self.variables[made]
+        assert isinstance(var, NodeVar)
+        found = dict.fromkeys(s.outputs[position] for s in var.states)
+        return [layout for layout in found if layout is not None]
+
+    def _layouts(
+        self, place: Place, type_: TensorType, axes: Sequence[bool], *, plain: bool = False
+    ) -> list[Layout]:
+        """All layouts of a value that only split the given axes; plain: as torch's own Shard."""
+        per_axis: list[list[Placement]] = []
+        for axis, size in enumerate(self.sizes):
+            found: dict[Placement, frozenset[int]] = {}
+            for dim in range(len(type_.shape)) if axes[axis] and size > 1 else ():
+                for outer, part, cls in self.model.digits.values.get((*place, dim), ()):
+                    placed = shard_of_digit(type_.shape[dim], dim, outer, part, size)
+                    if placed is not None and not (plain and (placed.outer > 1 or placed.inner > 1)):
+                        found[placed] = found.get(placed, frozenset()) | {cls}
+            per_axis.append([R, *(p for p, classes in found.items() if self._layout_allowed(axis, classes))])
+        return [c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes)]
+
+    def _layout_allowed(self, axis: int, classes: frozenset[int]) -> bool:
+        return self.meanings[axis].stores_sharded or self._allowed(axis, classes)
+
+    def _port(self, group: PortClass) -> None:
+        kind = group.first.kind
+        if kind in ("param", "buffer", "const"):
+            self._param(group)
+            return
+        type_ = group.first.type
+        if kind == "input":
+            layouts = [self._input_layout(group)]
+        else:
+            layouts = self._layouts(group.key, type_, [True] * len(self.sizes), plain=True)
+        self._add(group.key, PortVar(group.key, tuple(layouts)), np.zeros(len(layouts)))
+
+    def _input_layout(self, group: PortClass) -> Layout:
+        port = group.first
+        is_batch = port.target in self.model.folded.joint.batch_inputs and port.type.shape[0] > 1
+        return tuple(
+            Shard(0) if is_batch and meaning.splits_batch and size > 1 else R
+            for size, meaning in zip(self.sizes, self.meanings, strict=True)
+        )
+
+    def _param(self, group: PortClass) -> None:
+        port = group.first
+        trained = port.kind == "param" and bool(group.grads)
+        stored = self._stored_layouts(group)
+        uses: dict[Layout, None] = dict.fromkeys([(R,) * len(self.sizes)])
+        for (source, target), _ in self.model.flow.edges.items():
+            if source == group.key:
+                var = self.variables[self.index[target]]
+                assert isinstance(var, ValueVar)
+                uses.update(dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u)))
+        uses_list = list(uses)
+        table = self.cost.bucketed.table(port.type, [*stored, *uses_list])
+        twice = self._used_in_both_phases(group)
+        states: list[ParamState] = []
+        seconds: list[float] = []
+        held: list[float] = []
+        copies = COPIES_TRAINED if trained else 1
+        for s, u in product(stored, uses_list):
+            once = float(table.seconds[table.index[s], table.index[u]])
+            if not np.isfinite(once):
+                continue
+            own = self.cost.local_bytes(port.type, s, self.sizes)
+            gathered = self.cost.local_bytes(port.type, u, self.sizes)
+            gathers = gathered > own
+            for keep in (False, True) if twice and gathers else (False,):
+                states.append(ParamState(s, u, keep))
+                times = 1 if keep or not twice else 2
+                seconds.append(len(group.ports) * (once * times + TIE * self._untidy(port.type, s)))
+                held.append(len(group.ports) * (copies * own + (gathered if keep else 0.0)))
+        self._add(group.key, ParamVar(group.key, tuple(states)), np.array(seconds), np.array(held))
+
+    def _untidy(self, type_: TensorType, layout: Layout) -> float:
+        score = 0.0
+        for placed, size in zip(layout, self.sizes, strict=True):
+            if isinstance(placed, Shard):
+                score += 0.01 * placed.dim + 0.1 * (placed.outer > 1)
+                score += 1.0 * (not is_even(type_.shape[placed.dim], placed, size))
+        return score
+
+    def _used_in_both_phases(self, group: PortClass) -> bool:
+        backward = self.model.folded.is_backward()
+        return len({backward[t[0]] for s, t in self.model.flow.edges if s == group.key}) == 2
+
+    def _stored_layouts(self, group: PortClass) -> list[Layout]:
+        port = group.first
+        if port.kind != "param" or not group.grads:
+            free = [m.name == "tp" or m.is_free for m in self.meanings]
+            free = [f and port.kind == "param" for f in free]
+            return self._representable(group.key, port.type, free)
+        axes = [m.may_store_sharded for m in self.meanings]
+        layouts = self._representable(group.key, port.type, axes)
+        for axis, meaning in enumerate(self.meanings):
+            if meaning.stores_sharded or (self.strict and meaning.divides_products and self._is_matrix(group)):
+                split = [lay for lay in layouts if isinstance(lay[axis], Shard)]
+                layouts = split or layouts
+        return layouts
+
+    def _is_matrix(self, group: PortClass) -> bool:
+        """Whether it is a weight matrix of a layer."""
+        uses = (t[0] for s, t in self.model.flow.edges if s == group.key)
+        return len(group.first.type.shape) > 1 and any(name in self.layers for name in uses)
+
+    def _representable(self, place: Place, type_: TensorType, axes: Sequence[bool]) -> list[Layout]:
+        """Layouts that a DTensor can have: plain shards, or evenly split parts of a fused dim."""
+        found = []
+        for layout in self._layouts(place, type_, axes):
+            shards = [p for p in layout if isinstance(p, Shard)]
+            fused = [p for p in shards if p.outer > 1]
+            if any(p.inner > 1 for p in shards):
+                continue
+            if fused and (len({p.dim for p in shards}) < len(shards)):
+                continue
+            found.append(layout)
+        return found
+
+    def _result(self, number: int, place: Place) -> None:
+        type_ = self._type(place)
+        layouts = self._layouts(place, type_, [True] * len(self.sizes), plain=True)
+        var = self._add(("result", number), ResultVar(number, tuple(layouts)), np.zeros(len(layouts)))
+        self._connect_place(place, var, layouts, type_, 1)
+
+    def _type(self, place: Place) -> TensorType:
+        if place[0] == "":
+            return self.model.flow.classes[place].first.type
+        return self.types[place[0]][place[1]]
+
+    # -- edges -------------------------------------------------------------------------------------
+
+    def _source_layouts(self, var: int, position: int) -> list[Layout | None]:
+        variable = self.variables[var]
+        if isinstance(variable, NodeVar):
+            return [s.outputs[position] for s in variable.states]
+        if isinstance(variable, ParamVar):
+            return [s.use for s in variable.states]
+        return list(variable.states)
+
+    def _connect(
+        self,
+        source: int,
+        position: int,
+        target: int,
+        wanted: Sequence[Layout],
+        type_: TensorType,
+        count: int,
+        reverse: bool = False,
+    ) -> None:
+        """Add the cost of the reshard between two variables, ``count`` times."""
+        given = self._source_layouts(source, position)
+        cost = self.cost.bucketed if reverse else self.cost.plain
+        table = cost.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
+        rows = [table.index[g] if g is not None else 0 for g in given]
+        cols = [table.index[w] for w in wanted]
+        matrix = count * table.seconds[np.ix_(rows, cols)]
+        if source < target:
+            key = (source, target)
+        else:
+            key, matrix = (target, source), matrix.T
+        self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
+
+    def _connect_place(
+        self, place: Place, target: int, wanted: Sequence[Layout], type_: TensorType, count: int
+    ) -> None:
+        source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
+        self._connect(source, position, target, wanted, type_, count)
+
+    def _edges_inside(self, name: str) -> None:
+        graph = self.model.folded.segments[name]
+        for number, node in enumerate(graph.nodes):
+            target = self.index["node", name, number]
+            var = self.variables[target]
+            assert isinstance(var, NodeVar)
+            for position, ref in enumerate(refs_of(node)):
+                wanted = [s.inputs[position] for s in var.states]
+                self._connect_place((name, ref), target, wanted, self.types[name][ref], self.counts[name])
+
+    def _edges_between(self) -> None:
+        for (source, target), count in self.model.flow.edges.items():
+            var = self.index[target]
+            layouts = self._source_layouts(var, 0)
+            self._connect_place(source, var, [x for x in layouts if x is not None], self._type(target), count)
+        for group in self.model.flow.classes.values():
+            var = self.index[group.key]
+            for grad in group.grads:
+                variable = self.variables[var]
+                assert isinstance(variable, ParamVar)
+                source, position = self.producer[grad]
+                stored = [s.stored for s in variable.states]
+                self._connect(source, position, var, stored, self._type(grad), len(group.ports), reverse=True)
+
+    def _activation_memory(self) -> None:
+        """Bytes of values kept from forward to backward, each storage once."""
+        backward = self.model.folded.is_backward()
+        roots: dict[Place, int] = {}
+        for (source, target), count in self.model.flow.edges.items():
+            if source[0] and not backward[source[0]] and backward[target[0]]:
+                roots[self._root(source)] = max(count, roots.get(self._root(source), 0))
+        for place, count in roots.items():
+            if place not in self.producer:
+                continue
+            var, position = self.producer[place]
+            type_ = self._type(place)
+            held = [
+                0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes)
+                for lay in self._source_layouts(var, position)
+            ]
+            self.memory[var] = self.memory[var] + count * np.array(held)
+
+    def _root(self, place: Place) -> Place:
+        """The value whose storage a view shares."""
+        graph = self.model.folded.segments[place[0]]
+        makers = {out: k for k, node in enumerate(graph.nodes) for out in node.outs}
+        value = place[1]
+        while value in makers and self.model.rules[place[0], makers[value]].kind == "view":
+            value = next(refs_of(graph.nodes[makers[value]]), value)
+        return (place[0], value)

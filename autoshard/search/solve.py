@@ -1,0 +1,85 @@
+"""The front door: prune, eliminate, and say what is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from autoshard.search.budget import minimise_within
+from autoshard.search.conflict import find_conflict
+from autoshard.search.eliminate import Order, find_order
+from autoshard.search.marginals import min_marginals
+from autoshard.search.minimise import ROUNDING, minimise
+from autoshard.search.network import CostNetwork, Limits, NoFiniteAssignment, SearchStats, Solution
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+
+__all__ = ["min_marginals", "solve"]
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    net: Residual
+    order: Order
+
+
+def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limits | None = None) -> Solution:
+    """The fastest assignment, within the budget if there is one.
+
+    Raises InfeasibleNetwork when nothing meets the budget and NoFiniteAssignment when everything is
+    forbidden. The same network gives the same answer; of equal states the lower is preferred.
+    """
+    begun = perf_counter()
+    limits = limits or Limits()
+    whole = Residual.of(network)
+    try:
+        make_consistent(whole)
+    except Contradiction:
+        raise NoFiniteAssignment(find_conflict(network)) from None
+    reduced = _reduce(whole.weighted(0.0))
+    fastest = minimise(reduced.net, reduced.order, limits)
+    if fastest.states is None:
+        raise NoFiniteAssignment(find_conflict(network))
+    states, lower, method, steps = (
+        reduced.net.original(fastest.states),
+        fastest.lower_bound,
+        fastest.method,
+        0,
+    )
+    if budget_bytes is not None and network.bytes_of(states) > budget_bytes:
+        reduced = _reduce(whole)
+        held = minimise_within(reduced.net, reduced.order, budget_bytes, limits)
+        states, lower, method, steps = (
+            reduced.net.original(held.states),
+            held.lower_bound,
+            held.method,
+            held.steps,
+        )
+    stats = SearchStats(
+        len(network.unary),
+        sum(len(u) for u in network.unary),
+        sum(reduced.net.sizes),
+        reduced.order.width,
+        reduced.order.largest,
+        steps,
+        perf_counter() - begun,
+    )
+    return _solution(network, states, lower, method, stats)
+
+
+def _reduce(net: Residual) -> _Reduced:
+    """Pruned (``net`` itself stays whole), with an order of elimination."""
+    small = net.copy()
+    prune(small)
+    return _Reduced(small, find_order(small.sizes, small.rows))
+
+
+def _solution(
+    network: CostNetwork, states: Sequence[int], lower: float, method: str, stats: SearchStats
+) -> Solution:
+    """Seconds and bytes as the network itself counts them; a gap of mere rounding is none."""
+    seconds = network.seconds_of(states)
+    gap = (seconds - lower) / abs(seconds) if seconds else 0.0
+    if gap <= ROUNDING:
+        gap, lower = 0.0, seconds
+    return Solution(tuple(states), seconds, network.bytes_of(states), lower, gap, method, stats)

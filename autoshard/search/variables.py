@@ -1,0 +1,68 @@
+"""What there is to decide: one variable per op, per shared value, per parameter, input and output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from autoshard.ir.flow import Place
+from autoshard.placement import Layout
+from autoshard.rules.states import OpState
+
+
+@dataclass(frozen=True, slots=True)
+class ParamState:
+    """How a parameter lives.
+
+    stored: between steps (and so its gradient and optimizer state). use: gathered for computing.
+    keep: whether the gathered copy stays from forward to backward (ZeRO-2) or is gathered again
+        (ZeRO-3); of no meaning when stored and use are the same.
+    """
+
+    stored: Layout
+    use: Layout
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeVar:
+    """The way an op runs. segment, number: which node."""
+
+    segment: str
+    number: int
+    states: tuple[OpState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValueVar:
+    """The layout in which a value with several uses (or a segment's input) is offered to them."""
+
+    place: Place
+    states: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamVar:
+    """The life of a class of parameters (or buffers and constants, which only have one copy)."""
+
+    place: Place
+    states: tuple[ParamState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PortVar:
+    """The layout of a model input or a tangent."""
+
+    place: Place
+    states: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultVar:
+    """The layout of a model output (or input gradient, or new buffer value)."""
+
+    number: int
+    states: tuple[Layout, ...]
+
+
+Variable: TypeAlias = NodeVar | ValueVar | ParamVar | PortVar | ResultVar

@@ -1,0 +1,1 @@
+"""Everything that leans on private interfaces of torch, one file per concern."""

@@ -1,0 +1,175 @@
+"""Tracing a function and its gradients with AOTAutograd on fake tensors.
+
+Leans on private interfaces: ``torch._functorch.aot_autograd`` and its descriptors, the fake tensor mode,
+``torch.compiler._is_compiling_flag`` and the node metadata of ``torch.fx.traceback``. Run with torch
+2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+#: key of our mark in the ``custom`` metadata of a node
+MARK = "autoshard"
+#: what torch raises where Python code asks for a value that only a run can give
+DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, GuardOnDataDependentSymNode)
+#: what torch raises where a shape depends on values
+DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
+
+InputKind = Literal["plain", "tangent"]
+OutputKind = Literal["output", "grad", "mutation"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A joint graph and what its ends are.
+
+    inputs: per placeholder ``("plain", position of the argument)`` or ``("tangent", position of the output)``.
+    outputs: per value returned ``("output", position)``, ``("grad", position of the argument)`` or
+        ``("mutation", position of the argument)`` for the new value of an argument changed in place.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[tuple[InputKind, int], ...]
+    outputs: tuple[tuple[OutputKind, int], ...]
+
+
+class _Function(nn.Module):
+    """A function in the form that AOTAutograd wants: a module without parameters."""
+
+    def __init__(self, fn: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self._fn = fn
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._fn(*args)
+
+
+def trace_joint(fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torch.Tensor]) -> Traced:
+    """The graph of ``fn(*args)`` and of its gradients.
+
+    args: distinct fake tensors of one mode; those that require grad get one. fn: takes as many tensors
+    and returns a tuple of tensors; it is run twice.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_quiet_fx())
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        joint = aot_export_joint_with_descriptors(
+            stack, _Function(fn), tuple(args), _disable_torch_fn_metadata_mode=True
+        )
+        module = cast(torch.fx.GraphModule, joint.graph_module)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    return Traced(
+        module,
+        tuple(_input(n.meta["desc"]) for n in placeholders),
+        tuple(_output(d) for d in output.meta["desc"]),
+    )
+
+
+def _input(desc: object) -> tuple[InputKind, int]:
+    if isinstance(desc, PlainAOTInput):
+        return "plain", desc.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return "tangent", desc.output.idx
+    raise NotImplementedError(f"input {desc} of the joint graph")
+
+
+def _output(desc: object) -> tuple[OutputKind, int]:
+    if isinstance(desc, PlainAOTOutput):
+        return "output", desc.idx
+    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
+        return "grad", desc.grad_of.idx
+    if isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, PlainAOTInput):
+        return "mutation", desc.mutated_input.idx
+    raise NotImplementedError(f"output {desc} of the joint graph")
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without data; real tensors that the code brings along are taken as constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor with the shape, strides, type and requires_grad of ``tensor``, a leaf."""
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor wraps others (DTensor, quantised and nested tensors)."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def constant_of(value: object) -> torch.Tensor | None:
+    """The real tensor behind an attribute of a traced graph, or None."""
+    if isinstance(value, FakeTensor):
+        return cast("torch.Tensor | None", value.constant)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true, so that models skip checks of values.
+
+    The exporting flag stays off: under it models build masks they would not need, since an exported
+    program must serve other shapes; a captured one is of fixed shape.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def _quiet_fx() -> Iterator[None]:
+    """No stack traces on nodes: ours are cheaper."""
+    config = cast(Any, torch.fx.config)
+    before = config.do_not_emit_stack_traces
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
+
+
+def mark(number: int) -> None:
+    """Put ``number`` on all nodes traced from now on; AOTAutograd copies it to their backward nodes."""
+    fx_traceback.get_current_meta()["custom"] = {MARK: number}
+
+
+def mark_of(node: torch.fx.Node) -> int | None:
+    """The number that ``mark`` put on a node."""
+    custom = node.meta.get("custom")
+    return custom.get(MARK) if custom else None
+
+
+def is_tagged_backward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd traced a node while it computed gradients."""
+    return node.meta.get("partitioner_tag") == "is_backward"

@@ -1,0 +1,42 @@
+"""Everything of torch's DTensor that is not public. Tried on torch 2.13; 2.11 and 2.12 read from sources.
+
+``_StridedShard(dim, split_factor=k)`` is `Shard(dim, outer=k)` here: the dim seen as (k, rest), the
+rest split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autoshard.placement import Layout
+from autoshard.placement import Shard as OurShard
+
+
+def torch_placements(layout: Layout) -> list[TorchPlacement]:
+    """The layout as DTensor placements; only layouts that programs store or return."""
+    found: list[TorchPlacement] = []
+    for placed in layout:
+        if isinstance(placed, OurShard):
+            assert placed.inner == 1
+            fused = placed.outer > 1
+            found.append(
+                _StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim)
+            )
+        else:
+            found.append(Replicate())
+    return found
+
+
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """A rank's shard as a DTensor of the global shape; no communication."""
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, torch_placements(layout), run_check=False, shape=size, stride=stride
+    )

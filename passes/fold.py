@@ -1,0 +1,187 @@
+"""Cut the joint graph into segments and recognise repeated ones.
+
+Nodes of one layer and one phase (forward or backward) form a run. Runs with the same canonical form
+(ops, arguments, types, inner wiring, which values leave) are one segment, called several times.
+Correctness does not depend on how the runs are cut: anything that differs simply stays apart.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+
+DROPOUT = "autoshard.dropout.default"
+SITE_ARG = 3
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+@dataclass
+class _Run:
+    label: str
+    backward: bool
+    nodes: list[Node] = field(default_factory=list)
+
+
+def fold(joint: Joint) -> Folded:
+    """The joint graph as calls of unique segments; dead nodes are left out."""
+    nodes = _live(joint)
+    runs = _runs(nodes)
+    users = _outside_users(runs, joint)
+    types = joint.graph.types()
+    ports = {p.name: p.target for p in joint.ports}
+    known: dict[Hashable, str] = {}
+    segments: dict[str, Graph] = {}
+    calls: list[Call] = []
+    for run in runs:
+        inputs, outputs, key, base = _canonical(run, users)
+        if key not in known:
+            name = _fresh(_segment_name(run), segments)
+            known[key] = name
+            segments[name] = _segment(name, run, inputs, outputs, types, ports, base)
+        calls.append(Call(known[key], inputs, outputs, run.label, run.backward, base))
+    return Folded(segments, tuple(calls), joint)
+
+
+def _live(joint: Joint) -> list[Node]:
+    wanted = {r.value for r in joint.results}
+    kept: list[Node] = []
+    for node in reversed(joint.graph.nodes):
+        if any(out in wanted for out in node.outs):
+            kept.append(node)
+            wanted.update(refs_of(node))
+    kept.reverse()
+    return kept
+
+
+def _layer_of(node: Node) -> str:
+    """The layer a node lies in: the module path down to its first numbered part, and the call."""
+    match = _LAYER.match(node.origin.fqn)
+    if not match:
+        return ""
+    return match.group(1) if node.origin.call == 0 else f"{match.group(1)}#{node.origin.call}"
+
+
+def _runs(nodes: list[Node]) -> list[_Run]:
+    """Runs in an order that respects all uses.
+
+    A node joins the last run of its layer if nothing it needs is produced later than that run.
+    """
+    runs: list[_Run] = []
+    where: dict[str, int] = {}
+    last: dict[tuple[str, bool], int] = {}
+    for node in nodes:
+        key = (_layer_of(node), node.backward)
+        needed = max((where.get(r, -1) for r in refs_of(node)), default=-1)
+        at = last.get(key, -1)
+        if at < needed or at < 0 or (runs and runs[-1].backward != node.backward and at != len(runs) - 1):
+            runs.append(_Run(*key))
+            at = last[key] = len(runs) - 1
+        runs[at].nodes.append(node)
+        for out in node.outs:
+            where[out] = at
+    return runs
+
+
+def _outside_users(runs: list[_Run], joint: Joint) -> set[str]:
+    """Values used outside the run that makes them."""
+    home = {out: k for k, run in enumerate(runs) for node in run.nodes for out in node.outs}
+    outside = {r.value for r in joint.results}
+    for k, run in enumerate(runs):
+        for node in run.nodes:
+            outside.update(r for r in refs_of(node) if home.get(r, -1) != k)
+    return outside
+
+
+def _canonical(run: _Run, users: set[str]) -> tuple[tuple[str, ...], tuple[str, ...], Hashable, int]:
+    """(inputs, outputs, key equal for equal bodies, lowest dropout site) of a run."""
+    number: dict[str, int] = {}
+    inputs: list[str] = []
+    outputs: list[str] = []
+    made: set[str] = {out for node in run.nodes for out in node.outs}
+    base = min((int(n.args[SITE_ARG]) for n in run.nodes if n.op == DROPOUT), default=0)
+    body: list[Hashable] = [run.backward]
+
+    def canon(arg: Arg) -> Hashable:
+        if isinstance(arg, Ref):
+            if arg.name not in number:
+                number[arg.name] = len(number)
+                if arg.name not in made:
+                    inputs.append(arg.name)
+            return ("ref", number[arg.name])
+        if isinstance(arg, tuple):
+            return tuple(canon(a) for a in arg)
+        return (type(arg).__name__, arg)
+
+    for node in run.nodes:
+        args = _relative_site(node, base).args
+        entry = (node.op, tuple(canon(a) for a in args), tuple((k, canon(v)) for k, v in node.kwargs))
+        for out in node.outs:
+            number.setdefault(out, len(number))
+        leaving = tuple(out in users for out in node.outs)
+        body.append((entry, node.types, leaving))
+        outputs.extend(out for out in node.outs if out in users)
+    return tuple(inputs), tuple(outputs), tuple(body), base
+
+
+def _relative_site(node: Node, base: int) -> Node:
+    if node.op != DROPOUT:
+        return node
+    args = list(node.args)
+    args[SITE_ARG] = CallSite(int(args[SITE_ARG]) - base)
+    return replace(node, args=tuple(args))
+
+
+def _segment(
+    name: str,
+    run: _Run,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    types: dict[str, TensorType],
+    ports: dict[str, str],
+    base: int,
+) -> Graph:
+    """The body, with inputs renamed to what they are in the model where that is known."""
+    taken = {out for node in run.nodes for out in node.outs}
+    rename: dict[str, str] = {}
+    for value in inputs:
+        target = ports.get(value, "")
+        wish = _identifier(_relative(target, run.label)) if target and not target.isdigit() else value
+        rename[value] = _fresh(wish, taken | set(rename.values()))
+    nodes = tuple(_rename(_relative_site(node, base), rename) for node in run.nodes)
+    return Graph(name, tuple((rename[v], types[v]) for v in inputs), nodes, outputs)
+
+
+def _rename(node: Node, names: dict[str, str]) -> Node:
+    from autoshard.ir import substitute
+
+    return substitute(node, lambda name: Ref(names.get(name, name)))
+
+
+def _relative(target: str, label: str) -> str:
+    prefix = label.split("#")[0] + "."
+    return target[len(prefix) :] if target.startswith(prefix) else target
+
+
+def _identifier(text: str) -> str:
+    name = re.sub(r"\W+", "_", text).strip("_") or "x"
+    return f"v_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def _fresh(wish: str, taken: object) -> str:
+    name, k = wish, 1
+    while name in taken:  # type: ignore[operator]
+        k += 1
+        name = f"{wish}_{k}"
+    return name
+
+
+def _segment_name(run: _Run) -> str:
+    phase = "bwd" if run.backward else "fwd"
+    label = run.label.split("#")[0]
+    if not label:
+        return f"outer_{phase}"
+    return f"{_identifier(label.rsplit('.', 1)[0].rsplit('.', 1)[-1])}_{phase}"

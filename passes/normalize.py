@@ -1,0 +1,97 @@
+"""Make every segment canonical: equal computations once, no views of views, no dead nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from autoshard.ir import Folded, Graph, Node, Ref, TensorType, refs_of, substitute
+
+VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+#: ops that give their first argument back when the type does not change
+IDENTITIES = (
+    *VIEWS,
+    "aten.expand.default",
+    "aten._to_copy.default",
+    "aten.alias.default",
+    "aten.detach.default",
+    "aten.clone.default",
+    "aten.lift_fresh_copy.default",
+)
+TRANSPOSES = ("aten.t.default",)
+RANDOM = ("autoshard.dropout.default",)
+
+
+def normalize(folded: Folded) -> Folded:
+    """The same calls, with every segment simplified."""
+    return replace(folded, segments={name: simplify(g) for name, g in folded.segments.items()})
+
+
+def simplify(graph: Graph) -> Graph:
+    """Drop no-ops, merge view chains and equal calls, remove what nothing uses."""
+    types: dict[str, TensorType | None] = dict(graph.inputs)
+    same: dict[str, str] = {}
+    made: dict[str, Node] = {}
+    seen: dict[Hashable, Node] = {}
+    kept: list[Node] = []
+    for original in graph.nodes:
+        node = substitute(original, lambda name: Ref(same.get(name, name)))
+        for out, type_ in zip(node.outs, node.types, strict=True):
+            types[out] = type_
+        target = _identity(node, types, made)
+        if target is not None:
+            same[node.name] = target
+            continue
+        node = _merge_views(node, made)
+        key = (node.op, node.args, node.kwargs, _typed(node))
+        if key in seen and node.op not in RANDOM:
+            same.update(zip(node.outs, seen[key].outs, strict=True))
+            continue
+        seen[key] = node
+        for out in node.outs:
+            made[out] = node
+        kept.append(node)
+    outputs = tuple(same.get(o, o) for o in graph.outputs)
+    return _without_dead(Graph(graph.name, graph.inputs, tuple(kept), outputs))
+
+
+def _typed(node: Node) -> Hashable:
+    """1 and True and 1.0 are equal in Python; their types tell them apart."""
+    return repr(node.args), repr(node.kwargs)
+
+
+def _identity(node: Node, types: dict[str, TensorType | None], made: dict[str, Node]) -> str | None:
+    """The value a node merely repeats, if it does."""
+    if not node.args or not isinstance(node.args[0], Ref):
+        return None
+    source = node.args[0].name
+    if node.op in TRANSPOSES:
+        inner = made.get(source)
+        if inner is not None and inner.op == node.op and isinstance(inner.args[0], Ref):
+            return inner.args[0].name
+        return None
+    if node.op in IDENTITIES and types[source] == node.types[0]:
+        return source
+    return None
+
+
+def _merge_views(node: Node, made: dict[str, Node]) -> Node:
+    """One reshape of the first source: unlike view it never depends on strides, which shards change."""
+    if node.op not in VIEWS:
+        return node
+    source = node.args[0]
+    inner = made.get(source.name) if isinstance(source, Ref) else None
+    base = inner.args[0] if inner is not None and inner.op in VIEWS else source
+    type_ = node.types[0]
+    assert type_ is not None
+    return replace(node, op="aten.reshape.default", args=(base, type_.shape), kwargs=())
+
+
+def _without_dead(graph: Graph) -> Graph:
+    wanted = set(graph.outputs)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if any(out in wanted for out in node.outs):
+            kept.append(node)
+            wanted.update(refs_of(node))
+    return replace(graph, nodes=tuple(reversed(kept)))

@@ -1,0 +1,70 @@
+"""THE ordered list of passes, from a captured model to what a rank runs. Start reading here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autoshard.cost.reshard import ReshardCost
+from autoshard.ir import Folded, Joint
+from autoshard.ir.flow import Flow
+from autoshard.ir.lowered import Lowered
+from autoshard.passes.bucket import bucket_collectives
+from autoshard.passes.decompose import decompose
+from autoshard.passes.fold import fold
+from autoshard.passes.fuse_bias import fuse_bias
+from autoshard.passes.insert_collectives import insert_collectives
+from autoshard.passes.localize import localize
+from autoshard.passes.normalize import normalize
+from autoshard.rules.local import MeshShape
+from autoshard.rules.registry import RULES
+from autoshard.search.plan import Plan
+
+G = TypeVar("G", Folded, Lowered)
+#: told of every graph as it is made: (pass name, graph)
+Watch = Callable[[str, "Folded | Lowered"], None]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What the passes after the search need besides the graph."""
+
+    flow: Flow
+    plan: Plan
+    mesh: MeshShape
+    reshard: ReshardCost
+
+
+def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
+    """The passes before the search."""
+    folded = _watched("010_fold", fold(joint), watch)
+    folded = _watched("020_decompose", decompose(folded), watch)
+    return _watched("030_normalize", normalize(folded), watch)
+
+
+def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
+    """The passes after the search."""
+    lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
+    _watched("040_insert_collectives", lowered, watch)
+    lowered = _watched("050_localize", localize(lowered, RULES, how.mesh), watch)
+    lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
+    return _watched("070_fuse_bias", fuse_bias(lowered), watch)
+
+
+#: names of the passes, for ``inspect --after``
+PASSES = (
+    "010_fold",
+    "020_decompose",
+    "030_normalize",
+    "040_insert_collectives",
+    "050_localize",
+    "060_bucket",
+    "070_fuse_bias",
+)
+
+
+def _watched(name: str, graph: G, watch: Watch | None) -> G:
+    if watch is not None:
+        watch(name, graph)
+    return graph

@@ -1,0 +1,330 @@
+"""The search against the truth: every assignment of small networks, HiGHS on larger ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoshard.search import (
+    CostNetwork,
+    InfeasibleNetwork,
+    Limits,
+    NoFiniteAssignment,
+    Solution,
+    brute_force,
+    min_marginals,
+    solve,
+)
+from autoshard.search.milp import solve_milp
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+
+#: tables of a few entries, so that every fallback has to work
+TINY = Limits(table=30, total=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
+TINY_MILP = Limits(table=30, total=60, pareto=200, labels=3, mini=20, nodes=25)
+FEW_LABELS = Limits(labels=3)
+SHAPES = ("tree", "cycle", "dense", "sparse")
+few = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def ends(shape: str, count: int, rng: np.random.Generator) -> list[tuple[int, int]]:
+    if shape == "tree":
+        return [(int(rng.integers(0, v)), v) for v in range(1, count)]
+    if shape == "cycle":
+        return [(v, v + 1) for v in range(count - 1)] + ([(0, count - 1)] if count > 2 else [])
+    share = 1.0 if shape == "dense" else 0.4
+    return [(u, v) for u in range(count) for v in range(u + 1, count) if rng.random() < share]
+
+
+def costs(rng: np.random.Generator, shape: tuple[int, ...], *, ties: bool, forbidden: float) -> np.ndarray:
+    found = rng.integers(0, 4, shape).astype(float) if ties else rng.random(shape)
+    return np.where(rng.random(shape) < forbidden, np.inf, found)
+
+
+def network_of(
+    seed: int,
+    shape: str = "sparse",
+    count: int = 6,
+    ties: bool = False,
+    forbidden: float = 0.0,
+    most: int = 4,
+) -> CostNetwork:
+    rng = np.random.default_rng(seed)
+    sizes = [int(k) for k in rng.integers(1, most + 1, count)]
+    unary = tuple(costs(rng, (k,), ties=ties, forbidden=forbidden / 2) for k in sizes)
+    memory = tuple(rng.integers(0, 8, k).astype(float) * 2.0**20 for k in sizes)
+    edges = {
+        (u, v): costs(rng, (sizes[u], sizes[v]), ties=ties, forbidden=forbidden)
+        for u, v in ends(shape, count, rng)
+    }
+    return CostNetwork(unary, memory, edges)
+
+
+networks = st.builds(
+    network_of,
+    seed=st.integers(0, 2**32),
+    shape=st.sampled_from(SHAPES),
+    count=st.integers(1, 7),
+    ties=st.booleans(),
+    forbidden=st.sampled_from([0.0, 0.2, 0.5]),
+)
+
+
+def check(network: CostNetwork, found: Solution, truth: Solution, budget: float | None = None) -> None:
+    assert found.seconds == network.seconds_of(found.states)
+    assert found.bytes == network.bytes_of(found.states)
+    assert budget is None or found.bytes <= budget
+    slack = 1e-9 * abs(truth.seconds)
+    assert found.lower_bound - slack <= truth.seconds <= found.seconds + slack
+    assert found.gap >= 0.0
+    if found.gap == 0.0:
+        assert found.lower_bound == found.seconds
+        assert found.seconds == pytest.approx(truth.seconds, rel=1e-9)
+
+
+def compare(
+    network: CostNetwork, budget: float | None = None, limits: Limits | None = None
+) -> Solution | None:
+    """Solve both ways; the solution, or None when both say that there is none."""
+    try:
+        truth = brute_force(network, budget)
+    except NoFiniteAssignment:
+        with pytest.raises(NoFiniteAssignment):
+            solve(network, budget, limits)
+        return None
+    except InfeasibleNetwork as expected:
+        with pytest.raises(InfeasibleNetwork) as caught:
+            solve(network, budget, limits)
+        assert caught.value.smallest_bytes == expected.smallest_bytes
+        assert network.bytes_of(caught.value.states) == expected.smallest_bytes
+        assert np.isfinite(network.seconds_of(caught.value.states))
+        return None
+    found = solve(network, budget, limits)
+    check(network, found, truth, budget)
+    return found
+
+
+def some_budget(network: CostNetwork, share: float) -> float:
+    """Between the smallest and the largest sum of bytes."""
+    low, high = sum(m.min() for m in network.memory), sum(m.max() for m in network.memory)
+    return float(low + share * (high - low))
+
+
+@given(networks)
+@few
+def test_elimination_is_exact(network: CostNetwork) -> None:
+    found = compare(network)
+    assert found is None or (found.gap == 0.0 and found.method == "eliminated")
+
+
+@given(networks, st.sampled_from([0.05, 0.2, 0.35, 0.5, 0.7]))
+@few
+def test_budget_is_met_exactly(network: CostNetwork, share: float) -> None:
+    found = compare(network, some_budget(network, share))
+    assert found is None or found.gap == 0.0
+
+
+@given(networks, st.sampled_from([None, 0.1, 0.3, 0.5]), st.sampled_from([TINY, TINY_MILP, FEW_LABELS]))
+@few
+def test_bounds_are_honest_when_limits_bite(
+    network: CostNetwork, share: float | None, limits: Limits
+) -> None:
+    compare(network, None if share is None else some_budget(network, share), limits)
+
+
+@given(networks)
+@few
+def test_pruning_keeps_the_optimum_of_every_budget(network: CostNetwork) -> None:
+    net = Residual.of(network)
+    try:
+        make_consistent(net)
+    except Contradiction:
+        with pytest.raises(NoFiniteAssignment):
+            brute_force(network)
+        return
+    prune(net)
+    edges = {(i, j): t for i, row in enumerate(net.rows) for j, t in row.items() if i < j}
+    small = CostNetwork(tuple(net.unary), tuple(net.memory), edges)
+    for share in (0.0, 0.2, 0.5, 1.0):
+        budget = some_budget(network, share)
+        try:
+            truth = brute_force(network, budget)
+        except (NoFiniteAssignment, InfeasibleNetwork) as error:
+            with pytest.raises(type(error)):
+                brute_force(small, budget)
+            continue
+        found = brute_force(small, budget)
+        assert found.seconds == pytest.approx(truth.seconds, rel=1e-9)
+        assert network.seconds_of(net.original(found.states)) == pytest.approx(truth.seconds, rel=1e-9)
+
+
+def true_marginals(network: CostNetwork, lam: float) -> list[np.ndarray]:
+    """By fixing every state in turn."""
+    unary = tuple(u + lam * m for u, m in zip(network.unary, network.memory, strict=True))
+    found = []
+    for i, u in enumerate(unary):
+        row = np.full(len(u), np.inf)
+        for s in range(len(u)):
+            alone = np.where(np.arange(len(u)) == s, u, np.inf)
+            try:
+                fixed = CostNetwork((*unary[:i], alone, *unary[i + 1 :]), network.memory, network.edges)
+                row[s] = brute_force(fixed).seconds
+            except NoFiniteAssignment:
+                pass
+        found.append(row)
+    return found
+
+
+@given(networks, st.sampled_from([0.0, 1e-7]))
+@few
+def test_min_marginals_are_exact(network: CostNetwork, lam: float) -> None:
+    found = min_marginals(network, lam)
+    assert found.exact
+    for mine, truth in zip(found.costs, true_marginals(network, lam), strict=True):
+        np.testing.assert_allclose(mine, truth, rtol=1e-9, atol=1e-12)
+
+
+def test_min_marginals_are_upper_bounds_when_the_network_is_wide() -> None:
+    network = network_of(3, "dense", 7)
+    found = min_marginals(network, limits=Limits(table=30, total=60))
+    assert not found.exact
+    best = brute_force(network).seconds
+    for mine, truth in zip(found.costs, true_marginals(network, 0.0), strict=True):
+        assert (mine >= truth - 1e-12).all()
+        assert mine.min() == pytest.approx(best)
+
+
+def test_equal_states_go_to_the_lower_index() -> None:
+    unary = tuple(np.zeros(3) for _ in range(4))
+    edges = {(v, v + 1): np.ones((3, 3)) for v in range(3)}
+    assert solve(CostNetwork(unary, unary, edges)).states == (0, 0, 0, 0)
+
+
+def test_the_same_network_gives_the_same_answer() -> None:
+    network = layered(60, seed=5)
+    budget = middle_budget(network)
+    first, second = solve(network, budget), solve(network, budget)
+    assert first == second
+    assert repr(first.states) == repr(second.states)
+    mine, again = min_marginals(network), min_marginals(network)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(mine.costs, again.costs, strict=True))
+
+
+def test_a_network_without_variables_costs_nothing() -> None:
+    found = solve(CostNetwork((), (), {}), 0.0)
+    assert (found.states, found.seconds, found.bytes, found.gap) == ((), 0.0, 0.0, 0.0)
+
+
+def test_the_smallest_budget_is_named() -> None:
+    network = network_of(11, "tree", 6)
+    with pytest.raises(InfeasibleNetwork) as caught:
+        solve(network, -1.0)
+    smallest = caught.value.smallest_bytes
+    assert solve(network, smallest).bytes == smallest
+    with pytest.raises(InfeasibleNetwork):
+        solve(network, smallest - 1.0)
+
+
+def test_a_contradiction_is_named_by_its_variables() -> None:
+    rng = np.random.default_rng(0)
+    unary = [rng.random(2) for _ in range(40)]
+    edges = {(v, v + 1): rng.random((2, 2)) for v in range(39)}
+    # three variables that must all differ, with two states each: consistent edge by edge
+    differ = np.array([[np.inf, 1.0], [1.0, np.inf]])
+    edges |= {(5, 20): differ, (20, 33): differ, (5, 33): differ}
+    with pytest.raises(NoFiniteAssignment) as caught:
+        solve(CostNetwork(tuple(unary), tuple(np.zeros(2) for _ in unary), edges))
+    assert caught.value.variables == (5, 20, 33)
+
+
+def test_a_variable_without_a_choice_is_named() -> None:
+    unary = (np.zeros(2), np.full(3, np.inf), np.zeros(0))
+    with pytest.raises(NoFiniteAssignment) as caught:
+        solve(CostNetwork(unary[:2], (unary[0], np.zeros(3)), {}))
+    assert caught.value.variables == (1,)
+    with pytest.raises(NoFiniteAssignment) as caught:
+        solve(CostNetwork((unary[0], unary[2]), (unary[0], unary[2]), {}))
+    assert caught.value.variables == (1,)
+
+
+def test_mistakes_in_a_network_are_refused() -> None:
+    pair = (np.zeros(2), np.zeros(3))
+    with pytest.raises(ValueError, match="does not fit"):
+        CostNetwork(pair, pair, {(0, 1): np.zeros((3, 2))})
+    with pytest.raises(ValueError, match="u < v"):
+        CostNetwork(pair, pair, {(1, 0): np.zeros((3, 2))})
+    with pytest.raises(ValueError, match="nan"):
+        solve(CostNetwork(pair, pair, {(0, 1): np.full((2, 3), np.nan)}))
+    with pytest.raises(ValueError, match="-inf"):
+        solve(CostNetwork((np.array([0.0, -np.inf]),), (np.zeros(2),), {}))
+
+
+def layered(count: int, seed: int, states: tuple[int, int] = (10, 25)) -> CostNetwork:
+    """Chains of ops with skip edges, in seconds and bytes as of a model.
+
+    A state has a layout; a reshard between two layouts costs the value's size times a distance.
+    """
+    rng = np.random.default_rng(seed)
+    layouts = rng.random((32, 2))
+    distance = np.abs(layouts[:, None] - layouts[None]).sum(axis=2)
+    distance = np.where(rng.random(distance.shape) < 0.05, np.inf, distance)
+    np.fill_diagonal(distance, 0.0)
+    # an op takes and gives a layout each
+    shape = [(rng.integers(0, 32, k), rng.integers(0, 32, k)) for k in rng.integers(*states, count)]
+    for taken, given_ in shape:
+        taken[0] = given_[0] = 0
+    unary = tuple(1e-4 * (0.2 + rng.random(len(t))) for t, _ in shape)
+    memory = tuple(np.round(2.0**20 * rng.integers(1, 64) * rng.random(len(t))) for t, _ in shape)
+    links = [(v, v + 1) for v in range(count - 1)]
+    links += [(v, v + int(rng.integers(2, 6))) for v in range(0, count - 6, 4)]
+    links += [(v, v + 40) for v in range(0, count - 40, 40)]
+    edges = {(u, v): 2e-4 * rng.random() * distance[np.ix_(shape[u][1], shape[v][0])] for u, v in links}
+    return CostNetwork(unary, memory, edges)
+
+
+def middle_budget(network: CostNetwork) -> float:
+    free = solve(network)
+    with pytest.raises(InfeasibleNetwork) as caught:
+        solve(network, -1.0)
+    return 0.5 * (free.bytes + caught.value.smallest_bytes)
+
+
+def test_a_model_sized_network_is_solved_exactly() -> None:
+    network = layered(800, seed=1)
+    found = solve(network)
+    assert (found.gap, found.method) == (0.0, "eliminated")
+    assert found.stats.states_after < found.stats.states_before
+    marginals = min_marginals(network)
+    if marginals.exact:
+        assert all(c.min() == pytest.approx(found.seconds, rel=1e-9) for c in marginals.costs)
+    budget = middle_budget(network)
+    held = solve(network, budget)
+    assert held.bytes <= budget
+    assert found.seconds <= held.lower_bound <= held.seconds
+    assert held.gap < 1e-3
+
+
+def test_elimination_agrees_with_highs() -> None:
+    pytest.importorskip("scipy.optimize", reason="scipy is not installed: no HiGHS to compare with")
+    network = layered(40, seed=2, states=(5, 9))
+    budget = middle_budget(network)
+    net = Residual.of(network)
+    make_consistent(net)
+    for limit in (None, budget):
+        outcome = solve_milp(net, limit, 1e-2)
+        assert outcome is not None and outcome.complete and outcome.states is not None
+        found = solve(network, limit)
+        assert found.gap == 0.0
+        assert found.seconds == pytest.approx(network.seconds_of(net.original(outcome.states)), rel=1e-6)
+
+
+def test_a_wide_network_gets_an_honest_gap() -> None:
+    network = network_of(4, "dense", 16, most=8)
+    exact = solve(network)
+    rough = solve(network, limits=Limits(table=2_000, total=20_000, mini=500, nodes=300, milp=0))
+    assert rough.lower_bound <= exact.seconds * (1 + 1e-9) <= rough.seconds * (1 + 2e-9)
+    assert rough.gap == pytest.approx((rough.seconds - rough.lower_bound) / rough.seconds)
+    budget = 0.8 * exact.bytes
+    held = solve(network, budget, Limits(table=2_000, total=20_000, mini=500, nodes=300, milp=0))
+    assert held.bytes <= budget and held.lower_bound <= held.seconds
