@@ -162,7 +162,7 @@ def _devices(cluster: Cluster, devices: int | None) -> int:
     return devices
 
 
-def compile(  # noqa: A001 - the name that users expect
+def compile(
     model: nn.Module,
     plan: Planned | Plan,
     *,
@@ -180,7 +180,11 @@ def compile(  # noqa: A001 - the name that users expect
         args, kwargs = split_inputs(example_inputs)
         say("capturing")
         analysis = analyse(capture(model, args, kwargs), replicate_unknown=bool(plan.warnings), progress=say)
-        plan = Planned(plan, analysis, load_cluster(cluster or plan.cluster) if not isinstance(cluster, Cluster) else cluster)
+        plan = Planned(
+            plan,
+            analysis,
+            load_cluster(cluster or plan.cluster) if not isinstance(cluster, Cluster) else cluster,
+        )
     if plan.analysis.fingerprint != plan.plan.fingerprint:
         raise VerificationError(
             "the plan was made for another model or other inputs",
@@ -199,7 +203,9 @@ def compile_analysed(planned: Planned) -> Program:
     return build_program(planned.analysis.folded, how, planned.plan, planned.analysis.dumps)
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, *, mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
+def load(
+    folder: str | os.PathLike[str], model: nn.Module, *, mesh: DeviceMesh | None = None, seed: int = 0
+) -> nn.Module:
     """Make ``model`` run a stored program, on every rank: no capture, no search.
 
     The process group is made from the environment (torchrun) if there is none yet.
@@ -232,7 +238,7 @@ def parallelize(
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
-    options = {"cluster": cluster, "memory": memory, "seed": seed}
+    options: dict[str, Any] = {"cluster": cluster, "memory": memory, "seed": seed}
     if example_inputs is None:
         from autoshard.runtime.lazy import make_lazy
 

@@ -66,9 +66,7 @@ def chunk(n: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(step, n - start)
 
 
-def shard_of_digit(
-    size: int, dim: int, outer: int, middle: int, axis_size: int
-) -> Shard | None:
+def shard_of_digit(size: int, dim: int, outer: int, middle: int, axis_size: int) -> Shard | None:
     """The placement that splits the part ``middle`` (``outer`` elements above it) of a dim, or None.
 
     None means that some rank would hold nothing, or that the part does not exist.
@@ -176,11 +174,7 @@ def shards_of_dim(
 def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether a tensor of this global shape can lie like that on a mesh with these axis sizes."""
     for dim in {p.dim for p in layout if isinstance(p, Shard)}:
-        shards = [
-            (p, t)
-            for p, t in zip(layout, sizes, strict=True)
-            if isinstance(p, Shard) and p.dim == dim
-        ]
+        shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard) and p.dim == dim]
         if not dims_compatible(shape[dim], shards):
             return False
     return True

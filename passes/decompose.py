@@ -51,7 +51,14 @@ def _first(node: Node) -> TensorType:
     return type_
 
 
-def _like(node: Node, op: str, args: tuple[Arg, ...], out: str, type_: TensorType, kwargs: tuple[tuple[str, Arg], ...] = ()) -> Node:
+def _like(
+    node: Node,
+    op: str,
+    args: tuple[Arg, ...],
+    out: str,
+    type_: TensorType,
+    kwargs: tuple[tuple[str, Arg], ...] = (),
+) -> Node:
     """A helper node with the origin of the node it serves."""
     return Node(op, args, kwargs, (out,), (type_,), node.origin, node.backward)
 
@@ -102,6 +109,21 @@ def _filled(value: Arg) -> Rewrite:
     return rewrite
 
 
+def _overwrite(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
+    """``copy(x, src)`` and ``fill(x, value)``: the source, as a tensor of the output's type."""
+    source = node.args[1]
+    if not isinstance(source, Ref):
+        return _filled(None)(node, types, fresh)
+    out = _first(node)
+    cast = fresh()
+    given = types[source.name]
+    kwargs = (("dtype", Dtype(out.dtype)),)
+    return [
+        _like(node, "aten._to_copy.default", (source,), cast, TensorType(given.shape, out.dtype), kwargs),
+        replace(node, op="aten.expand.default", args=(Ref(cast), out.shape), kwargs=()),
+    ]
+
+
 def _xent(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     """Row statistics over the vocabulary, then the loss of each row."""
     logits, target, ignore, smoothing = node.args
@@ -147,6 +169,9 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.new_full.default": _filled(None),
         "aten.zeros.default": _filled(0),
         "aten.ones.default": _filled(1),
+        "aten.copy.default": _overwrite,
+        "aten.fill.Tensor": _overwrite,
+        "aten.fill.Scalar": _overwrite,
         "autoshard.xent.default": _xent,
         "autoshard.xent_backward.default": _xent_backward,
     }

@@ -162,7 +162,7 @@ def _rename(node: Node, names: dict[str, str]) -> Node:
 
 
 def _relative(target: str, label: str) -> str:
-    prefix = label.split("#")[0] + "."
+    prefix = label.split("#", maxsplit=1)[0] + "."
     return target[len(prefix) :] if target.startswith(prefix) else target
 
 

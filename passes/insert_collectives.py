@@ -20,7 +20,9 @@ from autoshard.rules.local import MeshShape, symbolic_extent
 from autoshard.search.plan import Plan, why_key
 
 
-def insert_collectives(folded: Folded, flow: Flow, plan: Plan, mesh: MeshShape, reshard: ReshardCost) -> Lowered:
+def insert_collectives(
+    folded: Folded, flow: Flow, plan: Plan, mesh: MeshShape, reshard: ReshardCost
+) -> Lowered:
     """The folded graph with collectives, by the plan; all types stay global."""
     return _Inserter(folded, flow, plan, mesh, reshard).run()
 
@@ -118,9 +120,7 @@ class Emitter:
 
 
 class _Inserter:
-    def __init__(
-        self, folded: Folded, flow: Flow, plan: Plan, mesh: MeshShape, reshard: ReshardCost
-    ) -> None:
+    def __init__(self, folded: Folded, flow: Flow, plan: Plan, mesh: MeshShape, reshard: ReshardCost) -> None:
         self.folded, self.flow, self.plan, self.mesh, self.reshard = folded, flow, plan, mesh, reshard
         self.types = {name: g.types() for name, g in folded.segments.items()}
         self.backward = folded.is_backward()

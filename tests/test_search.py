@@ -21,8 +21,8 @@ from autoshard.search.milp import solve_milp
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 #: tables of a few entries, so that every fallback has to work
-TINY = Limits(table=30, total=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
-TINY_MILP = Limits(table=30, total=60, pareto=200, labels=3, mini=20, nodes=25)
+TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
+TINY_MILP = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25)
 FEW_LABELS = Limits(labels=3)
 SHAPES = ("tree", "cycle", "dense", "sparse")
 few = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -187,7 +187,7 @@ def test_min_marginals_are_exact(network: CostNetwork, lam: float) -> None:
 
 def test_min_marginals_are_upper_bounds_when_the_network_is_wide() -> None:
     network = network_of(3, "dense", 7)
-    found = min_marginals(network, limits=Limits(table=30, total=60))
+    found = min_marginals(network, limits=Limits(down=60))
     assert not found.exact
     best = brute_force(network).seconds
     for mine, truth in zip(found.costs, true_marginals(network, 0.0), strict=True):

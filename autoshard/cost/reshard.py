@@ -85,7 +85,8 @@ def _kind(
     if isinstance(p, Shard) and isinstance(q, Shard) and p.dim != q.dim:
         ways = sizes[axis]
         even = (
-            _middle(shape, source, axis, sizes) % ways == 0 and _middle(shape, target, axis, sizes) % ways == 0
+            _middle(shape, source, axis, sizes) % ways == 0
+            and _middle(shape, target, axis, sizes) % ways == 0
         )
         return "all_to_all" if even else None
     return None
@@ -172,7 +173,11 @@ class ReshardCost:
             for axis, options in enumerate(per_axis):
                 for placed in options:
                     target = (*source[:axis], placed, *source[axis + 1 :])
-                    step = None if placed == source[axis] else step_between(type_.shape, source, target, self.sizes)
+                    step = (
+                        None
+                        if placed == source[axis]
+                        else step_between(type_.shape, source, target, self.sizes)
+                    )
                     if step is not None and target in index:
                         cost[i, index[target]] = self.step_seconds(type_, source, step)
         for k in range(len(nodes)):

@@ -78,12 +78,16 @@ def _classes(
     frozen = set(folded.joint.frozen)
     for port in folded.joint.ports:
         own = port.kind in ("input", "tangent") or port.name in returned
-        key: Hashable = port.name if own else (
-            port.kind,
-            port.type,
-            frozenset(uses.get(port.name, ())),
-            frozenset(grads.get(port.target, ())),
-            port.target in frozen,
+        key: Hashable = (
+            port.name
+            if own
+            else (
+                port.kind,
+                port.type,
+                frozenset(uses.get(port.name, ())),
+                frozenset(grads.get(port.target, ())),
+                port.target in frozen,
+            )
         )
         groups.setdefault(key, []).append(port)
     classes: dict[Place, PortClass] = {}

@@ -20,7 +20,9 @@ def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, st
     dumps: texts of the passes before the search, to be stored with those after it.
     """
     texts = dict(dumps)
-    lowered = lower(folded, how, lambda name, graph: texts.__setitem__(name, dump_text(name, graph, plan.mesh)))
+    lowered = lower(
+        folded, how, lambda name, graph: texts.__setitem__(name, dump_text(name, graph, plan.mesh))
+    )
     names = port_names(folded.joint.ports)
     signature = Signature.of(folded.joint)
     ports = tuple(replace(p, name=names[p.name]) for p in signature.ports)

@@ -198,7 +198,9 @@ class _Reader:
                 return None
             outs: list[str] = [node.target.id]
             value = node.value
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Tuple):
+        elif (
+            isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Tuple)
+        ):
             outs = [e.id for e in node.targets[0].elts if isinstance(e, ast.Name)]
             if len(outs) != len(node.targets[0].elts):
                 _fail("only names may be assigned", node)
@@ -209,7 +211,9 @@ class _Reader:
             _fail("only calls of known ops may be assigned", node)
         op = self.op(value.func)
         args = tuple(self.arg(a, known) for a in value.args)
-        kwargs = tuple((k.arg or _fail("** is not allowed", node), self.arg(k.value, known)) for k in value.keywords)
+        kwargs = tuple(
+            (k.arg or _fail("** is not allowed", node), self.arg(k.value, known)) for k in value.keywords
+        )
         types = tuple(declared[o].type if o in declared else None for o in outs)
         return Node(op, args, kwargs, tuple(outs), types, Origin(), backward)
 
@@ -349,7 +353,11 @@ def _segment_call(
     site = 0
     for keyword in node.value.keywords:
         constant = keyword.value
-        if keyword.arg != "site" or not isinstance(constant, ast.Constant) or not isinstance(constant.value, int):
+        if (
+            keyword.arg != "site"
+            or not isinstance(constant, ast.Constant)
+            or not isinstance(constant.value, int)
+        ):
             _fail("a segment call takes site=N only", node)
         site = constant.value
     return Call(func.id, args, outs, "", backward, site)

@@ -123,7 +123,9 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
     except FileNotFoundError:
         raise UsageError(f"{root} is not a program folder", why="it has no manifest.json") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise VerificationError(f"{root}/manifest.json cannot be read", why=str(error), hint=_RECOMPILE) from None
+        raise VerificationError(
+            f"{root}/manifest.json cannot be read", why=str(error), hint=_RECOMPILE
+        ) from None
     try:
         return _load(root, manifest)
     except VerificationError:
@@ -147,9 +149,7 @@ def _load(root: Path, manifest: dict[str, Any]) -> Program:
     notes = json.loads(texts["notes.json"])
     signature = _signature_in(manifest["signature"], ports)
     _check_returns(signature, returns)
-    lowered = replace(
-        _labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results)
-    )
+    lowered = replace(_labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results))
     return Program(
         mesh,
         lowered,
@@ -169,7 +169,9 @@ def _checked(root: Path, name: str, digest: str) -> str:
         raise VerificationError(f"{name!r} points outside the program folder", hint=_RECOMPILE)
     text = path.read_text(encoding="utf-8")
     if _digest(text) != digest:
-        raise VerificationError(f"{name} is not what was written", why="its checksum differs", hint=_RECOMPILE)
+        raise VerificationError(
+            f"{name} is not what was written", why="its checksum differs", hint=_RECOMPILE
+        )
     return text
 
 

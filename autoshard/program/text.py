@@ -1,7 +1,7 @@
 """Programs as readable Python text.
 
-The text is straight-line: one ``def`` per segment, then ``forward`` and ``backward``. It is valid Python but is
-never run as Python; `autoshard.program.parse` reads it back.
+The text is straight-line: one ``def`` per segment, then ``forward`` and ``backward``. It is valid
+Python but is never run as Python; `autoshard.program.parse` reads it back.
 """
 
 from __future__ import annotations

@@ -43,5 +43,3 @@ def folded_lines(graph: Graph) -> list[str]:
             lines.append(f"    {', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}")
     lines.append(f"    return ({', '.join(graph.outputs)}{',' if len(graph.outputs) == 1 else ''})")
     return lines
-
-

@@ -48,9 +48,7 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
     flops = 2.5 * _flops(ins[1], ins[2], ins[3], causal)
     reduce = tuple((f, "sum") for f in q[2])
-    return Factored(
-        tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flops
-    )
+    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flops)
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(

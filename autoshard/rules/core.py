@@ -138,13 +138,9 @@ def einsum(
         return tuple(laid)
 
     inputs = tuple(dims(w, t) for w, t in zip(left.split(","), ins, strict=True))
-    outputs = tuple(
-        None if t is None else dims(w, t) for w, t in zip(right.split(","), outs, strict=True)
-    )
+    outputs = tuple(None if t is None else dims(w, t) for w, t in zip(right.split(","), outs, strict=True))
     missing = tuple(
-        (f, reduce)
-        for f in range(len(sizes))
-        if any(o is not None and not _has(o, f) for o in outputs)
+        (f, reduce) for f in range(len(sizes)) if any(o is not None and not _has(o, f) for o in outputs)
     )
     return Factored(
         tuple(sizes),

@@ -49,8 +49,8 @@ class _Union:
 class DigitTable:
     """Result of the analysis.
 
-    values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`). factors: (segment, node number) -> per
-    factor its digits. batch: the classes that are the batch.
+    values: (segment, value, dim) -> digits of that dim (ports under their class, see `Flow`).
+    factors: (segment, node number) -> per factor its digits. batch: the classes that are the batch.
     """
 
     values: dict[DimKey, tuple[Digit, ...]]

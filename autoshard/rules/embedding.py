@@ -40,16 +40,18 @@ def _local_rows(call: LocalCall) -> Node:
 
 
 def embedding_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """gradient [..., h], indices [...] -> [v, h]."""
+    """gradient [..., h], indices [...] -> [v, h]; scaling by frequency needs all indices and rows."""
     out = node.types[0]
     assert out is not None
     build = Builder()
     v, h = build.new(out.shape[0]), build.new(out.shape[1])
     where = build.dims(ins[1].shape)
+    by_frequency = bool(node.arg(4, "scale_grad_by_freq", False))
     return Factored(
         tuple(build.sizes),
         ((*where, h), where),
         ((v, h),),
+        frozenset(f for d in (v, *where) for f in d) if by_frequency else frozenset(),
         reduce=tuple((f, "sum") for d in where for f in d),
         linear=((0,),),
         local=_local_scatter,

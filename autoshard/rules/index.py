@@ -106,7 +106,7 @@ def index_select(node: Node, ins: Sequence[TensorType]) -> Factored:
     dim = node.args[1] % len(ins[0].shape)
     build = Builder()
     x, at = build.dims(ins[0].shape), build.dims(ins[1].shape)
-    out = (*x[:dim], *at, *x[dim + 1 :])
+    out = (*x[:dim], *(at or ((),)), *x[dim + 1 :])
     linear = ((0,),) if ins[0].is_float else ()
     return Factored(tuple(build.sizes), (x, at), (out,), frozenset(x[dim]), linear=linear)
 

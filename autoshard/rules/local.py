@@ -21,11 +21,11 @@ class MeshShape:
     sizes: tuple[int, ...]
 
 
-def symbolic_extent(
-    size: int, layout: Layout, dim: int, mesh: MeshShape
-) -> int | LocalSize:
+def symbolic_extent(size: int, layout: Layout, dim: int, mesh: MeshShape) -> int | LocalSize:
     """Local elements of a dim: an int if all ranks hold the same number, else a symbol."""
-    shards = [(n, p) for n, p in zip(mesh.names, layout, strict=True) if isinstance(p, Shard) and p.dim == dim]
+    shards = [
+        (n, p) for n, p in zip(mesh.names, layout, strict=True) if isinstance(p, Shard) and p.dim == dim
+    ]
     if not shards:
         return size
     zero = (0,) * len(mesh.sizes)
@@ -42,7 +42,9 @@ def symbolic_shape(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tup
 
 def symbolic_offset(size: int, layout: Layout, dim: int, mesh: MeshShape) -> int | LocalOffset:
     """Global index of the first local element of a dim that is split in contiguous pieces."""
-    shards = [(n, p) for n, p in zip(mesh.names, layout, strict=True) if isinstance(p, Shard) and p.dim == dim]
+    shards = [
+        (n, p) for n, p in zip(mesh.names, layout, strict=True) if isinstance(p, Shard) and p.dim == dim
+    ]
     if not shards:
         return 0
     return LocalOffset(size, tuple(ShardOf(n, p.outer, p.inner) for n, p in shards))

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 
-from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum
+from autoshard.ir import Node, Ref, TensorType
+from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum, opaque
 from autoshard.rules.local import LocalCall
 
 
@@ -115,15 +115,49 @@ def _local_bias(call: LocalCall) -> Node:
 
 def grouped_mm(node: Node, ins: Sequence[TensorType]) -> Factored:
     """Rows sorted by expert [t, k] times one weight per expert [e, k, n]; rows and experts stay whole."""
-    (t, k), n = ins[0].shape, ins[1].shape[2]
-    return einsum(
-        "t k, e k n, e -> t n",
-        ins,
-        node.types,
-        fixed="t e",
-        linear=((0,), (1,)),
-        kind="matmul",
-        flops=2.0 * t * k * n,
+    return _grouped(ins, node.types, 1)
+
+
+def aligned_grouped_mm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """As `grouped_mm`, for a kernel that wants rows of whole 16-byte words; either side may be ragged."""
+    if isinstance(node.arg(3, "bias"), Ref):
+        return opaque(ins, node.types)
+    return _grouped(ins, node.types, max(1, 16 * ins[0].numel // max(1, ins[0].nbytes)))
+
+
+def _grouped(ins: Sequence[TensorType], outs: Sequence[TensorType | None], word: int) -> Factored:
+    """left [e?, m, k] @ right [e?, k, n], with offsets [e] into the ragged dim unless both have experts.
+
+    word: elements that a shard of a row must be a multiple of.
+    """
+    left, right = ins[:2]
+    build = Builder()
+    fixed: set[int] = set()
+
+    def words(size: int) -> Dim:
+        whole = build.new(size // word) if size % word == 0 else ()
+        rest = build.new(word if size % word == 0 else size)
+        fixed.update(rest)
+        return (*whole, *rest)
+
+    m, k, n = (words(size) for size in (left.shape[-2], left.shape[-1], right.shape[-1]))
+    experts = [t.shape[0] for t in (*ins[:2], *outs) if t is not None and len(t.shape) == 3]
+    e = build.new(experts[0])
+    if len(ins) > 2:
+        ragged = {(2, 3): m, (3, 2): n, (2, 2): k}[len(left.shape), len(right.shape)]
+        fixed.update(e, ragged)
+    dims = [(e, m, k)[-len(left.shape) :], (e, k, n)[-len(right.shape) :], (e,)]
+    out = outs[0]
+    assert out is not None
+    return Factored(
+        tuple(build.sizes),
+        tuple(dims[: len(ins)]),
+        ((e, m, n)[-len(out.shape) :],),
+        frozenset(fixed),
+        tuple((f, "sum") for f in k),
+        ((0,), (1,)),
+        "matmul",
+        2.0 * prod(left.shape[-2:]) * right.shape[-1] * (experts[0] if len(ins) == 2 else 1),
     )
 
 

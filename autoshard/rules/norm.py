@@ -28,9 +28,7 @@ def layer_norm_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     lead, own = dims[: len(dims) - rank], dims[len(dims) - rank :]
     stats: Dims = lead + ((),) * rank
     inputs = (dims, dims, stats, stats, *([own] * (len(ins) - 4)))
-    outs = tuple(
-        None if t is None else laid for t, laid in zip(node.types, (dims, own, own), strict=True)
-    )
+    outs = tuple(None if t is None else laid for t, laid in zip(node.types, (dims, own, own), strict=True))
     fixed = frozenset(f for d in own for f in d)
     reduce = tuple((f, "sum") for d in lead for f in d)
     return Factored(tuple(build.sizes), inputs, outs, fixed, reduce, ((0,),))

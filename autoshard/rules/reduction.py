@@ -13,7 +13,7 @@ def _reduced_dims(node: Node, rank: int) -> tuple[int, ...]:
     raw = node.arg(1, "dim")
     if isinstance(raw, int) and not isinstance(raw, bool):
         raw = (raw,)
-    return tuple(d % rank for d in raw) if raw else tuple(range(rank))
+    return tuple(d % rank for d in raw) if raw and rank else tuple(range(rank))
 
 
 def _over(node: Node, ins: Sequence[TensorType], dims: Sequence[int], reduce: str | None) -> Factored:
@@ -115,8 +115,12 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.flip.default": lambda node, ins: broadcast(
             ins, node.types, fixed_dims=[d % len(ins[0].shape) for d in node.args[1]], linear=((0,),)
         ),
-        "aten.tril.default": lambda node, ins: broadcast(ins, node.types, fixed_dims=[-2, -1], linear=((0,),)),
-        "aten.triu.default": lambda node, ins: broadcast(ins, node.types, fixed_dims=[-2, -1], linear=((0,),)),
+        "aten.tril.default": lambda node, ins: broadcast(
+            ins, node.types, fixed_dims=[-2, -1], linear=((0,),)
+        ),
+        "aten.triu.default": lambda node, ins: broadcast(
+            ins, node.types, fixed_dims=[-2, -1], linear=((0,),)
+        ),
         "aten.topk.default": topk,
     }
 )

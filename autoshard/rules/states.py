@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import TypeAlias
 
 from autoshard.ir import TensorType
@@ -14,7 +15,10 @@ from autoshard.placement import (
     Partial,
     Placement,
     R,
+    Shard,
+    dims_compatible,
     layout_ok,
+    local_extent,
     shard_of_digit,
 )
 from autoshard.rules.core import Dims, Factored
@@ -39,9 +43,16 @@ class OpState:
 
 @dataclass(frozen=True, slots=True)
 class _AxisState:
+    """What one axis does. factor, part: the factor it splits, and how, seen as a dim of its own."""
+
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
-    split: bool
+    factor: int | None = None
+    part: Shard | None = None
+
+    @property
+    def split(self) -> bool:
+        return self.factor is not None
 
 
 def _place(
@@ -88,7 +99,8 @@ def _split_state(
                 return None
             placed = Partial(reduce)
         outputs.append(placed)
-    return _AxisState(tuple(inputs), tuple(outputs), True)
+    part = shard_of_digit(rule.sizes[factor], 0, digit[0], digit[1], ways)
+    return _AxisState(tuple(inputs), tuple(outputs), factor, part)
 
 
 def _axis_states(
@@ -102,9 +114,7 @@ def _axis_states(
     must: bool,
 ) -> list[_AxisState]:
     whole: tuple[Placement | None, ...] = tuple(None if o is None else R for o in outs)
-    found: dict[_AxisState, frozenset[int]] = {
-        _AxisState((R,) * len(ins), whole, False): frozenset()
-    }
+    found: dict[_AxisState, frozenset[int]] = {_AxisState((R,) * len(ins), whole): frozenset()}
     if ways > 1:
         for factor in rule.shardable():
             # smaller parts first: where two parts give the same placement, the split cuts them both
@@ -115,9 +125,11 @@ def _axis_states(
                 if state is not None:
                     found[state] = found.get(state, frozenset()) | {digit[2]}
         for group in rule.linear:
+            if any(ins[k].dtype == "bool" for k in group):
+                continue  # the sum of truth values is not one
             partial = tuple(P if k in group else R for k in range(len(ins)))
             sums: tuple[Placement | None, ...] = tuple(None if o is None else P for o in outs)
-            found[_AxisState(partial, sums, False)] = frozenset()
+            found[_AxisState(partial, sums)] = frozenset()
     states = [s for s, classes in found.items() if not s.split or allowed(axis, classes)]
     split = [s for s in states if s.split]
     return split if must and split else states
@@ -158,6 +170,8 @@ def _combined(
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
     for combo in product(*per_axis):
+        if not _nests(rule, combo, mesh_sizes):
+            continue
         inputs = tuple(tuple(s.inputs[k] for s in combo) for k in range(len(ins)))
         outputs = tuple(_join(combo, k) for k in range(len(outs)))
         if not all(layout_ok(t.shape, lay, mesh_sizes) for t, lay in zip(ins, inputs, strict=True)):
@@ -176,6 +190,34 @@ def _combined(
         if key not in found or found[key].ways < ways:
             found[key] = OpState(inputs, outputs, ways)
     return list(found.values())
+
+
+def _nests(rule: Factored, combo: Sequence[_AxisState], mesh_sizes: Sequence[int]) -> bool:
+    """Whether axes that split the same factor cut every tensor that has it at the same places.
+
+    Placements do not say which factor they come from: 6 rows of 4 on 2 x 2 ranks are (2, 1, 2, 1) rows,
+    but 24 elements are 6 on every rank. So an uneven nested split needs a factor that is innermost.
+    """
+    splits: dict[int, list[tuple[Shard, int]]] = {}
+    for state, ways in zip(combo, mesh_sizes, strict=True):
+        if state.factor is not None and state.part is not None:
+            splits.setdefault(state.factor, []).append((state.part, ways))
+    for factor, shards in splits.items():
+        if len(shards) == 1:
+            continue
+        size = rule.sizes[factor]
+        if not dims_compatible(size, shards):
+            return False
+        last = [(part, ways, ways - 1) for part, ways in shards]
+        if local_extent(size, last)[1] * prod(w for _, w in shards) != size and not _innermost(rule, factor):
+            return False
+    return True
+
+
+def _innermost(rule: Factored, factor: int) -> bool:
+    """Whether no tensor has other factors inside this one."""
+    tensors = [*rule.inputs, *(o for o in rule.outputs if o is not None)]
+    return all(factor not in dim[:-1] for dims in tensors for dim in dims)
 
 
 def _join(combo: Sequence[_AxisState], index: int) -> Layout | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, broadcast
+from autoshard.rules.core import Builder, Dim, Dims, Factored, Localizer, RuleFn, broadcast
 from autoshard.rules.local import LocalCall, shape_arg
 
 
@@ -25,7 +26,7 @@ def reshape_factors(source: Sequence[int], target: Sequence[int]) -> tuple[list[
     right: list[tuple[int, ...]] = [()] * len(target)
     for from_dims, to_dims in _groups(source, target):
         bounds = sorted({*_bounds(source, from_dims), *_bounds(target, to_dims)})
-        if all(b % a == 0 for a, b in zip(bounds, bounds[1:], strict=False)):
+        if all(b % a == 0 for a, b in pairwise(bounds)):
             _refine(source, from_dims, bounds, sizes, left)
             start = len(sizes) - (len(bounds) - 1)
             _assign(target, to_dims, bounds, start, right)
@@ -69,7 +70,7 @@ def _refine(
     shape: Sequence[int], dims: Sequence[int], bounds: list[int], sizes: list[int], out: list[tuple[int, ...]]
 ) -> None:
     start = len(sizes)
-    sizes.extend(b // a for a, b in zip(bounds, bounds[1:], strict=False))
+    sizes.extend(b // a for a, b in pairwise(bounds))
     _assign(shape, dims, bounds, start, out)
 
 
@@ -142,7 +143,18 @@ def squeeze(node: Node, ins: Sequence[TensorType]) -> Factored:
     build = Builder()
     dims = build.dims(ins[0].shape)
     out = tuple(x for d, x in enumerate(dims) if d not in gone)
-    return Factored(tuple(build.sizes), (dims,), (out,), linear=_linear(ins), kind="view")
+    return Factored(
+        tuple(build.sizes), (dims,), (out,), linear=_linear(ins), kind="view", local=_squeezed(tuple(sorted(gone)))
+    )
+
+
+def _squeezed(gone: tuple[int, ...]) -> Localizer:
+    """Removes just these dims: on a shard, others may have size 1 too."""
+
+    def localize(call: LocalCall) -> Node:
+        return replace(call.node, op="aten.squeeze.dims", args=(call.node.args[0], gone), kwargs=())
+
+    return localize
 
 
 def slice_(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -216,8 +228,9 @@ def split(node: Node, ins: Sequence[TensorType]) -> Factored:
     parts = [o.shape[dim] for o in outs]
     fixed: set[int] = set()
     if len(set(parts)) == 1 and parts[0] * len(parts) == ins[0].shape[dim]:
-        build.sizes[dims[dim][0]] = len(parts) if dims[dim] else 1
-        fixed.update(dims[dim])
+        for factor in dims[dim]:
+            build.sizes[factor] = len(parts)
+            fixed.add(factor)
         part = build.new(parts[0])
         dims[dim] = (*dims[dim], *part)
         afters = [part] * len(parts)
@@ -266,7 +279,8 @@ def cat(node: Node, ins: Sequence[TensorType]) -> Factored:
     dim = node.arg(1, "dim", 0) % len(out.shape)
     build = Builder()
     dims = list(build.dims(out.shape))
-    parts = [t.shape[dim] for t in ins]
+    # torch lets an empty tensor of one dim join any others
+    parts = [t.shape[dim] if len(t.shape) == len(out.shape) else 0 for t in ins]
     fixed: set[int] = set(dims[dim])
     linear = (tuple(range(len(ins))),) if all(t.is_float for t in ins) else ()
     if len(set(parts)) == 1 and dims[dim]:
@@ -277,7 +291,10 @@ def cat(node: Node, ins: Sequence[TensorType]) -> Factored:
     else:
         befores = [build.new(n) for n in parts]
         fixed.update(f for b in befores for f in b)
-    laid = tuple((*dims[:dim], b, *dims[dim + 1 :]) for b in befores)
+    laid = tuple(
+        (*dims[:dim], b, *dims[dim + 1 :]) if len(t.shape) == len(out.shape) else (b,)
+        for b, t in zip(befores, ins, strict=True)
+    )
     return Factored(tuple(build.sizes), laid, (tuple(dims),), frozenset(fixed), linear=linear)
 
 
@@ -309,9 +326,50 @@ def repeat(node: Node, ins: Sequence[TensorType]) -> Factored:
         after.append((*times, *part))
         if d >= lead:
             own.append(part)
+    return Factored(tuple(build.sizes), (tuple(own),), (tuple(after),), frozenset(fixed), linear=_linear(ins))
+
+
+def slice_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with src put in place of a slice of a dim; the dim stays whole."""
+    dim = node.arg(2, "dim", 0) % len(ins[0].shape)
+    build = Builder()
+    dims = list(build.dims(ins[0].shape))
+    source = list(dims)
+    source[dim] = build.new(ins[1].shape[dim])
+    fixed = frozenset((*dims[dim], *source[dim]))
     return Factored(
-        tuple(build.sizes), (tuple(own),), (tuple(after),), frozenset(fixed), linear=_linear(ins)
+        tuple(build.sizes), (tuple(dims), tuple(source)), (tuple(dims),), fixed, linear=_both(ins)
     )
+
+
+def select_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with src put in place of one index of a dim; the dim stays whole."""
+    dim = node.arg(2, "dim") % len(ins[0].shape)
+    build = Builder()
+    dims = build.dims(ins[0].shape)
+    source = dims[:dim] + dims[dim + 1 :]
+    return Factored(tuple(build.sizes), (dims, source), (dims,), frozenset(dims[dim]), linear=_both(ins))
+
+
+def _both(ins: Sequence[TensorType]) -> tuple[tuple[int, ...], ...]:
+    return ((0, 1),) if ins[0].is_float else ()
+
+
+def pad(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Padding (pairs for the last dims first); padded dims stay whole."""
+    widths = node.args[1]
+    rank = len(ins[0].shape)
+    build = Builder()
+    dims = build.dims(ins[0].shape)
+    out = list(dims)
+    fixed: set[int] = set()
+    for k in range(len(widths) // 2):
+        if widths[2 * k] or widths[2 * k + 1]:
+            d = rank - 1 - k
+            out[d] = build.new(ins[0].shape[d] + widths[2 * k] + widths[2 * k + 1])
+            fixed.update((*dims[d], *out[d]))
+    linear = ((0,),) if node.arg(2, "value", 0) == 0 and ins[0].is_float else ()
+    return Factored(tuple(build.sizes), (dims,), (tuple(out),), frozenset(fixed), linear=linear)
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(
@@ -337,5 +395,8 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.cat.default": cat,
         "aten.stack.default": stack,
         "aten.repeat.default": repeat,
+        "aten.slice_scatter.default": slice_scatter,
+        "aten.select_scatter.default": select_scatter,
+        "aten.constant_pad_nd.default": pad,
     }
 )

@@ -49,7 +49,9 @@ class Lockstep:
             where = shard_tensor(index, placed.layout, view.sizes, view.coords).reshape(-1)
             old = seen[where]
             fresh, values = where[~old], part.detach().reshape(-1)
-            if old.any() and not torch.allclose(flat[where[old]], values[old], equal_nan=True, rtol=1e-5, atol=1e-6):
+            if old.any() and not torch.allclose(
+                flat[where[old]], values[old], equal_nan=True, rtol=1e-5, atol=1e-6
+            ):
                 raise AssertionError(f"replicas of {name} differ between ranks")
             flat[fresh] = values[~old]
             seen[where] = True
@@ -63,7 +65,9 @@ class Lockstep:
             if isinstance(item, Call):
                 self._call(item, env)
             else:
-                outs = self._apply(item, [[env[r.name][k] for r in item.args[:1]] for k in range(len(self.views))])
+                outs = self._apply(
+                    item, [[env[r.name][k] for r in item.args[:1]] for k in range(len(self.views))]
+                )
                 env[item.name] = outs
 
     def _call(self, call: Call, env: dict[str, list[Any]]) -> None:

@@ -130,7 +130,9 @@ class Runner:
             flat.append(next(feed) if kind == "tensor" else _literal(text))
         return pytree.tree_unflatten(flat, self.out_spec)
 
-    def forward(self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def forward(
+        self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
         """Run the forward half; the values that backward needs."""
         env: dict[str, Any] = dict(self.constants)
         for port, value in zip(self.params, params, strict=True):
@@ -153,7 +155,11 @@ class Runner:
                 placed = self.program.lowered.values[result.value]
                 local = env[result.value]
                 scalar = not placed.type.shape
-                whole = local.clone() if scalar else as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+                whole = (
+                    local.clone()
+                    if scalar
+                    else as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+                )
                 found[int(result.target)] = whole
         return [found[k] for k in sorted(found)]
 

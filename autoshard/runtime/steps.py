@@ -37,7 +37,9 @@ class Step:
         elif isinstance(value, CallSite):
             self.sites.append((position, value.offset))
         elif isinstance(value, tuple) and any(True for _ in refs_of(value)):
-            self.nested.append((position, [slots[v.name] if isinstance(v, Ref) else _Literal(v) for v in value]))
+            self.nested.append(
+                (position, [slots[v.name] if isinstance(v, Ref) else _Literal(v) for v in value])
+            )
         else:
             self.template[position] = list(value) if isinstance(value, tuple) else value
 

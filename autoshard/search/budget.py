@@ -15,12 +15,15 @@ import numpy as np
 
 from autoshard.search.branch import Criterion, depth_first, mini_buckets
 from autoshard.search.eliminate import Elimination, Order, find_order
-from autoshard.search.improve import blend, descend, measure
+from autoshard.search.improve import blend, descend, measure, squeeze
 from autoshard.search.milp import entries, solve_milp
 from autoshard.search.minimise import ROUNDING, Found, fits, minimise, minimise_pruned
 from autoshard.search.network import InfeasibleNetwork, Limits
 from autoshard.search.pareto import close_gap
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+
+#: entries of all tables up to which one pruned network and order serve all multipliers
+_REUSED = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ def _search_multiplier(
     net: Residual, order: Order, fast: Point, lower: float, lean: Point, budget: float, limits: Limits
 ) -> _Dual:
     """Raise the dual bound; fast is over the budget, lean within it."""
-    elimination = Elimination(net, order) if fits(order, limits) else None
+    # where the tables are large, it pays to prune anew for every multiplier, which goes further
+    elimination = Elimination(net, order) if order.total <= min(_REUSED, limits.total) else None
     lam, steps, method = 0.0, 0, "eliminated"
     while steps < limits.steps and lean.seconds > fast.seconds:
         trial = (lean.seconds - fast.seconds) / (fast.held - lean.held)
@@ -134,13 +138,15 @@ def _at(net: Residual, elimination: Elimination | None, order: Order, lam: float
 def _improved(net: Residual, dual: _Dual, budget: float) -> Point:
     """The best of what moves from the assignments on both sides lead to."""
     mixed = blend(net, dual.fits.states, dual.fast.states, budget)
-    candidates = [dual.fits, *(_point(net, descend(net, s, budget)) for s in (dual.fits.states, mixed))]
+    squeezed = squeeze(net, dual.fast.states, budget)
+    starts = [s for s in (dual.fits.states, mixed, squeezed) if s is not None]
+    candidates = [dual.fits, *(_point(net, descend(net, s, budget)) for s in starts)]
     return min((c for c in candidates if c.held <= budget), key=lambda c: (c.seconds, c.held, c.states))
 
 
 def _close(net: Residual, order: Order, dual: _Dual, best: Point, budget: float, limits: Limits) -> Budgeted:
     """Search what the bounds leave open between the dual bound and the best assignment."""
-    if not fits(order, limits):
+    if order.total > limits.down:
         return _close_wide(net, order, dual, best, budget, limits)
     small = _fix(net, order, dual.lam, budget, best.seconds)
     if small is None:
@@ -158,20 +164,15 @@ def _close(net: Residual, order: Order, dual: _Dual, best: Point, budget: float,
 
 
 def _fix(net: Residual, order: Order, lam: float, budget: float, seconds: float) -> Residual | None:
-    """Keep the states whose min-marginals allow a better assignment within the budget; None if none do."""
+    """Keep the states whose min-marginals allow a better assignment; None if some variable has none."""
     small = net.copy()
     small.kept = [np.arange(len(u)) for u in net.unary]
-    for eliminated, cap in (
-        (Elimination(net.weighted(lam), order), seconds + lam * budget),
-        (Elimination(net, order), seconds),
-        (Elimination(net.of_memory()), budget + ROUNDING * abs(budget)),
-    ):
-        for i, costs in enumerate(eliminated.marginals()):
-            keep = np.flatnonzero(costs[small.kept[i]] <= cap)
-            if not len(keep):
-                return None
-            if len(keep) < len(small.kept[i]):
-                small.shrink(i, keep)
+    for i, costs in enumerate(Elimination(net.weighted(lam), order).marginals()):
+        keep = np.flatnonzero(costs <= seconds + lam * budget)
+        if not len(keep):
+            return None
+        if len(keep) < len(costs):
+            small.shrink(i, keep)
     try:
         make_consistent(small)
     except Contradiction:

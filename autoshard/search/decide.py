@@ -13,10 +13,10 @@ from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import ReshardCost
 from autoshard.errors import InfeasibleError
 from autoshard.placement import Layout
+from autoshard.search.marginals import min_marginals
 from autoshard.search.network import InfeasibleNetwork, Marginals, NoFiniteAssignment, Solution
 from autoshard.search.plan import Plan, Proof, Why, why_key
 from autoshard.search.problem import BUCKET_SHARE, Model, Problem, build_problem
-from autoshard.search.marginals import min_marginals
 from autoshard.search.solve import solve
 from autoshard.search.variables import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 
@@ -71,9 +71,7 @@ def _infeasible(
     model: Model, problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh
 ) -> InfeasibleError:
     held = {"parameters, gradients and optimizer state": 0.0, "activations kept for backward": 0.0}
-    for variable, memory, state in zip(
-        problem.variables, problem.network.memory, error.states, strict=True
-    ):
+    for variable, memory, state in zip(problem.variables, problem.network.memory, error.states, strict=True):
         key = list(held)[0 if isinstance(variable, ParamVar) else 1]
         held[key] += float(memory[state])
     binding = max(held, key=lambda k: held[k])

@@ -21,6 +21,8 @@ from autoshard.search.prune import Residual
 #: a table over variables in order of elimination
 Factor: TypeAlias = tuple[tuple[int, ...], Array]
 
+#: larger tables are minimised piece by piece: less memory, and the pieces stay in the cache
+_CHUNK = 500_000
 #: above this many variables in the core, and above this degree, fill edges are not counted
 _FILL_CORE = 1500
 _FILL_DEGREE = 48
@@ -47,7 +49,7 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     if first.largest <= 100_000:
         return first
     other = _greedy(sizes, neighbours, by_fill=False)
-    return min(first, other, key=lambda order: (order.largest, order.total))
+    return min(first, other, key=lambda order: (order.total, order.largest))
 
 
 def _greedy(sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_fill: bool) -> Order:
@@ -163,7 +165,7 @@ class Elimination:
             elif len(near) == 1:
                 costs[near[0]] = costs[near[0]] + smallest(edges[v][near[0]] + costs[v][:, None])
             else:
-                message = smallest(bucket(v, near, costs[v], edges[v], higher[v]))
+                message = _message(v, near, costs[v], edges[v], higher[v])
                 if len(near) > 2:
                     higher[near[0]].append((near, message))
                 else:
@@ -243,6 +245,38 @@ def bucket(
 def column(table: Array, states: Sequence[int]) -> Array:
     """The entries for every state of the first variable, the states of the others being given. [k]"""
     index: tuple[slice | int, ...] = (slice(None), *states)
+    return np.asarray(table[index])
+
+
+def _message(
+    v: int, near: tuple[int, ...], unary: Array, edges: dict[int, Array], higher: list[Factor]
+) -> Array:
+    """The bucket minimised over its variable, [*near]; in slices of the first neighbour where it is large."""
+    sizes = [s for _, s in sorted(_sizes(near, edges, higher).items())]
+    cells = len(unary) * prod(sizes)
+    if cells <= _CHUNK:
+        return np.asarray(np.minimum.reduce(bucket(v, near, unary, edges, higher)))
+    message = np.empty(sizes)
+    step = max(1, _CHUNK * sizes[0] // cells)
+    for at in range(0, sizes[0], step):
+        part = slice(at, at + step)
+        some = {w: table[:, part] if w == near[0] else table for w, table in edges.items()}
+        most = [(scope, _slice(table, scope, near[0], part)) for scope, table in higher]
+        np.minimum.reduce(bucket(v, near, unary, some, most), out=message[part])
+    return message
+
+
+def _sizes(near: tuple[int, ...], edges: dict[int, Array], higher: list[Factor]) -> dict[int, int]:
+    """Place among the neighbours -> states."""
+    place = {w: a for a, w in enumerate(near)}
+    found = {place[w]: table.shape[1] for w, table in edges.items()}
+    for scope, table in higher:
+        found.update((place[w], size) for w, size in zip(scope[1:], table.shape[1:], strict=True))
+    return found
+
+
+def _slice(table: Array, scope: tuple[int, ...], variable: int, part: slice) -> Array:
+    index = tuple(part if w == variable else slice(None) for w in scope)
     return np.asarray(table[index])
 
 

@@ -51,6 +51,35 @@ def _cost_around(net: Residual, i: int, states: Sequence[int]) -> Array:
     return cost
 
 
+def squeeze(net: Residual, states: Sequence[int], budget: float) -> list[int] | None:
+    """Save bytes, one variable at a time and the cheapest per byte first, until the budget is met.
+
+    None when single moves do not lead there.
+    """
+    found = list(states)
+    held = measure(net, found)[1]
+    moves = {i: _cheapest_saving(net, i, found) for i in range(len(found))}
+    while held > budget:
+        price, i, s = min(moves.values(), default=(np.inf, 0, 0))
+        if not np.isfinite(price):
+            return None
+        held += float(net.memory[i][s] - net.memory[i][found[i]])
+        found[i] = s
+        for j in (i, *net.rows[i]):
+            moves[j] = _cheapest_saving(net, j, found)
+    return found
+
+
+def _cheapest_saving(net: Residual, i: int, states: Sequence[int]) -> tuple[float, int, int]:
+    """(seconds per byte saved, i, state) of the best move of variable i that saves bytes."""
+    cost, now = _cost_around(net, i, states), states[i]
+    saved = net.memory[i][now] - net.memory[i]
+    price = np.full(len(cost), np.inf)
+    np.divide(cost - cost[now], saved, out=price, where=saved > 0.0)
+    best = int(price.argmin())
+    return float(price[best]), i, best
+
+
 def blend(net: Residual, fits: Sequence[int], fast: Sequence[int], budget: float) -> list[int]:
     """Go from an assignment that fits towards a faster one, as far as the budget allows.
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.search.eliminate import Elimination, find_order
-from autoshard.search.minimise import fits, minimise_pruned
+from autoshard.search.minimise import minimise_pruned
 from autoshard.search.network import Array, CostNetwork, Indices, Limits, Marginals
 from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent
 
-#: telling alternatives is worth less work than finding the optimum
-_LIMITS = Limits(table=5_000_000, total=50_000_000)
 
-
-def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits = _LIMITS) -> Marginals:
+def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits | None = None) -> Marginals:
     """For every variable and state, the least seconds + lam * bytes of any assignment that has it."""
+    limits = limits or Limits()
     net = Residual.of(network)
     try:
         make_consistent(net)
@@ -23,7 +21,7 @@ def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits = _LIMI
     net = net.weighted(lam)
     fold_decided(net)
     order = find_order(net.sizes, net.rows)
-    exact = fits(order, limits)
+    exact = order.total <= limits.down
     costs = Elimination(net, order).marginals() if exact else _local(net, limits)
     return Marginals(
         [_all_states(len(u), k, c) for u, k, c in zip(network.unary, net.kept, costs, strict=True)], exact

@@ -58,15 +58,17 @@ class Limits:
     """How much work a search may do before it settles for a bound. Counts, so answers never depend on speed.
 
     table: entries of the largest elimination table. total: entries of all tables of one elimination.
-    pareto: entries of all tables of a Pareto elimination. labels: Pareto labels at one variable.
+    down: of all tables of one that also passes down, for min-marginals, and keeps its tables whole.
+    pareto: of all tables of a Pareto elimination. labels: Pareto labels at one variable.
     mini: entries of a mini-bucket. nodes: branch and bound nodes. milp: edge entries given to HiGHS.
     steps: multipliers tried.
     """
 
-    table: int = 20_000_000
-    total: int = 200_000_000
+    table: int = 100_000_000
+    total: int = 1_000_000_000
+    down: int = 100_000_000
     pareto: int = 4_000_000
-    labels: int = 100_000
+    labels: int = 20_000
     mini: int = 300_000
     nodes: int = 20_000
     milp: int = 100_000

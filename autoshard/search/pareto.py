@@ -8,6 +8,7 @@ What remains near the best multiplier is little, and a budget that no multiplier
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,6 +22,10 @@ _TIE = 1e-13
 _BETTER = 1e-11
 #: a join may be this many times larger than a front before it is cut
 _BURST = 20
+
+
+#: of every row of a join: the row it extends, and the child's label it took
+_Step: TypeAlias = tuple[Indices, Indices]
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class _Labels:
     """A front per entry of a bucket's message, sorted by entry: arrays [labels]; start, count are [entries].
 
     excess: how far above the optimum below the bucket, [labels, 3] (multiplier, seconds, bytes).
-    state: of the bucket's variable. links: per child, the label it came from.
+    state: of the bucket's variable. origin, trail: where they came from, as in rows.
     """
 
     start: Indices
@@ -55,18 +60,23 @@ class _Labels:
     held: Array
     excess: Array
     state: Indices
-    links: list[Indices]
+    origin: Indices
+    trail: list[_Step]
 
 
 @dataclass
 class _Rows:
-    """Labels under construction in a bucket. cell: flat entry [rows]. bound: [rows, 3] as in excess."""
+    """Labels under construction in a bucket. cell: flat entry [rows]. bound: [rows, 3] as in excess.
+
+    trail: what each join made its rows of. origin: which row of the last join, [rows].
+    """
 
     cell: Indices
     seconds: Array
     held: Array
     bound: Array
-    links: list[Indices]
+    origin: Indices
+    trail: list[_Step]
 
     def take(self, index: Indices) -> _Rows:
         return _Rows(
@@ -74,7 +84,8 @@ class _Rows:
             self.seconds[index],
             self.held[index],
             self.bound[index],
-            [k[index] for k in self.links],
+            self.origin[index],
+            self.trail,
         )
 
 
@@ -119,7 +130,7 @@ class _Fronts:
             self.done[v] = self._send(v, rows)
         roots = [v for v in self.order.variables if not self.order.later[v]]
         one = np.zeros(1, dtype=np.intp)
-        rows = _Rows(one, np.zeros(1), np.zeros(1), np.array([[m.total for m in self.marginals]]), [])
+        rows = _Rows(one, np.zeros(1), np.zeros(1), np.array([[m.total for m in self.marginals]]), one, [])
         for root in roots:
             rows = self._join(rows, root, np.zeros(len(rows.cell), dtype=np.intp))
         states = self._read(rows, roots)
@@ -135,7 +146,7 @@ class _Fronts:
         for axis, w in enumerate(self.order.later[v], 1):
             if w in self.net.rows[v]:
                 seconds = seconds + self.net.rows[v][w][at[0], at[axis]]
-        return _Rows(cell, seconds, self.net.memory[v][at[0]], bounds[cell], [])
+        return _Rows(cell, seconds, self.net.memory[v][at[0]], bounds[cell], cell, [])
 
     def _alive(self, bounds: Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         return np.asarray((bounds[:, :2] < self.cap[:2]).all(axis=1) & (bounds[:, 2] <= self.cap[2]))
@@ -164,7 +175,8 @@ class _Fronts:
             rows.seconds[row] + labels.seconds[label],
             rows.held[row] + labels.held[label],
             bound,
-            [*(k[row] for k in rows.links), label],
+            np.arange(len(row)),
+            [*rows.trail, (rows.origin[row], label)],
         )
         if len(alive) > len(rows.cell):
             made = made.take(self._front(made.cell, made.seconds, made.held))
@@ -204,7 +216,7 @@ class _Fronts:
         costs = (rows.seconds + self.lam * rows.held, rows.seconds, rows.held)
         excess = np.stack([np.maximum(c - up[entry], 0.0) for c, up in zip(costs, ups, strict=True)], axis=1)
         start = np.cumsum(count) - count
-        return _Labels(start, count, rows.seconds, rows.held, excess, state, rows.links)
+        return _Labels(start, count, rows.seconds, rows.held, excess, state, rows.origin, rows.trail)
 
     def _front(self, group: Indices, seconds: Array, held: Array) -> Indices:
         """Rows that no other row of the group beats, sorted by group and bytes."""
@@ -222,18 +234,22 @@ class _Fronts:
         """The states of the fastest label, back from the roots."""
         if not len(rows.cell):
             return None
-        best = int(np.argmin(rows.seconds))
         at = [0] * len(self.done)
-        for root, link in zip(roots, rows.links, strict=True):
-            at[root] = int(link[best])
         states = [0] * len(at)
+        _follow(roots, rows.trail, int(rows.origin[np.argmin(rows.seconds)]), at)
         for v in reversed(self.order.variables):
             labels = self.done[v]
             assert labels is not None
             states[v] = int(labels.state[at[v]])
-            for child, link in zip(self.children[v], labels.links, strict=True):
-                at[child] = int(link[at[v]])
+            _follow(self.children[v], labels.trail, int(labels.origin[at[v]]), at)
         return states
+
+
+def _follow(children: list[int], trail: list[_Step], row: int, at: list[int]) -> None:
+    """Note which label of every child a row was made of."""
+    for child, (previous, label) in zip(reversed(children), reversed(trail), strict=True):
+        at[child] = int(label[row])
+        row = int(previous[row])
 
 
 def _marginals(elimination: Elimination) -> _Marginals:

@@ -147,13 +147,20 @@ class _Builder:
                 hint="use an axis with another meaning, for instance tp",
             )
         for port in batch:
-            if port.type.shape[0] < ways:
+            layout = self._batch_layout()
+            if not layout_ok(port.type.shape, layout, self.sizes):
                 raise UsageError(
                     f"a batch of {port.type.shape[0]} is too small for {ways} batch shards",
                     where=f"input {self._input_name(port.target)} {port.type}",
                     why="every rank of the axes that shard the batch needs at least one sequence",
-                    hint=f"give a batch of at least {ways}, or a mesh that shards the batch less",
+                    hint=f"give a batch that is a multiple of {ways}, or a mesh that shards the batch less",
                 )
+
+    def _batch_layout(self) -> Layout:
+        return tuple(
+            Shard(0) if meaning.splits_batch and size > 1 else R
+            for size, meaning in zip(self.sizes, self.meanings, strict=True)
+        )
 
     def _input_name(self, target: str) -> str:
         return self.model.folded.joint.input_names[int(target)] if target.isdigit() else target
@@ -172,9 +179,7 @@ class _Builder:
     def _must_divide(self, name: str, rule: Factored) -> list[bool]:
         """Per axis, whether a call has to be divided over it where that is possible."""
         inside = rule.kind == "matmul" and name in self.layers
-        return [
-            self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings
-        ]
+        return [self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings]
 
     def _nodes(self, name: str) -> None:
         graph = self.model.folded.segments[name]
@@ -186,7 +191,9 @@ class _Builder:
             must = self._must_divide(name, rule)
             states = tuple(op_states(rule, ins, node.types, digits, self.sizes, self._allowed, must))
             seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
-            var = self._add(("node", name, number), NodeVar(name, number, states), seconds * self.counts[name])
+            var = self._add(
+                ("node", name, number), NodeVar(name, number, states), seconds * self.counts[name]
+            )
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
 
@@ -205,7 +212,10 @@ class _Builder:
             uses[out] = uses.get(out, 0) + 1
         whole: Layout = (R,) * len(self.sizes)
         inputs = {value for value, _ in graph.inputs}
-        for value, type_ in [*graph.inputs, *((v, t) for v, t in self.types[name].items() if v not in inputs)]:
+        for value, type_ in [
+            *graph.inputs,
+            *((v, t) for v, t in self.types[name].items() if v not in inputs),
+        ]:
             if value not in inputs and uses.get(value, 0) < 2:
                 continue
             layouts = tuple(dict.fromkeys([whole, *wanted.get(value, {})]))
@@ -258,10 +268,7 @@ class _Builder:
     def _input_layout(self, group: PortClass) -> Layout:
         port = group.first
         is_batch = port.target in self.model.folded.joint.batch_inputs and port.type.shape[0] > 1
-        return tuple(
-            Shard(0) if is_batch and meaning.splits_batch and size > 1 else R
-            for size, meaning in zip(self.sizes, self.meanings, strict=True)
-        )
+        return self._batch_layout() if is_batch else (R,) * len(self.sizes)
 
     def _param(self, group: PortClass) -> None:
         port = group.first
@@ -272,7 +279,9 @@ class _Builder:
             if source == group.key:
                 var = self.variables[self.index[target]]
                 assert isinstance(var, ValueVar)
-                uses.update(dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u)))
+                uses.update(
+                    dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
+                )
         uses_list = list(uses)
         table = self.cost.bucketed.table(port.type, [*stored, *uses_list])
         twice = self._used_in_both_phases(group)
@@ -315,7 +324,9 @@ class _Builder:
         axes = [m.may_store_sharded for m in self.meanings]
         layouts = self._representable(group.key, port.type, axes)
         for axis, meaning in enumerate(self.meanings):
-            if meaning.stores_sharded or (self.strict and meaning.divides_products and self._is_matrix(group)):
+            if meaning.stores_sharded or (
+                self.strict and meaning.divides_products and self._is_matrix(group)
+            ):
                 split = [lay for lay in layouts if isinstance(lay[axis], Shard)]
                 layouts = split or layouts
         return layouts
@@ -408,9 +419,9 @@ class _Builder:
             for grad in group.grads:
                 variable = self.variables[var]
                 assert isinstance(variable, ParamVar)
-                source, position = self.producer[grad]
+                maker, position = self.producer[grad]
                 stored = [s.stored for s in variable.states]
-                self._connect(source, position, var, stored, self._type(grad), len(group.ports), reverse=True)
+                self._connect(maker, position, var, stored, self._type(grad), len(group.ports), reverse=True)
 
     def _activation_memory(self) -> None:
         """Bytes of values kept from forward to backward, each storage once."""

@@ -78,7 +78,7 @@ class Residual:
         return made
 
     def of_memory(self, *, all_edges: bool = False) -> Residual:
-        """The network whose cost is bytes; what is forbidden stays forbidden. Edges that forbid nothing go."""
+        """The network whose cost is bytes; what is forbidden stays so. Edges that forbid nothing go."""
         made = self.copy()
         made.unary = [
             np.where(np.isfinite(u), m, np.inf) for u, m in zip(self.unary, self.memory, strict=True)

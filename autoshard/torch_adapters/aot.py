@@ -40,7 +40,7 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, Gua
 DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
 
 InputKind = Literal["plain", "tangent"]
-OutputKind = Literal["output", "grad", "mutation"]
+OutputKind = Literal["output", "grad", "mutation", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Traced:
 
     inputs: per placeholder ``("plain", position of the argument)`` or ``("tangent", position of the output)``.
     outputs: per value returned ``("output", position)``, ``("grad", position of the argument)`` or
-        ``("mutation", position of the argument)`` for the new value of an argument changed in place.
+        ``("mutation", position of the argument)`` for the new value of an argument changed in place;
+        ``("nothing", -1)`` in the place of the gradient of an argument that needs none.
     """
 
     module: torch.fx.GraphModule
@@ -99,6 +100,8 @@ def _input(desc: object) -> tuple[InputKind, int]:
 
 
 def _output(desc: object) -> tuple[OutputKind, int]:
+    if desc is None:
+        return "nothing", -1
     if isinstance(desc, PlainAOTOutput):
         return "output", desc.idx
     if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
@@ -162,6 +165,11 @@ def _quiet_fx() -> Iterator[None]:
 def mark(number: int) -> None:
     """Put ``number`` on all nodes traced from now on; AOTAutograd copies it to their backward nodes."""
     fx_traceback.get_current_meta()["custom"] = {MARK: number}
+
+
+def unmark() -> None:
+    """End the effect of ``mark``."""
+    fx_traceback.get_current_meta().pop("custom", None)
 
 
 def mark_of(node: torch.fx.Node) -> int | None:

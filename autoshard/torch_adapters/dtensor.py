@@ -25,9 +25,7 @@ def torch_placements(layout: Layout) -> list[TorchPlacement]:
         if isinstance(placed, OurShard):
             assert placed.inner == 1
             fused = placed.outer > 1
-            found.append(
-                _StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim)
-            )
+            found.append(_StridedShard(placed.dim, split_factor=placed.outer) if fused else Shard(placed.dim))
         else:
             found.append(Replicate())
     return found

@@ -1,0 +1,1 @@
+"""What other libraries need from autoshard, one file per library; each is optional."""

@@ -1,0 +1,294 @@
+"""Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
+
+All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
+heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.ops.library import define
+
+_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _by_positions(like: torch.Tensor, heads: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+    """Uninitialised [b, h, s, d] in the memory order [b, s, h, d]."""
+    b, h, s = heads.shape[:3]
+    return like.new_empty((b, s, h, channels.shape[3])).transpose(1, 2)
+
+
+def _settled(x: torch.Tensor) -> torch.Tensor:
+    """The same values in the memory order [b, s, h, d]; free if they lie like that already."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _float_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A boolean mask (True: attend) as numbers to add."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(dtype)
+    return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    wide = _wide(q.dtype)
+    scores = (q.to(wide) * scale) @ k.to(wide).transpose(-1, -2)
+    if mask is not None:
+        added = _float_mask(mask, wide)
+        assert added is not None
+        scores += added
+    if causal:
+        s, t = scores.shape[-2:]
+        above = torch.ones((s, t), dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(above, float("-inf"))
+    return scores
+
+
+def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Softmax from the log-sum-exp; zeros in rows where everything is masked."""
+    finite = torch.where(lse == float("-inf"), 0.0, lse)
+    return torch.exp(scores - finite.unsqueeze(-1))
+
+
+def sdpa_math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention written out, for any device and shape, in fp32 (f64 for f64 inputs)."""
+    scores = _scores(q, k, mask, causal, scale)
+    lse = torch.logsumexp(scores, -1)
+    out = _weights(scores, lse) @ v.to(scores.dtype)
+    return _settled(out.to(q.dtype)), lse
+
+
+def sdpa_math_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Triple:
+    """Gradients of q, k, v, written out."""
+    scores = _scores(q, k, mask, causal, scale)
+    weights, wide = _weights(scores, lse.to(scores.dtype)), scores.dtype
+    g = grad.to(wide)
+    grad_v = weights.transpose(-1, -2) @ g
+    inner = g @ v.to(wide).transpose(-1, -2)
+    inner -= (g * out.to(wide)).sum(-1, keepdim=True)
+    inner *= weights
+    grad_q = (inner @ k.to(wide)) * scale
+    grad_k = (inner.transpose(-1, -2) @ q.to(wide)) * scale
+    return _settled(grad_q.to(q.dtype)), _settled(grad_k.to(k.dtype)), _settled(grad_v.to(v.dtype))
+
+
+def _cpu_kernel_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """What torch's CPU kernel takes: equal channels, dense last dims, masks of 2 or 4 dims, nothing empty."""
+    return (
+        q.shape[3] == v.shape[3]
+        and all(x.stride(-1) == 1 and x.numel() > 0 for x in (q, k, v))
+        and (mask is None or mask.dim() in (2, 4))
+    )
+
+
+def _sdpa_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math(q, k, v, mask, causal, scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
+    )
+    return _settled(out), lse.contiguous()
+
+
+def _sdpa_backward_cpu(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Triple:
+    if not _cpu_kernel_fits(q, k, v, mask):
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, attn_mask=_float_mask(mask, q.dtype), scale=scale
+    )
+    return _settled(grads[0]), _settled(grads[1]), _settled(grads[2])
+
+
+def _flash_fits(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> bool:
+    """What FlashAttention takes on CUDA without padding; it aligns causal masks to the end."""
+    d = q.shape[3]
+    return (
+        mask is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and d == v.shape[3]
+        and d % 8 == 0
+        and d <= 256
+        and (not causal or q.shape[2] == k.shape[2])
+        and all(x.numel() > 0 for x in (q, k, v))
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _efficient_fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """What the memory-efficient kernel takes: rows of whole 16-byte words."""
+    words = 16 // q.element_size()
+    known = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    full = all(x.numel() > 0 for x in (q, k, v))
+    return known and full and q.shape[3] % words == 0 and v.shape[3] % words == 0
+
+
+def _aligned_bias(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask as numbers, expanded to [b, h, s, t], its rows beginning at multiples of 16 elements."""
+    bias = _float_mask(mask, q.dtype)
+    if bias is None:
+        return None
+    t = k.shape[2]
+    bias = bias.expand(*bias.shape[:-1], t)
+    bias = torch.nn.functional.pad(bias, (0, -t % 16))[..., :t]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], t)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _sdpa_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    if _flash_fits(q, k, v, mask, causal):
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return _settled(found[0]), found[1][..., : q.shape[2]].contiguous()
+    if not _efficient_fits(q, k, v):
+        return sdpa_math(q, k, v, mask, causal, scale)
+    out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, _aligned_bias(q, k, mask), True, 0.0, causal, scale=scale
+    )
+    return _settled(out), lse[..., : q.shape[2]].contiguous()
+
+
+def _sdpa_backward_cuda(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Triple:
+    q, k, v, grad = _dense(q), _dense(k), _dense(v), _dense(grad)
+    state = torch.zeros((2,), dtype=torch.int64, device=q.device)  # of the random numbers: none are drawn
+    if _flash_fits(q, k, v, mask, causal):
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
+        )
+    elif _efficient_fits(q, k, v):
+        # the kernel reads whole blocks of 32 rows
+        rows = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            _aligned_bias(q, k, mask),
+            out,
+            rows,
+            state[0],
+            state[1],
+            0.0,
+            [True, True, True, False],
+            causal,
+            scale=scale,
+        )
+    else:
+        return sdpa_math_backward(grad, q, k, v, out, lse, mask, causal, scale)
+    return _settled(grads[0]), _settled(grads[1]), _settled(grads[2])
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _by_positions(q, q, v), q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+) -> _Triple:
+    return _by_positions(q, q, q), _by_positions(k, k, k), _by_positions(v, v, v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, *(() if mask is None else (mask,)))
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: torch.Tensor | None, grad_lse: object) -> tuple[Any, ...]:
+    if grad is None:
+        return None, None, None, None, None, None
+    q, k, v, out, lse, *masks = ctx.saved_tensors
+    mask = masks[0] if masks else None
+    grads = torch.ops.autoshard.sdpa_backward(grad, q, k, v, out, lse, mask, ctx.causal, ctx.scale)
+    return (*grads, None, None, None)
+
+
+define(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, bool causal, float scale) -> (Tensor, Tensor)",
+    _sdpa_cpu,
+    _fake,
+    cuda=_sdpa_cuda,
+    backward=_backward,
+    save=_save,
+)
+define(
+    "sdpa_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, "
+    "bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    _sdpa_backward_cpu,
+    _fake_backward,
+    cuda=_sdpa_backward_cuda,
+)

@@ -1,0 +1,256 @@
+"""Calls of torch that become our ops while a model is traced.
+
+A ``TorchFunctionMode`` sees every torch function the model calls, however it was imported. Functions
+of ``torch.nn.functional`` that call others inside (multi-head attention) hide those calls from a mode,
+so the names in that module are replaced as well for the time of the trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+import autoshard.ops.attention
+import autoshard.ops.dropout
+import autoshard.ops.loss  # noqa: F401 (these three define the ops called here)
+
+Function = Callable[..., Any]
+
+_SDPA: Function = F.scaled_dot_product_attention
+_DROPOUT: Function = F.dropout
+_CROSS_ENTROPY: Function = F.cross_entropy
+
+
+class Lifter:
+    """Our versions of torch functions, for one run of a model.
+
+    seed: int64 scalar tensor that all dropout masks depend on. sites: dropout calls so far.
+    """
+
+    def __init__(self, seed: torch.Tensor) -> None:
+        self.seed = seed
+        self.sites = 0
+
+    def table(self) -> dict[Function, Function]:
+        """What to call in place of what; signatures are those of torch."""
+        return {
+            _SDPA: self.sdpa,
+            _DROPOUT: self.dropout,
+            torch.dropout: self.dropout_c,
+            torch.dropout_: self.dropout_c_,
+            torch.native_dropout: self.native_dropout,
+            _CROSS_ENTROPY: self.cross_entropy,
+        }
+
+    def _drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        site, self.sites = self.sites, self.sites + 1
+        shape = list(x.shape)
+        dropped = torch.ops.autoshard.dropout(x, p, self.seed, site, [0] * len(shape), shape)
+        return cast(torch.Tensor, dropped)
+
+    def dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if not 0.0 < p < 1.0 or not training or not input.is_floating_point():
+            return cast(torch.Tensor, _DROPOUT(input, p, training, inplace))
+        out = self._drop(input, float(p))
+        return input.copy_(out) if inplace else out
+
+    def dropout_c(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return self.dropout(input, p, train)
+
+    def dropout_c_(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return self.dropout(input, p, train, True)
+
+    def native_dropout(
+        self, input: torch.Tensor, p: float, train: bool | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0.0 < p < 1.0 or train is False:
+            return cast("tuple[torch.Tensor, torch.Tensor]", torch.native_dropout(input, p, train))
+        out = self._drop(input, float(p))
+        self.sites -= 1
+        return out, self._drop(torch.ones_like(input.detach()), float(p)) != 0
+
+    def sdpa(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        query, key, value = _autocast(query, key, value)
+        ours = (
+            query.dim() == key.dim() == value.dim() == 4
+            and query.dtype == key.dtype == value.dtype
+            and query.is_floating_point()
+            and not (is_causal and attn_mask is not None)
+        )
+        if ours and enable_gqa:
+            key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
+            enable_gqa = False
+        if ours and (query.shape[:2] != key.shape[:2] or query.shape[:2] != value.shape[:2]):
+            query, key, value = _same_batch(query, key, value)
+        factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+        if ours and dropout_p > 0.0:
+            return self._sdpa_with_dropout(query, key, value, attn_mask, dropout_p, is_causal, factor)
+        if not ours or (attn_mask is not None and attn_mask.requires_grad):
+            return cast(
+                torch.Tensor,
+                _SDPA(
+                    query,
+                    key,
+                    value,
+                    attn_mask=attn_mask,
+                    dropout_p=dropout_p,
+                    is_causal=is_causal,
+                    scale=scale,
+                    enable_gqa=enable_gqa,
+                ),
+            )
+        out, _ = torch.ops.autoshard.sdpa(query, key, value, attn_mask, bool(is_causal), factor)
+        return cast(torch.Tensor, out)
+
+    def _sdpa_with_dropout(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        p: float,
+        causal: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention written out; rows where everything is masked give zeros, as torch's do."""
+        scores = (query * scale) @ key.transpose(-2, -1)
+        if causal:
+            s, t = scores.shape[-2:]
+            mask = torch.ones((s, t), dtype=torch.bool, device=scores.device).tril()
+        if mask is None:
+            weights = torch.softmax(scores, -1)
+        elif mask.dtype == torch.bool:
+            weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
+            if not causal:
+                weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        else:
+            weights = torch.softmax(scores + mask, -1)
+        return self.dropout(weights, p) @ value
+
+    def cross_entropy(
+        self,
+        input: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        ours = (
+            input.dim() == 2
+            and target.dim() == 1
+            and input.is_floating_point()
+            and target.dtype == torch.int64
+            and input.shape[0] == target.shape[0]
+            and weight is None
+            and size_average is None
+            and reduce is None
+            and reduction in ("mean", "sum", "none")
+            and 0.0 <= label_smoothing <= 1.0
+        )
+        if not ours:
+            found = _CROSS_ENTROPY(
+                input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            )
+            return cast(torch.Tensor, found)
+        if torch.is_autocast_enabled("cpu"):
+            input = input.float()
+        rows, _ = torch.ops.autoshard.xent(input, target, ignore_index, float(label_smoothing))
+        if reduction == "none":
+            return cast(torch.Tensor, rows)
+        if reduction == "sum":
+            return cast(torch.Tensor, rows.sum())
+        return cast(torch.Tensor, rows.sum() / (target != ignore_index).sum())
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors in the type that autocast would give attention."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[b, h, s, d] -> [b, heads, s, d], each head repeated in place."""
+    b, h, s, d = x.shape
+    if h == heads:
+        return x
+    return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
+
+
+def _same_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Batch and heads broadcast against each other."""
+    lead = torch.broadcast_shapes(*(t.shape[:2] for t in tensors))
+    return tuple(t.expand(*lead, *t.shape[2:]) for t in tensors)
+
+
+class LiftMode(TorchFunctionMode):
+    """Replaces functions and tells ``at`` the frame that calls each of them."""
+
+    def __init__(self, lifter: Lifter, at: Callable[[FrameType | None], None]) -> None:
+        super().__init__()
+        self._table = lifter.table()
+        self._at = at
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._at(_frame())
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return self._table.get(func, func)(*args, **kwargs)
+
+
+def _frame() -> FrameType | None:
+    import sys
+
+    return sys._getframe(2)
+
+
+@contextmanager
+def lifting(lifter: Lifter, at: Callable[[FrameType | None], None]) -> Iterator[None]:
+    """Replace the functions of ``lifter.table()`` for all code that runs inside."""
+    names = {name: fn for name in _NAMES for fn in [getattr(F, name)]}
+    table = lifter.table()
+
+    def entry(fn: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            at(_frame())
+            return fn(*args, **kwargs)
+
+        return call
+
+    for name, fn in names.items():
+        setattr(F, name, entry(table[fn]))
+    try:
+        with LiftMode(lifter, at):
+            yield
+    finally:
+        for name, fn in names.items():
+            setattr(F, name, fn)
+
+
+_NAMES = ("scaled_dot_product_attention", "dropout", "cross_entropy")

@@ -1,0 +1,359 @@
+"""The first pass: from a module and example inputs to one flat graph of forward and backward.
+
+The model is run on tensors without data, on the CPU, whatever device it lives on, and is left exactly
+as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import autoshard.ops  # noqa: F401 (defines the ops that graphs hold)
+from autoshard.errors import AutoshardError, CaptureError
+from autoshard.interop import huggingface
+from autoshard.ir import Joint, Port
+from autoshard.ops.lift import Lifter, lifting
+from autoshard.passes.import_fx import SEED, Ends, import_joint
+from autoshard.torch_adapters import aot
+from autoshard.torch_adapters.origins import COPY, OriginRecorder, user_line
+
+Differentiate = Literal["auto", "all", "none"]
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    differentiate: Differentiate = "auto",
+) -> Joint:
+    """Trace ``model(*args, **kwargs)`` and its gradients.
+
+    model: on any device, also meta; not changed. args, kwargs: example inputs, any pytree; tensors may be
+    real, fake or on meta: only shapes, types and requires_grad matter, all shapes become fixed. Tensors
+    that the forward changes in place are changed in the graph, but not given back unless they are buffers.
+    differentiate: ``"auto"``: if exactly one output is a floating scalar that requires grad (a loss), only
+    that one; otherwise, and with ``"all"``, all floating outputs that require grad; ``"none"``: no
+    backward.
+
+    Raises CaptureError, with the line of the model's code, where Python needs the value of a tensor.
+    """
+    inputs = _inputs_of(tuple(args), dict(kwargs or {}))
+    with ExitStack() as stack:
+        stack.enter_context(_unchanged(model))
+        stack.enter_context(huggingface.prepared(model))
+        state = _state_of(model)
+        function = _Function(model, state, inputs, differentiate)
+        seed = torch.empty((), dtype=torch.int64, device="meta")
+        traced = _trace(function, [*state.tensors, *inputs.tensors, seed])
+    arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
+    outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
+    imported = import_joint(traced, Ends(arguments, outputs), function.recorder.origins)
+    return Joint(
+        graph=imported.graph,
+        ports=imported.ports,
+        results=imported.results,
+        in_tree=_dumped(inputs.spec, "arguments"),
+        in_leaves=tuple(_described(leaf) for leaf in inputs.leaves),
+        out_tree=_dumped(function.out_spec, "output"),
+        out_leaves=tuple(_described(leaf) for leaf in function.out_leaves),
+        input_names=tuple(inputs.names),
+        tied=tuple(state.tied),
+        frozen=tuple(state.frozen),
+        constants=dict(imported.constants),
+        batch_inputs=_batch_inputs(imported.ports),
+        training=model.training,
+    )
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Put back every attribute, parameter and buffer that the run of a model replaces."""
+    saved = [
+        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules))
+        for m in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, parameters, buffers, modules in saved:
+            for now, before in (
+                (module.__dict__, attributes),
+                (module._parameters, parameters),
+                (module._buffers, buffers),
+                (module._modules, modules),
+            ):
+                now.clear()
+                now.update(before)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One flattened argument or output; position: among the tensors, or -1."""
+
+    position: int
+    static: str = ""
+
+
+@dataclass
+class _State:
+    """Parameters and buffers: one argument per object, however many names it has.
+
+    slots: (dict of a module, key in it, position among the arguments) of every name.
+    """
+
+    slots: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
+    arguments: list[tuple[str, str, str]] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+
+
+def _state_of(model: nn.Module) -> _State:
+    state = _State()
+    known: dict[int, int] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for kind, table in (("param", module._parameters), ("buffer", module._buffers)):
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{key}" if prefix else key
+                position = known.get(id(tensor))
+                if position is None:
+                    known[id(tensor)] = position = len(state.tensors)
+                    _check_plain(tensor, name)
+                    if kind == "param" and not tensor.requires_grad:
+                        state.frozen.append(name)
+                    state.arguments.append((kind, name, name))
+                    state.tensors.append(tensor)
+                elif kind == "param":
+                    state.tied.append((name, state.arguments[position][1]))
+                state.slots.append((table, key, position))
+    return state
+
+
+@dataclass
+class _Inputs:
+    """The flattened call. leaves: per leaf the position among the tensors, or (-1, repr)."""
+
+    spec: pytree.TreeSpec
+    values: list[Any] = field(default_factory=list)
+    leaves: list[_Leaf] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    arguments: list[tuple[str, str, str]] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    inputs = _Inputs(spec)
+    for number, (path, value) in enumerate(paths):
+        name = _path_name(path)
+        inputs.names.append(name)
+        inputs.values.append(value)
+        if isinstance(value, torch.Tensor):
+            _check_plain(value, name)
+            inputs.leaves.append(_Leaf(len(inputs.tensors)))
+            inputs.arguments.append(("input", str(number), name))
+            inputs.tensors.append(value)
+        else:
+            inputs.leaves.append(_Leaf(-1, repr(value)))
+    return inputs
+
+
+def _path_name(path: Sequence[Any]) -> str:
+    """``input_ids``, ``args[0]``, ``batch['x']``."""
+    where, *rest = path
+    text = "args" if where.idx == 0 else ""
+    for key in rest:
+        text += key.key if not text and isinstance(key, pytree.MappingKey) else pytree.keystr((key,))
+    return text
+
+
+def _check_plain(tensor: torch.Tensor, name: str) -> None:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise CaptureError(
+            f"{name} has no shape yet",
+            why="lazy modules learn their shapes from data",
+            hint="call the model once on real data, then capture",
+        )
+    if aot.is_wrapper(tensor) or tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor",
+            why="shards are made from plain dense tensors",
+            hint="give the model before it is distributed, quantised or made sparse",
+        )
+
+
+class _Function:
+    """The function that is traced: parameters, buffers, inputs and the dropout seed are arguments.
+
+    It is run more than once; what describes the output is that of the last run.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: _State, inputs: _Inputs, differentiate: Differentiate
+    ) -> None:
+        self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
+        names: dict[int, str] = {}
+        for name, module in model.named_modules():
+            names.setdefault(id(module), name)
+        self.recorder = OriginRecorder(names)
+        self.out_spec = pytree.tree_structure(())
+        self.out_leaves: list[_Leaf] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        split = len(self.state.tensors)
+        for table, key, position in self.state.slots:
+            table[key] = tensors[position]
+        with self.recorder.running():
+            args, kwargs = self._arguments(tensors[split:])
+            with lifting(Lifter(tensors[-1]), self.recorder.at):
+                output = _call_model(self.model, args, kwargs)
+            aot.mark(COPY)
+            self._write_back(tensors)
+            return self._outputs(output)
+
+    def _arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """The call with copies of all inputs, so that the model may change them in place."""
+        aot.mark(COPY)
+        leaves = [
+            torch.clone(tensors[leaf.position]) if leaf.position >= 0 else value
+            for leaf, value in zip(self.inputs.leaves, self.inputs.values, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.inputs.spec)
+        return args, kwargs
+
+    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Buffers that were assigned anew count as changed in place."""
+        for table, key, position in self.state.slots:
+            new, old = table.get(key), tensors[position]
+            kind, name, _ = self.state.arguments[position]
+            if new is old or kind != "buffer":
+                continue
+            if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
+                raise CaptureError(
+                    f"the forward replaces the buffer {name} by something of another type",
+                    why="the state of a program has fixed shapes",
+                    hint="keep the shape and the element type of buffers",
+                )
+            with torch.no_grad():
+                old.copy_(new)
+
+    def _outputs(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors in the output, copied so that none is another one or an input."""
+        values, self.out_spec = pytree.tree_flatten(output)
+        self.out_leaves = []
+        found: list[torch.Tensor] = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self.out_leaves.append(_Leaf(len(found)))
+                found.append(value)
+            else:
+                _check_static(value)
+                self.out_leaves.append(_Leaf(-1, repr(value)))
+        wanted = _differentiated(found, self.differentiate)
+        return tuple(torch.clone(t if k in wanted else t.detach()) for k, t in enumerate(found))
+
+
+def _differentiated(outputs: Sequence[torch.Tensor], differentiate: Differentiate) -> set[int]:
+    """Positions of the outputs that get a gradient."""
+    if differentiate == "none":
+        return set()
+    able = {k for k, t in enumerate(outputs) if t.requires_grad and t.is_floating_point()}
+    scalars = {k for k in able if outputs[k].dim() == 0}
+    return scalars if differentiate == "auto" and len(scalars) == 1 else able
+
+
+def _check_static(value: object) -> None:
+    if not isinstance(value, _PLAIN):
+        raise CaptureError(
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__}",
+            why="tensors inside it cannot be seen",
+            hint="return tensors, tuples, lists, dicts, or register the class with "
+            "torch.utils._pytree.register_pytree_node",
+        )
+
+
+def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apart, so that its frame tells the model's own code from what is above it."""
+    return model(*args, **kwargs)
+
+
+def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
+    mode = aot.fake_mode()
+    fakes = [aot.fake_like(t, mode) for t in tensors]
+    try:
+        with torch.enable_grad(), aot.compiling():
+            return aot.trace_joint(function, fakes)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise _explained(error) from error
+
+
+def _explained(error: Exception) -> CaptureError:
+    """What went wrong, at which line of the model, and the usual way out."""
+    line, text = user_line(error.__traceback__, _call_model.__code__)
+    where = f"{line}: {text}" if text else line
+    if isinstance(error, aot.DATA_DEPENDENT):
+        return CaptureError(
+            "the model's Python code asks for the value of a tensor",
+            where=where,
+            why="values are known only when a program runs, but Python runs now (an if, a while, .item(), "
+            "int() or a print on a tensor)",
+            hint="torch.where(condition, a, b) or a mask instead of a branch; a number passed as an argument "
+            "instead of .item()",
+        )
+    if isinstance(error, aot.DYNAMIC_SHAPE):
+        return CaptureError(
+            "the shape of a tensor depends on values",
+            where=where,
+            why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "
+            "tensor have shapes that are not)",
+            hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size with a "
+            "mask",
+        )
+    reason = str(error).strip().splitlines()
+    return CaptureError(
+        "the model fails while it is traced" if line else "tracing failed",
+        where=where,
+        why=f"{type(error).__name__}: {reason[0] if reason else ''}",
+        hint="run the model once on real inputs of these shapes; if that works, the statement needs the data "
+        "of a tensor",
+    )
+
+
+def _described(leaf: _Leaf) -> tuple[str, str]:
+    return ("tensor", "") if leaf.position >= 0 else ("static", leaf.static)
+
+
+def _dumped(spec: pytree.TreeSpec, what: str) -> str:
+    try:
+        return pytree.treespec_dumps(spec)
+    except NotImplementedError as error:
+        raise CaptureError(
+            f"the structure of the {what} cannot be written down",
+            why=str(error),
+            hint="give the class a serialized_type_name where it is registered with "
+            "torch.utils._pytree.register_pytree_node, or use tuples, lists and dicts",
+        ) from None
+
+
+def _batch_inputs(ports: Sequence[Port]) -> tuple[str, ...]:
+    """Inputs whose first size is the most common one among all inputs."""
+    inputs = [p for p in ports if p.kind == "input" and p.type.shape and p.type.shape[0] > 0]
+    if not inputs:
+        return ()
+    sizes = Counter(p.type.shape[0] for p in inputs)
+    batch = max(sizes, key=sizes.__getitem__)
+    return tuple(p.target for p in inputs if p.type.shape[0] == batch)

@@ -1,0 +1,181 @@
+"""Small models of the families that every equality test goes over; odd sizes among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+BATCH, SEQ = 8, 12
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model with random weights and one batch for it; both the same in every process."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+
+    def make(self, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+        torch.manual_seed(seed)
+        model = self.build().train()
+        torch.manual_seed(seed + 1)
+        return model, self.inputs()
+
+
+def _tokens(vocab: int, mask: bool = False) -> Callable[[], dict[str, torch.Tensor]]:
+    def make() -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, vocab, (BATCH, SEQ))
+        labels = torch.randint(3, vocab, (BATCH, SEQ))
+        labels[0, :5] = -100
+        found = {"input_ids": ids, "labels": labels}
+        if mask:
+            attention = torch.ones(BATCH, SEQ, dtype=torch.int64)
+            attention[1, 9:] = 0
+            attention[5, 4:] = 0
+            found["attention_mask"] = attention
+        return found
+
+    return make
+
+
+def _images(classes: int, size: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {
+        "pixel_values": torch.randn(BATCH, 3, size, size),
+        "labels": torch.randint(0, classes, (BATCH,)),
+    }
+
+
+def _gpt2(dropout: float = 0.0, heads: int = 4, width: int = 32, vocab: int = 97) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_head=heads,
+            n_embd=width,
+            vocab_size=vocab,
+            n_positions=32,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+        )
+    )
+
+
+def _llama(heads: int = 4, kv: int = 2, width: int = 32, vocab: int = 96, tie: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            hidden_size=width,
+            intermediate_size=88,
+            vocab_size=vocab,
+            max_position_embeddings=32,
+            tie_word_embeddings=tie,
+        )
+    )
+
+
+def _mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_size=32,
+            intermediate_size=48,
+            vocab_size=96,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+        )
+    )
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_size=32,
+            intermediate_size=72,
+            vocab_size=101,
+            max_position_embeddings=32,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def _t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=4,
+            d_model=32,
+            d_kv=8,
+            d_ff=56,
+            vocab_size=98,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def _vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            hidden_size=32,
+            intermediate_size=64,
+            image_size=16,
+            patch_size=4,
+            num_labels=10,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("gpt2", _gpt2, _tokens(97)),
+    Family("llama", _llama, _tokens(96)),
+    Family("mixtral", _mixtral, _tokens(96)),
+    Family("bert", _bert, _tokens(101, mask=True)),
+    Family("t5", _t5, _tokens(98)),
+    Family("vit", _vit, _images(10, 16)),
+    # three and five heads do not divide by 2 or 4; neither do these vocabularies
+    Family("gpt2-odd", lambda: _gpt2(heads=3, width=24, vocab=103), _tokens(103)),
+    Family("llama-odd", lambda: _llama(heads=5, kv=5, width=40, vocab=103, tie=True), _tokens(103)),
+)
+
+MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4")
+
+
+def family(name: str) -> Family:
+    return next(f for f in FAMILIES if f.name == name)
+
+
+def dropout_gpt2() -> tuple[nn.Module, dict[str, Any]]:
+    """GPT-2 with its dropouts on."""
+    torch.manual_seed(0)
+    model = _gpt2(dropout=0.2).train()
+    return model, _tokens(97)()

@@ -1,0 +1,70 @@
+"""Started by torchrun: train every given program three steps beside the eager model.
+
+Arguments: a JSON file with a list of ``{"family", "mesh", "program"}``, and where to write the results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from families import family
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from lockstep_check import relative_error
+
+STEPS = 3
+#: large enough that gradients which are zero in exact arithmetic do not become full Adam steps
+ADAM = {"lr": 1e-2, "eps": 1e-4}
+
+
+def train(model: nn.Module, inputs: dict[str, torch.Tensor], clip: bool) -> list[float]:
+    """Losses of a few AdamW steps, with the gradients clipped by their global norm."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**inputs).loss
+        loss.backward()
+        if clip:
+            autoshard.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def run_case(case: dict[str, str]) -> dict[str, float]:
+    """Relative errors of losses and of all parameters after training."""
+    wanted, inputs = family(case["family"]).make()
+    expected = train(wanted, inputs, clip=True)
+    model, inputs = family(case["family"]).make()
+    parallel = autoshard.load(case["program"], model)
+    found = train(parallel, inputs, clip=True)
+    errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))}
+    reference = dict(wanted.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        assert isinstance(parameter, DTensor)
+        errors[name] = relative_error(parameter.detach().full_tensor(), reference[name].detach())
+    return errors
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results = []
+    for case in cases:
+        errors = run_case(case)
+        worst = max(errors, key=lambda k: errors[k])
+        results.append({**case, "worst": worst, "error": errors[worst], "loss": errors["loss"]})
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""At least one sample call of every op that has a sharding rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rule_check import Sample
+
+f64, f32, i64 = torch.float64, torch.float32, torch.int64
+
+
+class Make:
+    """Draws reproducible tensors."""
+
+    def __init__(self) -> None:
+        self.source = torch.Generator().manual_seed(0)
+
+    def real(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=f64, generator=self.source)
+
+    def unit(self, *shape: int) -> torch.Tensor:
+        """Between 0.05 and 0.95: inside the domain of every function sampled here."""
+        return torch.rand(shape, dtype=f64, generator=self.source) * 0.9 + 0.05
+
+    def ints(self, top: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, top, shape, generator=self.source)
+
+    def bools(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self.source) < 0.5
+
+    def order(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.source)
+
+
+def _op(name: str) -> str:
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
+def _pointwise(m: Make) -> Iterator[Sample]:
+    """Broadcasting in every direction that an op allows."""
+    one = """rsqrt sqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu gelu relu erf sin cos tan abs sign floor ceil
+    round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish logical_not isnan isinf
+    isfinite nan_to_num neg clone detach alias lift_fresh_copy zeros_like ones_like""".split()
+    for name in one:
+        yield Sample(_op(name), (m.unit(5, 6),))
+    two = """eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor clamp_min
+    maximum minimum fmod.Tensor remainder.Tensor floor_divide rsub.Tensor atan2 copysign.Tensor heaviside
+    pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor""".split()
+    for name in two:
+        if name == "clamp_min":
+            continue
+        yield Sample(_op(name), (m.unit(5, 6), m.unit(6)))
+        yield Sample(_op(name), (m.unit(4, 1, 6), m.unit(5, 1)))
+    for name in "eq ne lt le gt ge add sub".split():
+        yield Sample(f"aten.{name}.Scalar", (m.real(5, 6), 0.25))
+    for name in "fmod remainder mul div rsub".split():
+        yield Sample(f"aten.{name}.Scalar", (m.real(5, 6), 2))
+    for name in "bitwise_and bitwise_or bitwise_xor __and__ __or__".split():
+        yield Sample(f"aten.{name}.Tensor", (m.ints(9, 5, 6), m.ints(9, 6)))
+    yield Sample("aten.bitwise_and.Tensor", (m.bools(4, 1, 6), m.bools(5, 1)))
+    for name in "bitwise_and bitwise_or".split():
+        yield Sample(f"aten.{name}.Scalar", (m.ints(9, 5, 6), 3))
+    yield Sample("aten.bitwise_not.default", (m.bools(5, 6),))
+    yield Sample("aten.pow.Tensor_Scalar", (m.unit(5, 6), 3))
+    yield Sample("aten.pow.Scalar", (2, m.real(5, 6)))
+    yield Sample("aten.clamp.default", (m.real(5, 6), -0.5, 0.5))
+    yield Sample("aten.clamp.Tensor", (m.real(5, 6), m.unit(6) - 1, m.unit(5, 1)))
+    yield Sample("aten.clamp.Tensor", (m.real(5, 6), None, m.unit(5, 1)))
+    yield Sample("aten.clamp_min.default", (m.real(5, 6), 0.1))
+    yield Sample("aten.clamp_max.default", (m.real(5, 6), 0.1))
+    yield Sample("aten.floor_divide.Scalar", (m.ints(9, 5, 6), 2))
+    yield Sample("aten.div.Tensor_mode", (m.real(5, 6), m.unit(6)), {"rounding_mode": "floor"})
+    yield Sample("aten.div.Scalar_mode", (m.real(5, 6), 0.3), {"rounding_mode": "trunc"})
+    yield Sample("aten.masked_fill.Tensor", (m.real(5, 6), m.bools(5, 1), torch.tensor(0.5, dtype=f64)))
+    yield Sample("aten.masked_fill.Scalar", (m.real(5, 6), m.bools(6), 0))
+    yield Sample("aten.masked_fill.Scalar", (m.real(5, 6), m.bools(6), float("-inf")))
+    yield Sample("aten.addcmul.default", (m.real(5, 6), m.real(6), m.real(5, 1)), {"value": 0.5})
+    yield Sample("aten.addcdiv.default", (m.real(5, 6), m.real(6), m.unit(5, 1)))
+    yield Sample("aten.lerp.Scalar", (m.real(5, 6), m.real(5, 6), 0.3))
+    yield Sample("aten.lerp.Tensor", (m.real(5, 6), m.real(5, 6), m.unit(6)))
+    yield Sample("aten.full_like.default", (m.real(5, 6), 2.5))
+    yield Sample("aten.empty_like.default", (m.real(5, 6),), shapes_only=True)
+    yield Sample("aten.log_sigmoid_forward.default", (m.real(5, 6),))
+    yield Sample("aten.add.Tensor", (m.real(5, 6), m.real(5, 6)), {"alpha": 2})
+    yield Sample("aten.add.Tensor", (m.real(5, 6), 3))
+    yield Sample("aten.add.Tensor", (m.bools(5, 6), m.bools(6)))
+    yield Sample("aten.sub.Tensor", (m.ints(9, 6), m.ints(9, 5, 1)))
+    yield Sample("aten.mul.Tensor", (m.real(5, 6), m.bools(6)))
+    yield Sample("aten.mul.Tensor", (m.real(5, 6), 0.5))
+    yield Sample("aten.mul.Tensor", (m.real(5, 6), torch.tensor(0.5, dtype=f64)))
+    yield Sample("aten.div.Tensor", (m.ints(9, 5, 6), 4))
+    yield Sample("aten.reciprocal.default", (m.unit(5, 6),))
+    yield Sample("aten.clone.default", (m.bools(5, 6),))
+    for dtype in (f32, i64, torch.bool, torch.bfloat16):
+        yield Sample("aten._to_copy.default", (m.real(5, 6),), {"dtype": dtype})
+        yield Sample("prims.convert_element_type.default", (m.real(5, 6), dtype))
+    yield Sample("aten._to_copy.default", (m.real(5, 6).float(),), {"dtype": f64})
+    yield Sample("aten._to_copy.default", (m.ints(9, 5, 6),), {"dtype": f64})
+    yield Sample("aten.where.self", (m.bools(5, 6), m.real(5, 6), m.real(6)))
+    yield Sample("aten.where.self", (m.bools(5, 1), m.real(6), torch.tensor(0.0, dtype=f64)))
+    yield Sample("aten.where.self", (m.bools(5, 6), m.bools(5, 6), m.bools(6)))
+    yield Sample("aten.where.ScalarOther", (m.bools(5, 6), m.real(6), 1.5))
+    yield Sample("aten.where.ScalarSelf", (m.bools(5, 6), 1.5, m.real(6)))
+    g, x = m.real(5, 6), m.real(5, 6)
+    for name, rest in {
+        "gelu_backward": (x,),
+        "silu_backward": (x,),
+        "tanh_backward": (x.tanh(),),
+        "sigmoid_backward": (x.sigmoid(),),
+        "threshold_backward": (x, 0.1),
+        "elu_backward": (1.0, 1.0, 1.0, False, x),
+        "leaky_relu_backward": (x, 0.1, False),
+        "hardtanh_backward": (x, -0.5, 0.5),
+        "hardswish_backward": (x,),
+        "hardsigmoid_backward": (x,),
+        "softplus_backward": (x, 1.0, 20.0),
+        "mish_backward": (x,),
+    }.items():
+        yield Sample(_op(name), (g, *rest))
+    yield Sample("aten.gelu_backward.default", (g, x), {"approximate": "tanh"})
+
+
+def _views(m: Make) -> Iterator[Sample]:
+    reshapes: list[tuple[Sequence[int], Sequence[int]]] = [
+        ((6, 4), (24,)),
+        ((24,), (6, 4)),
+        ((4, 6, 5), (24, 5)),
+        ((2, 6, 8), (2, 6, 2, 4)),
+        ((2, 6, 4, 2), (12, 8)),
+        ((5, 6), (6, 5)),
+        ((6, 4), (4, 6)),
+        ((12, 5), (2, 1, 6, 5, 1)),
+        ((7, 6), (7, 2, 3)),
+        ((1, 6), (6,)),
+        ((1,), ()),
+        ((4, 3, 5), (12, 5)),
+        ((5, 4), (20,)),
+    ]
+    for source, target in reshapes:
+        yield Sample("aten.view.default", (m.real(*source), list(target)))
+        yield Sample("aten.reshape.default", (m.real(*source), list(target)))
+    yield Sample("aten._unsafe_view.default", (m.real(4, 6, 5), [24, -1]))
+    yield Sample("aten.reshape.default", (m.ints(9, 5, 6), [30]))
+    yield Sample("aten.permute.default", (m.real(4, 5, 6), [2, 0, -2]))
+    yield Sample("aten.transpose.int", (m.real(4, 5, 6), -1, 1))
+    yield Sample("aten.t.default", (m.real(5, 6),))
+    yield Sample("aten.t.default", (m.real(5),))
+    yield Sample("aten.expand.default", (m.real(5, 1), [4, 5, 6]))
+    yield Sample("aten.expand.default", (m.real(1, 6), [-1, 6]))
+    yield Sample("aten.expand.default", (m.real(), [4, 5]))
+    yield Sample("aten.unsqueeze.default", (m.real(5, 6), -1))
+    yield Sample("aten.unsqueeze.default", (m.real(5, 6), 0))
+    yield Sample("aten.squeeze.default", (m.real(1, 5, 1, 6),))
+    yield Sample("aten.squeeze.dim", (m.real(5, 1, 6), -2))
+    yield Sample("aten.squeeze.dim", (m.real(5, 1, 6), 0))
+    yield Sample("aten.squeeze.dims", (m.real(1, 5, 1, 6), [0, 1, 2]))
+    yield Sample("aten.slice.Tensor", (m.real(5, 6), 1, 1, 5, 2))
+    yield Sample("aten.slice.Tensor", (m.real(5, 6), 0, 0, 9223372036854775807))
+    yield Sample("aten.slice.Tensor", (m.real(5, 6), -1, -3, 9223372036854775807))
+    yield Sample("aten.slice.Tensor", (m.real(5, 6),))
+    yield Sample("aten.slice_backward.default", (m.real(5, 2), [5, 6], 1, 1, 5, 2))
+    yield Sample("aten.slice_backward.default", (m.real(5, 6), [5, 6], 1, 0, 9223372036854775807, 1))
+    yield Sample("aten.select.int", (m.real(4, 5, 6), 1, -1))
+    yield Sample("aten.select_backward.default", (m.real(4, 6), [4, 5, 6], -2, 3))
+    yield Sample("aten.split.Tensor", (m.real(5, 12), 4, 1))
+    yield Sample("aten.split.Tensor", (m.real(15, 5), 5))
+    yield Sample("aten.split.Tensor", (m.real(5, 12), 5, -1))
+    yield Sample("aten.split.Tensor", (m.real(6, 5), 1))
+    yield Sample("aten.split.Tensor", (m.real(1, 5), 1))
+    yield Sample("aten.split.Tensor", (m.real(5, 6), 6, 1))
+    yield Sample("aten.split_with_sizes.default", (m.real(5, 18), [6, 6, 6], -1))
+    yield Sample("aten.split_with_sizes.default", (m.real(5, 12), [8, 2, 2], 1))
+    yield Sample("aten.split_with_sizes.default", (m.real(15, 4), [5, 5, 5]))
+    yield Sample("aten.unbind.int", (m.real(3, 5, 6),))
+    yield Sample("aten.unbind.int", (m.real(4, 5, 2), -1))
+    yield Sample("aten.cat.default", ([m.real(5, 6), m.real(5, 6), m.real(5, 6)], 1))
+    yield Sample("aten.cat.default", ([m.real(5, 6), m.real(2, 6)],))
+    yield Sample("aten.cat.default", ([m.real(4, 1), m.real(4, 1)], -1))
+    yield Sample("aten.cat.default", ([m.real(1, 5)],))
+    yield Sample("aten.cat.default", ([torch.empty(0, dtype=f64), m.real(4, 5)], 1))
+    yield Sample("aten.cat.default", ([m.ints(9, 4, 6), m.ints(9, 4, 6)], 1))
+    yield Sample("aten.stack.default", ([m.real(5, 6), m.real(5, 6)], -1))
+    yield Sample("aten.stack.default", ([m.real(5, 6), m.real(5, 6), m.real(5, 6)],))
+    yield Sample("aten.repeat.default", (m.real(5, 6), [2, 1, 3]))
+    yield Sample("aten.repeat.default", (m.real(1, 6), [4, 1]))
+
+
+def _reductions(m: Make) -> Iterator[Sample]:
+    x = m.real(4, 5, 6)
+    for name in ("sum.dim_IntList", "amax", "amin"):
+        yield Sample(_op(name), (x, [1]))
+        yield Sample(_op(name), (x, [-1, 0], True))
+        yield Sample(_op(name), (x, [0, 2]))
+        yield Sample(_op(name), (x, []))
+    yield Sample("aten.sum.dim_IntList", (x, None), {"dtype": f64})
+    yield Sample("aten.sum.dim_IntList", (m.bools(5, 6), [0]))
+    yield Sample("aten.sum.dim_IntList", (m.real(), [-1]))
+    yield Sample("aten.sum.default", (x,))
+    yield Sample("aten.sum.default", (m.ints(9, 5, 6),))
+    yield Sample("aten.max.default", (x,))
+    yield Sample("aten.min.default", (x,))
+    for name in ("max.dim", "min.dim", "argmax", "argmin", "prod.dim_int"):
+        yield Sample(_op(name), (x, 1))
+        yield Sample(_op(name), (x, -1, True))
+    yield Sample("aten.argmax.default", (x,))
+    yield Sample("aten.any.default", (m.bools(5, 6),))
+    yield Sample("aten.all.default", (m.bools(5, 6),))
+    yield Sample("aten.any.dim", (m.bools(5, 6), 1))
+    yield Sample("aten.all.dim", (m.bools(5, 6), 0, True))
+    yield Sample("aten.logsumexp.default", (x, [1, 2]))
+    yield Sample("aten.var.correction", (x, [1]), {"correction": 0, "keepdim": True})
+    yield Sample("aten.var.correction", (x,), {"correction": 1})
+    for name in ("_softmax", "_log_softmax"):
+        yield Sample(_op(name), (x, -1, False))
+        yield Sample(_op(name), (x, 1, False))
+    yield Sample("aten._safe_softmax.default", (x, 2))
+    yield Sample("aten._softmax_backward_data.default", (m.real(4, 5, 6), x.softmax(-1), -1, f64))
+    yield Sample("aten._log_softmax_backward_data.default", (m.real(4, 5, 6), x.log_softmax(1), 1, f64))
+    yield Sample("aten.cumsum.default", (x, 1))
+    yield Sample("aten.cumsum.default", (m.ints(9, 5, 6), -1), {"dtype": i64})
+    yield Sample("aten.sort.default", (x, 1, True))
+    yield Sample("aten.sort.default", (x,))
+    yield Sample("aten.argsort.default", (x, 1))
+    yield Sample("aten.sort.stable", (m.ints(3, 5, 6),), {"stable": True, "dim": 0})
+    yield Sample("aten.argsort.stable", (m.ints(3, 5, 6),), {"stable": True, "dim": -1})
+    yield Sample("aten.flip.default", (x, [0, -1]))
+    yield Sample("aten.tril.default", (x,))
+    yield Sample("aten.triu.default", (x, 1))
+    yield Sample("aten.topk.default", (x, 2))
+    yield Sample("aten.topk.default", (x, 3, 1, False))
+
+
+def _matmuls(m: Make) -> Iterator[Sample]:
+    yield Sample("aten.mm.default", (m.real(5, 6), m.real(6, 7)))
+    yield Sample("aten.mm.default", (m.real(8, 1), m.real(1, 12)))
+    yield Sample("aten.bmm.default", (m.real(4, 5, 6), m.real(4, 6, 7)))
+    yield Sample("aten.mv.default", (m.real(5, 6), m.real(6)))
+    yield Sample("aten.dot.default", (m.real(6), m.real(6)))
+    plain = [[2, 1], [1, 1], [1, 1], False, [0, 0], 1]
+    for bias in (None, m.real(6)):
+        yield Sample("aten.convolution.default", (m.real(5, 3, 7, 6), m.real(6, 3, 3, 3), bias, *plain))
+    grouped = [[1], [1], [1], False, [0], 2]
+    yield Sample("aten.convolution.default", (m.real(4, 4, 7), m.real(6, 2, 3), m.real(6), *grouped))
+    turned = [[2], [0], [1], True, [0], 1]
+    yield Sample("aten.convolution.default", (m.real(4, 3, 5), m.real(3, 6, 2), m.real(6), *turned))
+    for mask in ([True, True, True], [False, True, False]):
+        x, w = m.real(5, 3, 7, 6), m.real(6, 3, 3, 3)
+        g = torch.ops.aten.convolution(x, w, None, *plain)
+        yield Sample("aten.convolution_backward.default", (g, x, w, [6] if mask[2] else None, *plain, mask))
+    x, w = m.real(4, 4, 7), m.real(6, 2, 3)
+    g = torch.ops.aten.convolution(x, w, None, *grouped)
+    yield Sample("aten.convolution_backward.default", (g, x, w, [6], *grouped, [True, True, True]))
+    x, w = m.real(4, 3, 5), m.real(3, 6, 2)
+    g = torch.ops.aten.convolution(x, w, None, *turned)
+    yield Sample("aten.convolution_backward.default", (g, x, w, [6], *turned, [True, True, True]))
+    offs = torch.tensor([2, 5, 9], dtype=torch.int32)
+    rows, weights = m.real(9, 6).float(), m.real(3, 6, 4).float()
+    yield Sample("transformers.grouped_mm_fallback.default", (rows, weights, offs))
+    rows, weights = m.real(9, 64).bfloat16() / 8, m.real(3, 64, 32).bfloat16() / 8
+    yield Sample("aten._grouped_mm.default", (rows, weights, offs))
+    rows, offs = m.real(64, 16).bfloat16() / 8, torch.tensor([2, 5, 16], dtype=torch.int32)
+    yield Sample("aten._grouped_mm.default", (rows, m.real(16, 32).bfloat16() / 8, offs))
+    yield Sample("aten._grouped_mm.default", (m.real(3, 8, 24).float(), m.real(24, 16).float(), offs))
+    yield Sample("aten._grouped_mm.default", (m.real(3, 7, 8).float(), m.real(3, 8, 16).float()))
+
+
+def _norms(m: Make) -> Iterator[Sample]:
+    x, w, b = m.real(4, 5, 6), m.real(6), m.real(6)
+    yield Sample("aten.native_layer_norm.default", (x, [6], w, b, 1e-5))
+    yield Sample("aten.native_layer_norm.default", (x, [6], None, None, 1e-5))
+    yield Sample("aten.native_layer_norm.default", (x, [5, 6], m.real(5, 6), None, 1e-5))
+    yield Sample("aten.native_layer_norm.default", (m.real(6), [6], w, b, 1e-5))
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x, [6], w, b, 1e-5)
+    for mask in ([True, True, True], [True, False, False], [False, True, False]):
+        args = (m.real(4, 5, 6), x, [6], mean, rstd, w, b, mask)
+        yield Sample("aten.native_layer_norm_backward.default", args)
+    args = (m.real(4, 5, 6), x, [6], mean, rstd, None, None, [True, False, False])
+    yield Sample("aten.native_layer_norm_backward.default", args)
+
+
+def _embeddings(m: Make) -> Iterator[Sample]:
+    yield Sample("aten.embedding.default", (m.real(7, 6), m.ints(7, 4, 5)))
+    yield Sample("aten.embedding.default", (m.real(8, 4), m.ints(8, 5), 2))
+    yield Sample("aten.embedding.default", (m.real(6, 4), torch.tensor(3)))
+    for rows, padding, scaled in ((7, -1, False), (7, 2, False), (8, 0, False), (8, -1, True)):
+        ids = m.ints(rows, 4, 5)
+        args = (m.real(4, 5, 6), ids, rows, padding, scaled)
+        yield Sample("aten.embedding_dense_backward.default", args)
+
+
+def _losses(m: Make) -> Iterator[Sample]:
+    logits = m.real(5, 7) * 3
+    target = torch.tensor([0, 6, -100, 3, 5])
+    yield Sample("autoshard.xent_stats.default", (logits, target, 0))
+    yield Sample("autoshard.xent_stats.default", (m.real(6, 12), m.ints(12, 6), 0))
+    stats = torch.ops.autoshard.xent_stats(logits, target, 0)
+    for ignore, smoothing in ((-100, 0.0), (-100, 0.1), (3, 0.2)):
+        rest = (target, ignore, smoothing, 7, f64)
+        yield Sample("autoshard.xent_finish.default", (stats, *rest))
+        lse = logits.logsumexp(1)
+        args = (m.real(5), logits, target, lse, ignore, smoothing, 7, 0)
+        yield Sample("autoshard.xent_part_backward.default", args)
+
+
+def _indexing(m: Make) -> Iterator[Sample]:
+    x = m.real(4, 5, 6)
+    rows = m.ints(4, 7)
+    indices: list[tuple[Any, ...]] = [
+        (rows,),
+        (None, m.ints(5, 3, 4)),
+        (None, m.ints(5, 4), m.ints(6, 4)),
+        (None, m.ints(5, 4, 1), m.ints(6, 3)),
+        (rows, None, m.ints(6, 7)),
+        (m.ints(4, 2, 1), None, m.ints(6, 6)),
+        (rows, m.ints(5, 7), m.ints(6, 1)),
+        (None, None, torch.tensor(2)),
+    ]
+    for each in indices:
+        for name in ("index", "_unsafe_index"):
+            yield Sample(f"aten.{name}.Tensor", (x, list(each)))
+    yield Sample("aten.index.Tensor", (m.ints(9, 5, 6), [None, m.ints(6, 4)]))
+    for name in ("index_put", "_unsafe_index_put"):
+        for each in indices:
+            used = [i for i in each if i is not None]
+            picked = torch.ops.aten.index.Tensor(x, list(each))
+            yield Sample(f"aten.{name}.default", (x, list(each), torch.randn_like(picked), True))
+            if len(used) == 1 and used[0].dim() == 1:
+                unique = [None if i is None else m.order(4)[:3] for i in each]
+                put = torch.randn_like(torch.ops.aten.index.Tensor(x, unique))
+                yield Sample(f"aten.{name}.default", (x, unique, put))
+        yield Sample(f"aten.{name}.default", (x, [None, m.ints(5, 3)], m.real(1, 6), True))
+        yield Sample(f"aten.{name}.default", (x, [m.ints(4, 3)], torch.tensor(1.5, dtype=f64), True))
+    yield Sample("aten.index_select.default", (x, 1, m.ints(5, 7)))
+    yield Sample("aten.index_select.default", (x, -1, torch.tensor(2)))
+    yield Sample("aten.gather.default", (x, 1, m.ints(5, 4, 7, 6)))
+    yield Sample("aten.gather.default", (x, -1, m.ints(6, 3, 5, 1)))
+    yield Sample("aten.gather.default", (m.ints(9, 5, 6), 0, m.ints(5, 1, 6)))
+    order = torch.stack([m.order(6) for _ in range(20)]).view(4, 5, 6)
+    yield Sample("aten.scatter.src", (x, 2, order, m.real(4, 5, 6)))
+    yield Sample("aten.scatter.src", (x, 2, order[:3], m.real(4, 5, 6)))
+    yield Sample("aten.scatter.value", (x, 2, m.ints(6, 4, 5, 1), 1.5))
+    yield Sample("aten.scatter.value", (x, -2, m.ints(5, 4, 2, 6), 0))
+    for index in (m.ints(5, 4, 7, 6), m.ints(5, 4, 7, 2), m.ints(5, 2, 7, 6)):
+        src = torch.randn(index.shape, dtype=f64)
+        yield Sample("aten.scatter_add.default", (x, 1, index, src))
+
+
+def _creations(m: Make) -> Iterator[Sample]:
+    yield Sample("aten.full.default", ([5, 6], 2.5), {"dtype": f64})
+    yield Sample("aten.full.default", ([], 1), {"dtype": f64})
+    yield Sample("aten.zeros.default", ([5, 6],), {"dtype": f32})
+    yield Sample("aten.ones.default", ([5, 1, 8],), {"dtype": f32})
+    yield Sample("aten.empty.memory_format", ([5, 6],), {"dtype": f32}, shapes_only=True)
+    yield Sample("aten.scalar_tensor.default", (2.5,), {"dtype": f64})
+    yield Sample("aten.arange.default", (6,))
+    yield Sample("aten.arange.start", (2, 8))
+    yield Sample("aten.arange.start_step", (2, 14, 3))
+    yield Sample("aten.linspace.default", (0, 1, 7), {"dtype": f64})
+    seed = torch.tensor(1234567890123)
+    for shape in ((6, 4), (5, 3, 4), (12,), ()):
+        args = (0.4, seed, 3, [0] * len(shape), list(shape))
+        yield Sample("autoshard.dropout.default", (m.real(*shape), *args))
+
+
+def _attention(m: Make) -> Iterator[Sample]:
+    masks: list[tuple[torch.Tensor | None, bool]] = [(None, False), (None, True)]
+    for shape in ((4, 3, 5, 6), (4, 1, 5, 6), (1, 1, 5, 6), (1, 3, 1, 6), (5, 6), (1, 6), (4, 1, 1, 6)):
+        masks.append((m.real(*shape), False))
+    allowed = m.bools(4, 1, 5, 6)
+    allowed[..., 0] = True
+    masks.append((allowed, False))
+    for channels in (4, 6):
+        q, k, v = m.real(4, 3, 5, 4), m.real(4, 3, 6, 4), m.real(4, 3, 6, channels)
+        for mask, causal in masks:
+            yield Sample("autoshard.sdpa.default", (q, k, v, mask, causal, 0.5))
+            out, lse = torch.ops.autoshard.sdpa(q, k, v, mask, causal, 0.5)
+            args = (torch.randn_like(out), q, k, v, out, lse, mask, causal, 0.5)
+            yield Sample("autoshard.sdpa_backward.default", args)
+
+
+def _experts(m: Make) -> Iterator[Sample]:
+    yield Sample("aten.bincount.default", (m.ints(6, 12), None, 8))
+    yield Sample("aten.histc.default", (m.real(12), 4, -3, 3))
+    edges = m.real(5).sort().values
+    yield Sample("aten.searchsorted.Tensor", (edges, m.real(4, 6)))
+    yield Sample("aten.bucketize.Tensor", (m.real(4, 6), edges))
+
+
+FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
+    _pointwise,
+    _views,
+    _reductions,
+    _matmuls,
+    _norms,
+    _embeddings,
+    _losses,
+    _indexing,
+    _creations,
+    _attention,
+    _experts,
+)
+
+
+def all_samples() -> list[Sample]:
+    """All samples, in the same order and with the same values every time."""
+    torch.manual_seed(0)
+    make = Make()
+    return [sample for family in FAMILIES for sample in family(make)]
