@@ -1,0 +1,74 @@
+"""A compiler that takes an unmodified PyTorch model and a device mesh and gives one program per rank.
+
+    import autoshard
+
+    model = autoshard.parallelize(model, "dp=2,tp=2", example_inputs=batch)   # under torchrun
+
+or in steps: `plan` decides, `compile` makes the per-rank programs, `load` runs them without planning again.
+Names are imported when they are first used, so that ``import autoshard`` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from autoshard._version import __version__
+
+if TYPE_CHECKING:
+    from autoshard import errors
+    from autoshard.api import Compiled, Planned, compile, load, parallelize, plan
+    from autoshard.cluster import Cluster, Mesh
+    from autoshard.errors import (
+        AutoshardError,
+        CaptureError,
+        InfeasibleError,
+        NoRuleError,
+        UsageError,
+        VerificationError,
+    )
+    from autoshard.runtime.clip import clip_grad_norm_
+
+__all__ = [
+    "AutoshardError",
+    "CaptureError",
+    "Cluster",
+    "Compiled",
+    "InfeasibleError",
+    "Mesh",
+    "NoRuleError",
+    "Planned",
+    "UsageError",
+    "VerificationError",
+    "__version__",
+    "clip_grad_norm_",
+    "compile",
+    "errors",
+    "load",
+    "parallelize",
+    "plan",
+]
+
+
+def _home(name: str) -> str | None:
+    """The module that a public name lives in."""
+    if name in ("plan", "compile", "load", "parallelize", "Planned", "Compiled"):
+        return "autoshard.api"
+    if name in ("Mesh", "Cluster"):
+        return "autoshard.cluster"
+    if name == "clip_grad_norm_":
+        return "autoshard.runtime.clip"
+    return "autoshard.errors" if name.endswith("Error") and name in __all__ else None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("autoshard.errors")
+    home = _home(name)
+    if home is None:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops`
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,7 @@ def capture(
     inputs = _inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
-        stack.enter_context(huggingface.prepared(model))
+        stack.enter_context(huggingface.prepared(model, frozenset(kwargs or ())))
         state = _state_of(model)
         function = _Function(model, state, inputs, differentiate)
         seed = torch.empty((), dtype=torch.int64, device="meta")
@@ -86,14 +87,15 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes, parameters, buffers, modules in saved:
-            for now, before in (
-                (module.__dict__, attributes),
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-                (module._modules, modules),
-            ):
-                now.clear()
-                now.update(before)
+            _restore(module.__dict__, attributes)
+            _restore(module._parameters, parameters)
+            _restore(module._buffers, buffers)
+            _restore(module._modules, modules)
+
+
+def _restore(now: Any, before: dict[str, Any]) -> None:
+    now.clear()
+    now.update(before)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _path_name(path: Sequence[Any]) -> str:
 
 
 def _check_plain(tensor: torch.Tensor, name: str) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         raise CaptureError(
             f"{name} has no shape yet",
             why="lazy modules learn their shapes from data",
@@ -215,7 +217,7 @@ class _Function:
         split = len(self.state.tensors)
         for table, key, position in self.state.slots:
             table[key] = tensors[position]
-        with self.recorder.running():
+        with self.recorder.running(), aot.plain_model_code():
             args, kwargs = self._arguments(tensors[split:])
             with lifting(Lifter(tensors[-1]), self.recorder.at):
                 output = _call_model(self.model, args, kwargs)
@@ -293,12 +295,24 @@ def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
     mode = aot.fake_mode()
     fakes = [aot.fake_like(t, mode) for t in tensors]
     try:
-        with torch.enable_grad(), aot.compiling():
+        with torch.enable_grad(), aot.compiling(), _no_garbage_collection():
             return aot.trace_joint(function, fakes)
     except AutoshardError:
         raise
     except Exception as error:
         raise _explained(error) from error
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes many small objects that all stay: looking through them again and again is wasted."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _explained(error: Exception) -> CaptureError:
@@ -320,8 +334,8 @@ def _explained(error: Exception) -> CaptureError:
             where=where,
             why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "
             "tensor have shapes that are not)",
-            hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size with a "
-            "mask",
+            hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size "
+            "with a mask",
         )
     reason = str(error).strip().splitlines()
     return CaptureError(

@@ -89,6 +89,8 @@ class _Importer:
     types: dict[tuple[torch.Size, torch.dtype], TensorType] = field(default_factory=dict)
     ports: list[Port] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: real tensor -> name of its port
+    known: dict[object, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     backward: set[fx.Node] = field(default_factory=set)
     #: per value: (position of the node that made it, its origin)
@@ -151,9 +153,11 @@ class _Importer:
         if kind == "tangent":
             target = str(self.ends.outputs[position])
             self._port(node, "tangent", target, f"tangent_{target}")
-        else:
-            port_kind, target, wish = self.ends.arguments[position]
-            self._port(node, port_kind, target, wish)
+            return
+        port_kind, target, wish = self.ends.arguments[position]
+        if kind == "mutated":
+            raise _changed(port_kind, target)
+        self._port(node, port_kind, target, wish)
 
     def _constant(self, node: fx.Node) -> None:
         value: Any = self.traced.module
@@ -164,12 +168,17 @@ class _Importer:
         tensor = constant_of(value)
         if tensor is None or tensor.device.type == "meta":
             raise self._refusal(
-                node, "the model uses a tensor that is neither a parameter, a buffer nor an input and has no values"
+                node,
+                "the model uses a tensor without values that is neither a parameter, a buffer nor an input",
             )
-        key = self._fresh(f"const_{len(self.constants)}")
-        self.taken.discard(key)
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if same in self.known:
+            self.names[node] = self.known[same]
+            return
+        key = f"const_{len(self.constants)}"
         self.constants[key] = tensor.detach().clone()
         self._port(node, "const", key, key)
+        self.known[same] = self.names[node]
 
     def _call(self, node: fx.Node) -> None:
         target = node.target
@@ -273,7 +282,8 @@ class _Importer:
         return self._unsupported(value, node)
 
     def _unsupported(self, value: object, node: fx.Node) -> Arg:
-        raise self._refusal(node, f"the op {node.target} has the argument {value!r}, which programs cannot hold")
+        what = f"the op {node.target} has the argument {value!r}, which programs cannot hold"
+        raise self._refusal(node, what)
 
     def _refusal(self, node: fx.Node, what: str) -> CaptureError:
         number = mark_of(node)
@@ -297,11 +307,7 @@ class _Importer:
             elif kind == "mutation" and port_kind == "buffer":
                 results.append(Result(name, "buffer", target))
             elif kind == "mutation" and port_kind == "param":
-                raise CaptureError(
-                    f"the forward changes the parameter {target} in place",
-                    why="a program may hold only a shard of it, and updates belong to the optimizer",
-                    hint="change parameters outside of forward, or make it a buffer",
-                )
+                raise _changed(port_kind, target)
         return tuple(results)
 
     def _used_ports(self, nodes: Sequence[Node], results: Sequence[Result]) -> tuple[Port, ...]:
@@ -313,6 +319,14 @@ class _Importer:
 
     def _used_constants(self, ports: Sequence[Port]) -> dict[str, torch.Tensor]:
         return {p.target: self.constants[p.target] for p in ports if p.kind == "const"}
+
+
+def _changed(kind: str, name: str) -> CaptureError:
+    return CaptureError(
+        f"the forward changes the {'parameter' if kind == 'param' else kind} {name} in place",
+        why="what requires a gradient is changed by the optimizer only",
+        hint="change it outside of forward, or make it a buffer",
+    )
 
 
 #: target of the input port that dropout masks depend on

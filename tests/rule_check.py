@@ -12,7 +12,7 @@ import torch
 
 import autoshard.ops  # noqa: F401  (registers the ops that shards call)
 from autoshard.ir import DTYPES, Dtype, Graph, Node, Ref, TensorType, refs_of
-from autoshard.placement import Layout, Partial, Shard, layout_ok, local_shape
+from autoshard.placement import Layout, Partial, layout_ok, local_shape
 from autoshard.rules.core import Factored
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.rules.states import Digit, OpState, op_states
@@ -109,14 +109,18 @@ def digits_of(rule: Factored) -> list[list[Digit]]:
     return found
 
 
-def check(sample: Sample, rule_fn: Callable[..., Factored], meshes: Sequence[tuple[int, ...]] = MESHES) -> int:
+def check(
+    sample: Sample, rule_fn: Callable[..., Factored], meshes: Sequence[tuple[int, ...]] = MESHES
+) -> int:
     """Compare every state of a rule on every mesh with the truth; how many states there were."""
     call = make_call(sample)
     rule = rule_fn(call.node, call.ins)
     _check_form(call, rule)
     count = 0
     for sizes in meshes:
-        states = op_states(rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True)
+        states = op_states(
+            rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True
+        )
         for state in states:
             _check_state(call, rule, state, sizes)
         count += len(states)
@@ -126,14 +130,21 @@ def check(sample: Sample, rule_fn: Callable[..., Factored], meshes: Sequence[tup
 def _check_form(call: Call, rule: Factored) -> None:
     """The dims of every tensor are products of the factors, and the order of inputs is that of the uses."""
     assert len(rule.inputs) == len(call.ins), f"{call.sample}: {len(rule.inputs)} inputs in the rule"
-    assert len(rule.outputs) == len(call.node.types), f"{call.sample}: {len(rule.outputs)} outputs in the rule"
-    for dims, type_ in [*zip(rule.inputs, call.ins, strict=True), *zip(rule.outputs, call.node.types, strict=True)]:
+    assert len(rule.outputs) == len(call.node.types), (
+        f"{call.sample}: {len(rule.outputs)} outputs in the rule"
+    )
+    for dims, type_ in [
+        *zip(rule.inputs, call.ins, strict=True),
+        *zip(rule.outputs, call.node.types, strict=True),
+    ]:
         assert (dims is None) == (type_ is None), f"{call.sample}: an output that is no tensor"
         if dims is None or type_ is None:
             continue
         assert len(dims) == len(type_.shape), f"{call.sample}: {dims} for {type_}"
         for factors, size in zip(dims, type_.shape, strict=True):
-            assert not factors or prod(rule.sizes[f] for f in factors) == size, f"{call.sample}: {dims} for {type_}"
+            assert not factors or prod(rule.sizes[f] for f in factors) == size, (
+                f"{call.sample}: {dims} for {type_}"
+            )
 
 
 def _check_state(call: Call, rule: Factored, state: OpState, sizes: tuple[int, ...]) -> None:
@@ -228,7 +239,9 @@ def recombine(
     return out.reshape(tuple(shape))
 
 
-def _shards(x: torch.Tensor, layout: Layout, type_: TensorType, views: Sequence[RankView]) -> list[torch.Tensor]:
+def _shards(
+    x: torch.Tensor, layout: Layout, type_: TensorType, views: Sequence[RankView]
+) -> list[torch.Tensor]:
     """What each rank holds of an input; terms of a partial sum are random."""
     terms = _terms(x, [n for n, p in zip(views[0].sizes, layout, strict=True) if isinstance(p, Partial)])
     found = []

@@ -11,6 +11,23 @@ from rule_check import Sample
 f64, f32, i64 = torch.float64, torch.float32, torch.int64
 
 
+UNARY = tuple(
+    """
+    rsqrt sqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu gelu relu erf sin cos tan abs sign
+    floor ceil round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish
+    logical_not isnan isinf isfinite nan_to_num neg clone detach alias lift_fresh_copy zeros_like
+    ones_like
+    """.split()  # noqa: SIM905 - a table reads better than 40 quoted lines
+)
+BINARY = tuple(
+    """
+    eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor
+    maximum minimum fmod.Tensor remainder.Tensor floor_divide rsub.Tensor atan2 copysign.Tensor
+    heaviside pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor
+    """.split()  # noqa: SIM905 - a table reads better than 20 quoted lines
+)
+
+
 class Make:
     """Draws reproducible tensors."""
 
@@ -40,27 +57,19 @@ def _op(name: str) -> str:
 
 def _pointwise(m: Make) -> Iterator[Sample]:
     """Broadcasting in every direction that an op allows."""
-    one = """rsqrt sqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu gelu relu erf sin cos tan abs sign floor ceil
-    round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish logical_not isnan isinf
-    isfinite nan_to_num neg clone detach alias lift_fresh_copy zeros_like ones_like""".split()
-    for name in one:
+    for name in UNARY:
         yield Sample(_op(name), (m.unit(5, 6),))
-    two = """eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor clamp_min
-    maximum minimum fmod.Tensor remainder.Tensor floor_divide rsub.Tensor atan2 copysign.Tensor heaviside
-    pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor""".split()
-    for name in two:
-        if name == "clamp_min":
-            continue
+    for name in BINARY:
         yield Sample(_op(name), (m.unit(5, 6), m.unit(6)))
         yield Sample(_op(name), (m.unit(4, 1, 6), m.unit(5, 1)))
-    for name in "eq ne lt le gt ge add sub".split():
+    for name in ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub"):
         yield Sample(f"aten.{name}.Scalar", (m.real(5, 6), 0.25))
-    for name in "fmod remainder mul div rsub".split():
+    for name in ("fmod", "remainder", "mul", "div", "rsub"):
         yield Sample(f"aten.{name}.Scalar", (m.real(5, 6), 2))
-    for name in "bitwise_and bitwise_or bitwise_xor __and__ __or__".split():
+    for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "__and__", "__or__"):
         yield Sample(f"aten.{name}.Tensor", (m.ints(9, 5, 6), m.ints(9, 6)))
     yield Sample("aten.bitwise_and.Tensor", (m.bools(4, 1, 6), m.bools(5, 1)))
-    for name in "bitwise_and bitwise_or".split():
+    for name in ("bitwise_and", "bitwise_or"):
         yield Sample(f"aten.{name}.Scalar", (m.ints(9, 5, 6), 3))
     yield Sample("aten.bitwise_not.default", (m.bools(5, 6),))
     yield Sample("aten.pow.Tensor_Scalar", (m.unit(5, 6), 3))
@@ -185,6 +194,10 @@ def _views(m: Make) -> Iterator[Sample]:
     yield Sample("aten.stack.default", ([m.real(5, 6), m.real(5, 6), m.real(5, 6)],))
     yield Sample("aten.repeat.default", (m.real(5, 6), [2, 1, 3]))
     yield Sample("aten.repeat.default", (m.real(1, 6), [4, 1]))
+    yield Sample("aten.slice_scatter.default", (m.real(5, 6), m.real(5, 2), 1, 1, 5, 2))
+    yield Sample("aten.select_scatter.default", (m.real(4, 5, 6), m.real(4, 6), -2, 3))
+    yield Sample("aten.constant_pad_nd.default", (m.real(4, 5, 6), [1, 2, 0, 1]))
+    yield Sample("aten.constant_pad_nd.default", (m.real(4, 5, 6), [0, 0, -1, 2], 1.5))
 
 
 def _reductions(m: Make) -> Iterator[Sample]:
@@ -258,6 +271,8 @@ def _matmuls(m: Make) -> Iterator[Sample]:
     offs = torch.tensor([2, 5, 9], dtype=torch.int32)
     rows, weights = m.real(9, 6).float(), m.real(3, 6, 4).float()
     yield Sample("transformers.grouped_mm_fallback.default", (rows, weights, offs))
+    args = (rows, weights, offs, m.real(9, 4).float())
+    yield Sample("transformers.grouped_mm_fallback_backward.default", args)
     rows, weights = m.real(9, 64).bfloat16() / 8, m.real(3, 64, 32).bfloat16() / 8
     yield Sample("aten._grouped_mm.default", (rows, weights, offs))
     rows, offs = m.real(64, 16).bfloat16() / 8, torch.tensor([2, 5, 16], dtype=torch.int32)

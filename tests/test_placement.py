@@ -104,9 +104,7 @@ def test_layouts_of_a_tensor(case: tuple[tuple[int, ...], Layout, tuple[int, ...
         assert tuple(part.shape) == local_shape(shape, layout, sizes, coords)
         assert part.numel() > 0
         count[part.reshape(-1)] += 1
-        first = [
-            local_extent(n, shards_of_dim(layout, d, sizes, coords))[0] for d, n in enumerate(shape)
-        ]
+        first = [local_extent(n, shards_of_dim(layout, d, sizes, coords))[0] for d, n in enumerate(shape)]
         assert int(index[tuple(first)]) == int(part.reshape(-1)[0])
     replicas = torch.Size(w for p, w in zip(layout, sizes, strict=True) if p == R).numel()
     assert count.tolist() == [replicas] * index.numel()

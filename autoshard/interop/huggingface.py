@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -16,25 +17,36 @@ from autoshard.errors import UsageError
 
 
 @contextmanager
-def prepared(model: nn.Module) -> Iterator[None]:
-    """For the time of a capture: no key/value cache, and attention kernels that only run on GPUs replaced.
+def prepared(model: nn.Module, given: frozenset[str] = frozenset()) -> Iterator[None]:
+    """For the time of a capture, change what stands in the way in models of transformers.
 
-    Does nothing if transformers was never imported, or the model is not one of its models.
+    No key/value cache; attention kernels that only run on GPUs replaced by torch's; no search for packed
+    sequences unless ``position_ids`` are among the arguments ``given`` (positions that a model makes
+    itself never pack, but without values it cannot see that, and would build a mask for every pair of
+    tokens). Does nothing if transformers was never imported, or the model is not one of its models.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
-    saved = [(c, dict(c.__dict__)) for c in configs]
-    try:
+    with ExitStack() as stack:
         for config in configs:
+            stack.callback(_restore, config.__dict__, dict(config.__dict__))
             if getattr(config, "use_cache", False):
                 config.use_cache = False
             attention = config.__dict__.get("_attn_implementation_internal")
             if isinstance(attention, str) and "flash" in attention:
                 config._attn_implementation_internal = "sdpa"
+        masking = sys.modules.get("transformers.masking_utils")
+        if configs and "position_ids" not in given and hasattr(masking, "find_packed_sequence_indices"):
+            stack.enter_context(patch.object(masking, "find_packed_sequence_indices", _not_packed))
         yield
-    finally:
-        for config, before in saved:
-            config.__dict__.clear()
-            config.__dict__.update(before)
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    return None
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
+    now.clear()
+    now.update(before)
 
 
 def _configs(model: nn.Module) -> list[Any]:

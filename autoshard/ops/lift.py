@@ -8,6 +8,7 @@ so the names in that module are replaced as well for the time of the trace.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -73,9 +74,9 @@ class Lifter:
         self, input: torch.Tensor, p: float, train: bool | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0.0 < p < 1.0 or train is False:
-            return cast("tuple[torch.Tensor, torch.Tensor]", torch.native_dropout(input, p, train))
+            return torch.native_dropout(input, p, train)
         out = self._drop(input, float(p))
-        self.sites -= 1
+        self.sites -= 1  # the mask is that of the same call
         return out, self._drop(torch.ones_like(input.detach()), float(p)) != 0
 
     def sdpa(
@@ -143,7 +144,7 @@ class Lifter:
             if not causal:
                 weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
         else:
-            weights = torch.softmax(scores + mask, -1)
+            weights = torch._safe_softmax(scores + mask, -1)
         return self.dropout(weights, p) @ value
 
     def cross_entropy(
@@ -224,16 +225,15 @@ class LiftMode(TorchFunctionMode):
         return self._table.get(func, func)(*args, **kwargs)
 
 
-def _frame() -> FrameType | None:
-    import sys
-
+def _frame() -> FrameType:
+    """The frame that called the function that asks."""
     return sys._getframe(2)
 
 
 @contextmanager
 def lifting(lifter: Lifter, at: Callable[[FrameType | None], None]) -> Iterator[None]:
     """Replace the functions of ``lifter.table()`` for all code that runs inside."""
-    names = {name: fn for name in _NAMES for fn in [getattr(F, name)]}
+    names: dict[str, Function] = {name: getattr(F, name) for name in _NAMES}
     table = lifter.table()
 
     def entry(fn: Function) -> Function:

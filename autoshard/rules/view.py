@@ -143,9 +143,8 @@ def squeeze(node: Node, ins: Sequence[TensorType]) -> Factored:
     build = Builder()
     dims = build.dims(ins[0].shape)
     out = tuple(x for d, x in enumerate(dims) if d not in gone)
-    return Factored(
-        tuple(build.sizes), (dims,), (out,), linear=_linear(ins), kind="view", local=_squeezed(tuple(sorted(gone)))
-    )
+    local = _squeezed(tuple(sorted(gone)))
+    return Factored(tuple(build.sizes), (dims,), (out,), linear=_linear(ins), kind="view", local=local)
 
 
 def _squeezed(gone: tuple[int, ...]) -> Localizer:

@@ -163,7 +163,8 @@ class GroupCollectives:
         inner: int = 1,
         size: int | None = None,
     ) -> torch.Tensor:
-        return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner)
+        # contiguous: kernels such as layer norm's backward misread strided statistics without a word
+        return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,8 @@ _CHUNK = 500_000
 #: above this many variables in the core, and above this degree, fill edges are not counted
 _FILL_CORE = 1500
 _FILL_DEGREE = 48
+#: tables of this many entries and more are all the same
+_HUGE = 10**18
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -
     if degree <= 2:
         return (degree - 3, 0, v)
     if degree > _FILL_DEGREE:
-        return (degree * degree, 0, v)
-    table = min(prod(sizes[w] for w in near) * sizes[v], 10**18)
+        return (degree * degree if by_fill else _HUGE + degree, 0, v)
+    table = min(prod(sizes[w] for w in near) * sizes[v], _HUGE)
     if not by_fill:
         return (table, 0, v)
     missing = sum(degree - 1 - len(near & graph[w]) for w in near) // 2

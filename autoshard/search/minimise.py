@@ -15,6 +15,8 @@ from autoshard.search.prune import Residual, prune
 
 #: relative difference below which two costs are the same up to rounding
 ROUNDING = 1e-10
+#: entries of all mini-buckets together, roughly
+_MINI_TOTAL = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def minimise_pruned(net: Residual, limits: Limits) -> Found:
 
 def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
     """Branch and bound for a while, then HiGHS if the program is small; complete if nothing else is found."""
-    bounds = mini_buckets(net, order, limits.mini)
+    bounds = mini_buckets(net, order, min(limits.mini, _MINI_TOTAL // max(1, len(net.unary))))
     tried = depth_first(order, [Criterion(bounds)], nodes=limits.nodes)
     if tried.complete:
         return Found(tried.states, tried.lower_bound, "branch and bound")

@@ -45,7 +45,7 @@ class CostNetwork:
 
     def seconds_of(self, states: Sequence[int]) -> float:
         """Total seconds of an assignment; always summed in the same order."""
-        alone = sum(float(u[s]) for u, s in zip(self.unary, states, strict=True))
+        alone = sum((float(u[s]) for u, s in zip(self.unary, states, strict=True)), 0.0)
         return alone + sum(float(table[states[u], states[v]]) for (u, v), table in self.edges.items())
 
     def bytes_of(self, states: Sequence[int]) -> float:

@@ -78,7 +78,7 @@ def _solution(
     network: CostNetwork, states: Sequence[int], lower: float, method: str, stats: SearchStats
 ) -> Solution:
     """Seconds and bytes as the network itself counts them; a gap of mere rounding is none."""
-    seconds = network.seconds_of(states)
+    seconds, lower = network.seconds_of(states), float(lower)
     gap = (seconds - lower) / abs(seconds) if seconds else 0.0
     if gap <= ROUNDING:
         gap, lower = 0.0, seconds

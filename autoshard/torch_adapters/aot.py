@@ -1,19 +1,22 @@
 """Tracing a function and its gradients with AOTAutograd on fake tensors.
 
 Leans on private interfaces: ``torch._functorch.aot_autograd`` and its descriptors, the fake tensor mode,
-``torch.compiler._is_compiling_flag`` and the node metadata of ``torch.fx.traceback``. Run with torch
-2.13.
+``torch.compiler._is_compiling_flag``, the node metadata of ``torch.fx.traceback`` and the insides of
+``torch.utils.checkpoint``. Run with torch 2.13.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
+from unittest.mock import patch
 
 import torch
 import torch.fx.traceback as fx_traceback
+import torch.utils.checkpoint
 from torch import nn
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -39,7 +42,7 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, Gua
 #: what torch raises where a shape depends on values
 DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
 
-InputKind = Literal["plain", "tangent"]
+InputKind = Literal["plain", "tangent", "mutated"]
 OutputKind = Literal["output", "grad", "mutation", "nothing"]
 
 
@@ -47,7 +50,8 @@ OutputKind = Literal["output", "grad", "mutation", "nothing"]
 class Traced:
     """A joint graph and what its ends are.
 
-    inputs: per placeholder ``("plain", position of the argument)`` or ``("tangent", position of the output)``.
+    inputs: per placeholder ``("plain", position of the argument)``, ``("tangent", position of the output)``
+        or ``("mutated", position)`` for the gradient of the new value of an argument changed in place.
     outputs: per value returned ``("output", position)``, ``("grad", position of the argument)`` or
         ``("mutation", position of the argument)`` for the new value of an argument changed in place;
         ``("nothing", -1)`` in the place of the gradient of an argument that needs none.
@@ -77,11 +81,12 @@ def trace_joint(fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torc
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet_fx())
+        stack.enter_context(_quiet_log())
         stack.enter_context(fx_traceback.preserve_node_meta())
         joint = aot_export_joint_with_descriptors(
             stack, _Function(fn), tuple(args), _disable_torch_fn_metadata_mode=True
         )
-        module = cast(torch.fx.GraphModule, joint.graph_module)
+        module = joint.graph_module
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in module.graph.nodes if n.op == "output")
     return Traced(
@@ -96,6 +101,10 @@ def _input(desc: object) -> tuple[InputKind, int]:
         return "plain", desc.idx
     if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
         return "tangent", desc.output.idx
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
+        changed = desc.output.mutated_input
+        if isinstance(changed, PlainAOTInput):
+            return "mutated", changed.idx
     raise NotImplementedError(f"input {desc} of the joint graph")
 
 
@@ -131,7 +140,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def constant_of(value: object) -> torch.Tensor | None:
     """The real tensor behind an attribute of a traced graph, or None."""
     if isinstance(value, FakeTensor):
-        return cast("torch.Tensor | None", value.constant)
+        return value.constant
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -160,6 +169,48 @@ def _quiet_fx() -> Iterator[None]:
         yield
     finally:
         config.do_not_emit_stack_traces = before
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """What fails on fake tensors is reported as an error of ours."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class _DirectCall:
+    """Stands in for the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _keep_all(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Stands in for the context of other checkpoints."""
+    yield
+
+
+@contextmanager
+def plain_model_code() -> Iterator[None]:
+    """Take out what the code of a model asks of the runtime, not of the mathematics.
+
+    ``torch.utils.checkpoint`` runs its function once (what is recomputed is decided by plans), recurrent
+    layers are written out rather than given to a CPU library, and autograd records no Python stacks.
+    """
+    module = torch.utils.checkpoint
+    with (
+        patch.object(module, "CheckpointFunction", _DirectCall),
+        patch.object(module, "_checkpoint_without_reentrant_generator", _keep_all),
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        yield
 
 
 def mark(number: int) -> None:

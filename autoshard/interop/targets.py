@@ -1,0 +1,169 @@
+"""What a command is asked to work on: ``module:callable``, ``file.py:callable`` or ``hf:path/to/config.json``.
+
+A callable takes no arguments and returns ``(model, example_inputs)``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autoshard.errors import AutoshardError, UsageError
+
+BATCH, SEQ = 8, 128
+_FORMS = "write module:callable, file.py:callable, or hf:path/to/config.json"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model with example inputs (in any form that `autoshard.plan` takes), and notes for the reader."""
+
+    model: nn.Module
+    inputs: Any
+    notes: tuple[str, ...] = ()
+
+
+def is_config(target: str) -> bool:
+    """Whether a target is a Hugging Face config, so that batch and seq apply to it."""
+    return target.startswith("hf:")
+
+
+def options_of(target: str, batch: int | None, seq: int | None) -> dict[str, int]:
+    """Batch and sequence length of a target; UsageError if they are given for a callable."""
+    if is_config(target):
+        return {"batch": batch or BATCH, "seq": seq or SEQ}
+    if batch is not None or seq is not None:
+        raise UsageError(
+            "--batch and --seq only apply to hf: targets",
+            where=target,
+            why="a callable brings its own example inputs",
+            hint="give the example inputs the shape you want",
+        )
+    return {}
+
+
+def build(
+    target: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    device: Literal["meta", "cpu"] = "meta",
+    seed: int = 0,
+) -> Built:
+    """The model of a target, on meta (nothing allocated) or on the CPU with weights that depend on the seed.
+
+    Raises UsageError if the target cannot be found, fails, or returns something else.
+    """
+    options = options_of(target, batch, seq)
+    if is_config(target):
+        return _from_config(Path(target[3:]).expanduser(), device=device, seed=seed, **options)
+    fn = find_callable(target)
+    if device == "meta":
+        try:
+            return _call(fn, target, "meta", seed)
+        except UsageError as error:
+            note = f"{target} does not work on the meta device ({error.why}), so its weights are allocated"
+            return Built(*_parts(_call(fn, target, "cpu", seed)), (note,))
+    return _call(fn, target, "cpu", seed)
+
+
+def _parts(built: Built) -> tuple[nn.Module, Any]:
+    return built.model, built.inputs
+
+
+def _from_config(path: Path, *, batch: int, seq: int, device: str, seed: int) -> Built:
+    if not path.exists():
+        raise UsageError(f"there is no config {path}", hint="give the path of a config.json, or of its folder")
+    try:
+        from autoshard.interop.huggingface import load_hf_config_model
+    except ImportError as error:
+        raise UsageError("hf: targets need transformers", why=str(error), hint="install autoshard[hf]") from None
+    try:
+        model, inputs = load_hf_config_model(path, batch, seq, device=device, seed=seed)
+    except AutoshardError:
+        raise
+    except Exception as error:
+        raise _failed(f"hf:{path}", error) from error
+    return Built(model, inputs)
+
+
+def find_callable(target: str) -> Callable[[], Any]:
+    """The callable that a target names."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{target!r} is not a target", hint=_FORMS)
+    module = _load_file(Path(place), target) if place.endswith(".py") else _load_module(place, target)
+    found = getattr(module, name, None)
+    if not callable(found):
+        why = "it is no callable" if found is not None else f"{place} has no {name!r}"
+        raise UsageError(f"{target} cannot be used", why=why, hint="name a function without arguments")
+    result: Callable[[], Any] = found
+    return result
+
+
+def _load_file(path: Path, target: str) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}", hint=_FORMS)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as Python does for a script, so that it finds its neighbours
+    # pickles and dataclasses look their module up by name; a module of that name may exist already
+    sys.modules.setdefault(path.stem, module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _failed(target, error) from error
+    return module
+
+
+def _load_module(name: str, target: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(f"there is no module {name}", where=target, hint=_FORMS) from None
+        raise _failed(target, error) from error
+    except Exception as error:
+        raise _failed(target, error) from error
+
+
+def _call(fn: Callable[[], Any], target: str, device: Literal["meta", "cpu"], seed: int) -> Built:
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            made = fn()
+        except AutoshardError:
+            raise
+        except Exception as error:
+            raise _failed(target, error) from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        what = f"{target} returns {type(made).__name__}"
+        raise UsageError(what, hint="return a tuple (model, example_inputs)")
+    return Built(made[0], made[1])
+
+
+def _failed(target: str, error: Exception) -> UsageError:
+    """The user's own code raised: say where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "autoshard" not in Path(f.filename).parts[-3:-1]]
+    last = (own or list(frames))[-1]
+    return UsageError(
+        f"{target} cannot be built",
+        where=f"{last.filename}:{last.lineno}",
+        why=f"{type(error).__name__}: {error}",
+    )

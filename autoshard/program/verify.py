@@ -1,0 +1,373 @@
+"""Dynamic verification: all ranks of a program in one process against the model on one device.
+
+The same batch, forward, gradients, then AdamW steps. A program with dropout is compared with a program
+for one rank and the same seed, since the mask of its dropout is a function of the seed and of global
+positions, which eager PyTorch's is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import UsageError, VerificationError
+from autoshard.ir import Port
+from autoshard.program.program import Program
+from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.resolve import torch_dtype
+
+#: worst relative error of a tensor that passes, for float32
+RTOL = 1e-4
+LR = 1e-3
+#: tensors smaller than this part of the largest one of their kind are measured against that part: below
+#: it, float32 has no digits left where terms cancel (the bias of attention keys has gradient zero)
+FLOOR = 1e-3
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor compared. error: largest difference, relative to the largest element of the reference."""
+
+    kind: str
+    name: str
+    error: float
+
+    @property
+    def ok(self) -> bool:
+        return isfinite(self.error) and self.error <= RTOL
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome for one program. reference: what it was compared with. seconds: of the lockstep run."""
+
+    mesh: str
+    ranks: int
+    steps: int
+    reference: str
+    checks: tuple[Check, ...]
+    losses: tuple[float, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.checks)
+
+    def kinds(self) -> dict[str, list[Check]]:
+        """Checks by kind, in the order they were made."""
+        found: dict[str, list[Check]] = {}
+        for check in self.checks:
+            found.setdefault(check.kind, []).append(check)
+        return found
+
+    def worst(self) -> Check:
+        return max(self.checks, key=lambda c: c.error if isfinite(c.error) else inf)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward and backward: outputs by position, gradients and new buffers by name."""
+
+    outputs: Tensors
+    grads: Tensors
+
+
+class Subject(Protocol):
+    """Something that can be stepped: the model itself, or a program in lockstep."""
+
+    def step(self) -> Step:
+        """Forward and backward on the batch."""
+        ...
+
+    def update(self, eps: float, trained: Sequence[str]) -> None:
+        """An AdamW step on the parameters named, with the gradients of the last `step`."""
+        ...
+
+    def state(self) -> Tensors:
+        """Parameters and buffers by name, whole."""
+        ...
+
+
+def verify(
+    program: Program,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    steps: int = 3,
+    one_rank: Program | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Verification:
+    """Compare a program with the model on real data. The model is on the CPU and is left as it was.
+
+    steps: AdamW steps. one_rank: a program of the same model for one rank, needed if there is dropout.
+    Raises UsageError if the model is not the program's, VerificationError if replicas of a value differ
+    from rank to rank. A result that is out of tolerance is reported, not raised.
+    """
+    say = progress or (lambda _: None)
+    _check_model(program, model)
+    if has_dropout(program) and one_rank is None:
+        raise UsageError("the program has dropout", hint="compare it with a program for one rank")
+    batch = Batch(program, args, kwargs)
+    values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    initial = {name: x.detach().clone() for name, x in values.items()}
+    reference: Subject
+    with _restored(values, initial):
+        if one_rank is None:
+            model.train(program.signature.training)
+            reference, named = Eager(model, batch), "eager PyTorch on one process"
+        else:
+            reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"
+        subject = Ranks(program, initial, batch, seed)
+        checks, losses = _compare(subject, reference, steps, say)
+    return Verification(program.mesh, Mesh.parse(program.mesh).world_size, steps, named, checks, losses)
+
+
+def has_dropout(program: Program) -> bool:
+    """Whether the program draws random numbers."""
+    return any(p.target == "seed" for p in program.signature.ports)
+
+
+def parameter_bytes(program: Program) -> int:
+    """Bytes of all parameters and buffers of the model a program was made from."""
+    return sum(p.type.nbytes for p in program.signature.ports if p.kind in ("param", "buffer"))
+
+
+def _check_model(program: Program, model: nn.Module) -> None:
+    given = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    for port in program.signature.ports:
+        if port.kind not in ("param", "buffer"):
+            continue
+        found = given.get(port.target)
+        if found is None or tuple(found.shape) != port.type.shape:
+            what = "is missing" if found is None else f"has shape {list(found.shape)}"
+            raise UsageError(
+                f"{port.kind} {port.target} {what}",
+                why=f"the program was compiled from a model where it has shape {list(port.type.shape)}",
+                hint="compile a program for this model",
+            )
+
+
+@contextmanager
+def _restored(values: Tensors, initial: Tensors) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, x in values.items():
+                x.copy_(initial[name])
+                x.grad = None
+
+
+class Batch:
+    """The arguments of the call and the tangents of its outputs, the same for both sides."""
+
+    def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.aliases = frozenset(alias for alias, _ in program.signature.tied)
+        self.leaves, spec = pytree.tree_flatten((args, kwargs))
+        if pytree.treespec_dumps(spec) != program.signature.in_tree:
+            raise UsageError(
+                "the example inputs are not those the program was compiled for",
+                why=f"it was compiled for {', '.join(program.signature.input_names)}",
+                hint="compile the program again",
+            )
+        self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
+        self.positions = sorted(
+            (r.target for r in program.signature.results if r.kind == "output"), key=int
+        )
+
+
+def _tangent(port: Port) -> torch.Tensor:
+    """1 for a loss, reproducible noise of that size for anything else."""
+    dtype = torch_dtype(port.type.dtype)
+    if not port.type.shape:
+        return torch.ones((), dtype=dtype)
+    noise = torch.randn(port.type.shape, generator=torch.Generator().manual_seed(int(port.target)))
+    return (noise / max(1, port.type.numel) ** 0.5).to(dtype)
+
+
+class Eager:
+    """The model as it is."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.named = {n: p for n, p in named.items() if n not in batch.aliases}
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def step(self) -> Step:
+        self.model.zero_grad()
+        output = self.model(*self.batch.args, **self.batch.kwargs)
+        leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        outputs = dict(zip(self.batch.positions, leaves, strict=True))
+        ends = [(outputs[k], t) for k, t in self.batch.tangents.items()]
+        if ends:
+            torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
+        grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
+        return Step({k: x.detach() for k, x in outputs.items()}, grads)
+
+    def update(self, eps: float, trained: Sequence[str]) -> None:
+        if self.optimizer is None and trained:
+            self.optimizer = torch.optim.AdamW([self.named[n] for n in trained], lr=LR, eps=eps)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def state(self) -> Tensors:
+        found = {n: p.detach() for n, p in self.named.items()}
+        return found | {n: b.detach() for n, b in self.model.named_buffers()}
+
+
+class Ranks:
+    """A program, all ranks in lockstep. Each rank updates its own shards: AdamW works element by element."""
+
+    def __init__(self, program: Program, initial: Tensors, batch: Batch, seed: int) -> None:
+        self.program, self.batch, self.seed, self.steps = program, batch, seed, 0
+        self.lockstep = Lockstep(program)
+        ports = program.signature.ports
+        self.ports = {p.target: p.name for p in ports if p.kind in ("param", "buffer")}
+        self.held = {t: self.lockstep.shards(initial[t], n) for t, n in self.ports.items()}
+        self.fixed = {
+            p.name: self.lockstep.shards(_fixed_value(program, batch, p), p.name)
+            for p in ports
+            if p.kind in ("const", "tangent") or (p.kind == "input" and p.target != "seed")
+        }
+        self.seeds = [p.name for p in ports if p.target == "seed"]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.grads: dict[str, list[torch.Tensor]] = {}
+
+    def step(self) -> Step:
+        env: dict[str, list[Any]] = {k: list(v) for k, v in self.fixed.items()}
+        env |= {self.ports[target]: list(shards) for target, shards in self.held.items()}
+        for name in self.seeds:
+            env[name] = self.lockstep.shards(torch.tensor(self.seed * 1_000_003 + self.steps), name)
+        with torch.no_grad():
+            self.lockstep.run(env, False)
+            self.lockstep.run(env, True)
+        outputs, grads = {}, {}
+        self.grads = {}
+        for result in self.program.signature.results:
+            shards = env[result.value]
+            whole = self._whole(shards, result.value, f"{result.kind} {result.target}")
+            if result.kind == "output":
+                outputs[result.target] = whole
+            elif result.kind == "grad":
+                grads[result.target] = whole
+                self.grads[result.target] = self.lockstep.shards(whole, self.ports[result.target])
+            elif result.kind == "buffer":
+                self.held[result.target] = self.lockstep.shards(whole, self.ports[result.target])
+        self.steps += 1
+        return Step(outputs, grads)
+
+    def update(self, eps: float, trained: Sequence[str]) -> None:
+        trained = [target for target in trained if target in self.grads]
+        if self.optimizer is None and trained:
+            pieces = [x for target in trained for x in self.held[target]]
+            self.optimizer = torch.optim.AdamW(pieces, lr=LR, eps=eps)
+        for target in trained:
+            for piece, grad in zip(self.held[target], self.grads[target], strict=True):
+                piece.grad = grad
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def state(self) -> Tensors:
+        return {t: self._whole(x, self.ports[t], f"parameter {t}") for t, x in self.held.items()}
+
+    def _whole(self, shards: Sequence[torch.Tensor], value: str, meaning: str) -> torch.Tensor:
+        try:
+            return self.lockstep.whole(shards, value)
+        except AssertionError as error:
+            raise VerificationError(
+                f"{meaning} is not the same on ranks that should hold the same",
+                where=f"value {value} of the program",
+                why=str(error),
+                hint="this is a mistake in the program: please report it with its folder",
+            ) from None
+
+
+def _fixed_value(program: Program, batch: Batch, port: Port) -> torch.Tensor:
+    """The global value of an input, a constant or a tangent."""
+    if port.kind == "tangent":
+        return batch.tangents[port.target]
+    value = program.constants[port.target] if port.kind == "const" else batch.leaves[int(port.target)]
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != port.type.shape:
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(
+            f"{port.kind} {port.target} is {shape}",
+            why=f"the program takes the shape {list(port.type.shape)}",
+            hint="compile the program again for these inputs",
+        )
+    return value.detach()
+
+
+def _compare(
+    subject: Subject, reference: Subject, steps: int, say: Callable[[str], None]
+) -> tuple[tuple[Check, ...], tuple[float, ...]]:
+    checks: list[Check] = []
+    losses: list[float] = []
+    eps = 1e-8
+    for step in range(max(1, steps)):
+        say(f"step {step + 1} of {max(1, steps)}")
+        wanted = reference.step()
+        found = subject.step()
+        losses += [float(x) for x in found.outputs.values() if x.dim() == 0 and x.is_floating_point()][:1]
+        if step == 0:
+            checks += _checks("output", found.outputs, wanted.outputs, FLOOR)
+            wanted_grads = _with_zeros(wanted.grads, found.grads)
+            checks += _checks("gradient", found.grads, wanted_grads, FLOOR)
+            # Adam divides by the size of the gradient: with a smaller eps, elements whose gradient is
+            # mathematically zero would move by the sign of their rounding error
+            eps = max(1e-8, FLOOR * _largest(wanted.grads))
+        if steps:
+            # eager gives no gradient at all where a program gives zeros; AdamW must then leave it alone
+            trained = list(wanted.grads)
+            reference.update(eps, trained)
+            subject.update(eps, trained)
+    if steps:
+        after = f"after {steps} step{'s' if steps > 1 else ''}"
+        # a step of AdamW moves by about LR whatever the parameter's size
+        state = subject.state()
+        wanted_state = {k: v for k, v in reference.state().items() if k in state}
+        checks += _checks(f"state {after}", state, wanted_state, FLOOR, least=10 * LR)
+    return tuple(checks), tuple(losses)
+
+
+def _with_zeros(wanted: Tensors, found: Tensors) -> Tensors:
+    """A gradient of zero may be missing in eager mode."""
+    return wanted | {k: torch.zeros_like(v) for k, v in found.items() if k not in wanted and not v.any()}
+
+
+def _largest(tensors: Tensors) -> float:
+    return max((float(x.abs().max()) for x in tensors.values() if x.numel()), default=0.0)
+
+
+def _checks(kind: str, found: Tensors, wanted: Tensors, floor: float, least: float = 0.0) -> list[Check]:
+    """One check per tensor; one that only one side has fails."""
+    largest = _largest({k: v for k, v in wanted.items() if v.is_floating_point()})
+    scale = max(floor * largest, least)
+    names = dict.fromkeys([*wanted, *found])
+    return [Check(kind, n, _error(found.get(n), wanted.get(n), scale)) for n in names]
+
+
+def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
+    if found is None or wanted is None or found.shape != wanted.shape:
+        return inf
+    if not wanted.numel():
+        return 0.0
+    if not wanted.is_floating_point():
+        return 0.0 if torch.equal(found, wanted) else inf
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    difference = torch.where(same, 0.0, (found.double() - wanted.double()).abs()).max()
+    finite = torch.where(wanted.isfinite(), wanted, 0.0)
+    error = float(difference) / max(float(finite.abs().max()), scale, 1e-30)
+    return error if isfinite(error) else inf

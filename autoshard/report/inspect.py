@@ -1,0 +1,274 @@
+"""Programs for reading: with times, bytes on the wire, reasons, and for one rank with its local shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import UsageError
+from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, TensorType, refs_of
+from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.passes.pipeline import PASSES
+from autoshard.placement import Layout, local_shape
+from autoshard.program.program import Note, Program
+from autoshard.program.text import axis_names, main_lines, segment_lines
+from autoshard.report.estimate import Estimator, NodeCost, is_message, placed_of
+from autoshard.report.units import bytes_text, seconds_text
+from autoshard.runtime.resolve import RankView
+
+_COLUMNS = "   time |      wire | why"
+#: where the columns begin
+_AT = 100
+
+
+@dataclass(frozen=True)
+class View:
+    """What to show. rank: with that rank's shapes. segment: only this one."""
+
+    rank: int | None = None
+    segment: str | None = None
+
+
+def pass_name(program: Program, wanted: str) -> str:
+    """The pass that a name, its number or an unambiguous part of it means (``060``, ``bucket``)."""
+    known = [p for p in PASSES if p in program.dumps] or list(program.dumps)
+    found = [p for p in known if p == wanted] or [p for p in known if wanted in p]
+    if len(found) != 1:
+        raise UsageError(
+            f"no pass is called {wanted!r}" if not found else f"{wanted!r} could be {', '.join(found)}",
+            hint=f"one of {', '.join(known)}",
+        )
+    return found[0]
+
+
+def dump_after(program: Program, wanted: str, segment: str | None = None) -> str:
+    """The graph after a pass, as it was written when the program was compiled."""
+    text = program.dumps[pass_name(program, wanted)]
+    if segment is None:
+        return text
+    head, *blocks = text.split("\n\n")
+    chosen = [b for b in blocks if f"def {segment}(" in b]
+    if not chosen:
+        names = [b.split("def ")[1].split("(")[0] for b in blocks if "def " in b]
+        raise UsageError(f"there is no segment {segment!r} after this pass", hint=f"one of {', '.join(names)}")
+    return "\n\n".join([head, *chosen]).rstrip("\n") + "\n"
+
+
+def annotated(program: Program, cluster: Cluster, view: View) -> str:
+    """The final program with what each op costs on a rank, and sums at the end of every segment."""
+    if view.segment is not None and view.segment not in program.lowered.segments:
+        known = ", ".join(program.lowered.segments)
+        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {known}")
+    names = axis_names(program.mesh)
+    estimator = Estimator(program, cluster, view.rank or 0)
+    shown = program if view.rank is None else for_rank(program, view.rank)
+    lines = _head(program, estimator, view)
+    for name, segment in shown.lowered.segments.items():
+        if view.segment not in (None, name):
+            continue
+        whole = program.lowered.segments[name]
+        notes = _columns(estimator, whole, program.notes[name])
+        lines += ["", "", *_segment_head(program, name), *segment_lines(segment, notes, names)]
+        lines.append(_sum_line(estimator, name))
+    if view.segment is None:
+        lines += ["", "", *main_lines(shown, names)]
+        lines += footer(estimator, program)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _head(program: Program, estimator: Estimator, view: View) -> list[str]:
+    mesh = estimator.mesh
+    if view.rank is None:
+        shapes = "GLOBAL shapes"
+        who = f"every rank of {mesh.world_size}, priced at the fullest"
+    else:
+        shapes = "LOCAL shapes"
+        where = " ".join(f"{n}={c}" for n, c in zip(mesh.names, estimator.coords, strict=True))
+        held = estimator.held()
+        who = f"rank {view.rank} of {mesh.world_size} at {where} | holds {bytes_text(held.parameters)} of parameters"
+    return [
+        f"# autoshard | program | mesh {program.mesh} | {shapes} | prices of {estimator.cluster.name}",
+        f"# {who}",
+        "# R whole on every rank of the axis, S(d) split along dim d, P partial (to be reduced)",
+        f"# {'columns':<{_AT - 2}}  # {_COLUMNS}",
+    ]
+
+
+def _segment_head(program: Program, name: str) -> list[str]:
+    calls = [i for i in program.lowered.main if isinstance(i, Call) and i.segment == name]
+    labels = list(dict.fromkeys(c.label for c in calls if c.label))
+    where = "" if not labels else f" | {labels[0]}" + (f" to {labels[-1]}" if len(labels) > 1 else "")
+    half = "backward" if calls and calls[0].backward else "forward"
+    times = f"called {len(calls)} time{'' if len(calls) == 1 else 's'}"
+    return [f"# {name} | {half}{where} | {times}"]
+
+
+def _columns(estimator: Estimator, segment: LoweredSegment, notes: Sequence[Note]) -> tuple[Note, ...]:
+    """Notes whose reason is preceded by time and wire."""
+    values = placed_of(segment)
+    return tuple(
+        replace(note, why=_row(estimator.node(node, values), note.why))
+        for node, note in zip(segment.graph.nodes, notes, strict=True)
+    )
+
+
+def _row(cost: NodeCost, why: str) -> str:
+    time = seconds_text(cost.seconds) if cost.seconds else ""
+    wire = bytes_text(cost.wire) if cost.wire else ""
+    return f"{time:>7} | {wire:>9} | {why}".rstrip()
+
+
+def _sum_line(estimator: Estimator, name: str) -> str:
+    cost = estimator.segment(name)
+    plural = "" if cost.collectives == 1 else "s"
+    return (
+        f"# layer   compute {seconds_text(cost.compute)}, comm {seconds_text(cost.comm)} in "
+        f"{cost.collectives} collective{plural}, {bytes_text(cost.wire)}/rank "
+        f"-> {seconds_text(cost.compute + cost.comm)}"
+    )
+
+
+def footer(estimator: Estimator, program: Program) -> list[str]:
+    """What a rank holds, what a step costs, and what to look at."""
+    held, step = estimator.held(), estimator.step()
+    facts = checks(estimator, program)
+    return [
+        f"# step    compute {seconds_text(step.compute)}, comm {seconds_text(step.comm)} in {step.collectives} "
+        f"collectives, {bytes_text(step.wire)}/rank -> {seconds_text(step.compute + step.comm)}",
+        f"# rank    params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
+        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = {bytes_text(held.total)} "
+        f"of {bytes_text(estimator.cluster.device.memory_bytes)}",
+        f"# checks  uneven shards {facts['uneven_shards']} | full gathers {facts['full_gathers']} | "
+        f"ops without a rule {facts['ops_without_a_rule']}",
+    ]
+
+
+def checks(estimator: Estimator, program: Program) -> dict[str, int]:
+    """The counts of the ``# checks`` line."""
+    facts = estimator.facts()
+    warnings = _warnings(program)
+    return {
+        "uneven_shards": facts.uneven,
+        "full_gathers": facts.full_gathers,
+        "ops_without_a_rule": sum("has no rule" in w for w in warnings),
+    }
+
+
+def _warnings(program: Program) -> tuple[str, ...]:
+    from autoshard.search.plan_json import plan_from_json
+
+    return plan_from_json(program.plan).warnings if program.plan else ()
+
+
+def for_rank(program: Program, rank: int) -> Program:
+    """The program with the shapes and numbers of one rank. Only for reading: it cannot be stored or run."""
+    mesh = Mesh.parse(program.mesh)
+    view = RankView(mesh.names, mesh.sizes, mesh.coords(rank))
+    lowered = program.lowered
+    segments = {name: _local_segment(s, view) for name, s in lowered.segments.items()}
+    values = {n: Placed(_local(p.type, p.layout, view), p.layout) for n, p in lowered.values.items()}
+    main = tuple(_local_node(i, values, view) if isinstance(i, Node) else i for i in lowered.main)
+    ports = tuple(Port(p.name, p.kind, p.target, values[p.name].type) for p in program.signature.ports)
+    return replace(
+        program,
+        lowered=replace(lowered, segments=segments, values=values, main=main),
+        signature=replace(program.signature, ports=ports),
+    )
+
+
+def _local(type_: TensorType, layout: Layout, view: RankView) -> TensorType:
+    return TensorType(local_shape(type_.shape, layout, view.sizes, view.coords), type_.dtype)
+
+
+def _local_segment(segment: LoweredSegment, view: RankView) -> LoweredSegment:
+    graph = segment.graph
+    values = {
+        n: Placed(_local(t, segment.layouts[n], view), segment.layouts[n]) for n, t in graph.types().items()
+    }
+    inputs = tuple((n, values[n].type) for n, _ in graph.inputs)
+    nodes = tuple(_local_node(n, values, view) for n in graph.nodes)
+    return replace(segment, graph=Graph(graph.name, inputs, nodes, graph.outputs))
+
+
+def _local_node(node: Node, values: dict[str, Placed], view: RankView) -> Node:
+    types = tuple(
+        None if t is None else values[o].type for o, t in zip(node.outs, node.types, strict=True)
+    )
+    args = tuple(_number(a, view) for a in node.args)
+    return replace(node, args=args, kwargs=tuple((k, _number(v, view)) for k, v in node.kwargs), types=types)
+
+
+def _number(arg: Arg, view: RankView) -> Arg:
+    """Symbols as the rank's numbers; everything else stays as it prints."""
+    if isinstance(arg, LocalSize | LocalOffset):
+        return view.value(arg)
+    return tuple(_number(a, view) for a in arg) if isinstance(arg, tuple) else arg
+
+
+def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
+    """The same facts as a document: segments with their ops, costs and layouts, what a rank holds."""
+    estimator = Estimator(program, cluster, view.rank or 0)
+    shown = program if view.rank is None else for_rank(program, view.rank)
+    names = [n for n in shown.lowered.segments if view.segment in (None, n)]
+    if not names:
+        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {', '.join(shown.lowered.segments)}")
+    held, step = estimator.held(), estimator.step()
+    return {
+        "mesh": program.mesh,
+        "cluster": cluster.name,
+        "rank": view.rank,
+        "shapes": "global" if view.rank is None else "local",
+        "held_bytes": {
+            "parameters": held.parameters,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer,
+            "activations": held.activations,
+        },
+        "step": {
+            "compute_seconds": step.compute,
+            "comm_seconds": step.comm,
+            "collectives": step.collectives,
+            "wire_bytes": step.wire,
+        },
+        "collectives": [
+            {"kind": t.kind, "axis": t.axis, "count": t.count, "wire_bytes": t.wire}
+            for t in estimator.traffic()
+        ],
+        "checks": checks(estimator, program),
+        "segments": [_segment_json(program, shown, estimator, name) for name in names],
+    }
+
+
+def _segment_json(program: Program, shown: Program, estimator: Estimator, name: str) -> dict[str, Any]:
+    cost = estimator.segment(name)
+    values = placed_of(program.lowered.segments[name])
+    local = shown.lowered.segments[name]
+    rows = zip(local.graph.nodes, program.lowered.segments[name].graph.nodes, program.notes[name], strict=True)
+    return {
+        "name": name,
+        "calls": sum(isinstance(i, Call) and i.segment == name for i in program.lowered.main),
+        "compute_seconds": cost.compute,
+        "comm_seconds": cost.comm,
+        "collectives": cost.collectives,
+        "wire_bytes": cost.wire,
+        "nodes": [
+            {
+                "outs": [
+                    {"name": o, "type": str(t), "layout": [str(p) for p in local.layouts[o]]}
+                    for o, t in zip(node.outs, node.types, strict=True)
+                    if t is not None
+                ],
+                "op": node.op,
+                "inputs": list(refs_of(node)),
+                "seconds": estimator.node(whole, values).seconds,
+                "is_collective": is_message(node),
+                "module": note.fqn,
+                "source": note.source,
+                "why": note.why,
+            }
+            for node, whole, note in rows
+        ],
+    }

@@ -1,0 +1,144 @@
+"""What a plan comes to: predicted time, what is proven, bytes per rank, the decisions that matter most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+from autoshard.analysis import Analysis
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import DTYPES
+from autoshard.ir.flow import PortClass
+from autoshard.placement import Layout, Shard, is_even, local_shape
+from autoshard.program.text import layout_text
+from autoshard.search.plan import Plan, Why, why_key
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice, for reading. count: how many ops or parameters it holds for."""
+
+    what: str
+    count: int
+    choice: str
+    why: str
+    margin: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model."""
+
+    mesh: str
+    ranks: int
+    cluster: str
+    budget_bytes: int
+    seconds: float
+    lower_bound: float
+    gap: float
+    method: str
+    variables: int
+    states: int
+    parameter_count: int
+    parameter_bytes: float
+    parameter_bytes_total: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    uneven_parameters: int
+    warnings: tuple[str, ...]
+    parameters: tuple[Decision, ...]
+    ops: tuple[Decision, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(plan: Plan, analysis: Analysis) -> Summary:
+    """The summary of a plan for the model it was made for."""
+    mesh = Mesh.parse(plan.mesh)
+    classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
+    own = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
+    trained = sum(
+        len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes if c.grads
+    )
+    uneven = sum(len(c.ports) for c in classes if not _even(c, plan.params[c.key].stored, mesh))
+    warnings = plan.warnings
+    if uneven:
+        warnings = (*warnings, f"{uneven} parameters do not divide evenly; some ranks hold less than others")
+    proof = plan.proof
+    return Summary(
+        plan.mesh,
+        mesh.world_size,
+        plan.cluster,
+        plan.budget,
+        proof.seconds,
+        proof.lower_bound,
+        proof.gap,
+        proof.method,
+        proof.variables,
+        proof.states,
+        sum(len(c.ports) * c.first.type.numel for c in classes),
+        own,
+        float(sum(len(c.ports) * c.first.type.nbytes for c in classes)),
+        trained,
+        2 * trained,
+        uneven,
+        warnings,
+        tuple(_parameters(plan, classes, mesh)),
+        tuple(_ops(plan, analysis, mesh)),
+    )
+
+
+def _local_bytes(group: PortClass, layout: Layout, mesh: Mesh) -> float:
+    type_ = group.first.type
+    shape = local_shape(type_.shape, layout, mesh.sizes, (0,) * len(mesh.sizes))
+    return float(prod(shape) * DTYPES[type_.dtype][1])
+
+
+def _even(group: PortClass, layout: Layout, mesh: Mesh) -> bool:
+    shape = group.first.type.shape
+    return all(
+        not isinstance(p, Shard) or is_even(shape[p.dim], p, size)
+        for p, size in zip(layout, mesh.sizes, strict=True)
+    )
+
+
+def _parameters(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> list[Decision]:
+    """One row per class of parameters, biggest first."""
+    rows = []
+    for group in sorted(classes, key=lambda c: -len(c.ports) * c.first.type.nbytes):
+        life = plan.params[group.key]
+        choice = layout_text(life.stored, mesh.names)
+        if life.use != life.stored:
+            choice += f", used as {layout_text(life.use, mesh.names)}"
+        why = plan.why.get(why_key("param", group.key[1]), Why(""))
+        rows.append(Decision(_class_name(group), len(group.ports), choice, str(why), why.margin))
+    return rows
+
+
+def _class_name(group: PortClass) -> str:
+    """``model.layers.*.mlp.up_proj.weight``: what the names of a class have in common."""
+    names = [p.target.split(".") for p in group.ports]
+    if len({len(n) for n in names}) > 1:
+        return group.first.target
+    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in zip(*names, strict=True))
+
+
+def _ops(plan: Plan, analysis: Analysis, mesh: Mesh, most: int = 6) -> list[Decision]:
+    """The decisions about ops whose next best choice would cost most."""
+    counts = analysis.folded.counts()
+    ranked = sorted(plan.nodes, key=lambda key: -plan.why[why_key("node", *key)].margin)
+    rows: list[Decision] = []
+    for segment, number in ranked:
+        why = plan.why[why_key("node", segment, number)]
+        if len(rows) == most or not why.margin:
+            break
+        node = analysis.folded.segments[segment].nodes[number]
+        state = plan.nodes[segment, number]
+        layout = next((x for x in state.outputs if x is not None), None)
+        name = f"{node.op.split('.')[1]} in {node.origin.fqn or segment}" + (" (backward)" if node.backward else "")
+        choice = layout_text(layout, mesh.names) if layout else ""
+        rows.append(Decision(name, counts[segment], choice, str(why), why.margin))
+    return rows

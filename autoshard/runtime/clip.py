@@ -1,0 +1,111 @@
+"""Gradient clipping by the norm over the whole model, however its parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from autoshard.errors import UsageError
+
+#: gradients that lie alike: their mesh and the mesh axes that split them
+_Group = tuple["DeviceMesh | None", tuple[int, ...]]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients in place so that their norm, taken over the whole model, is at most ``max_norm``.
+
+    Takes a module, one parameter, or any iterable of parameters; DTensors with any placements and plain
+    tensors may be mixed. Every rank must call it. The norm is that of the same model on one device: shards
+    are summed over the mesh axes that split them, replicas count once. One all-reduce of a few numbers per
+    mesh axis that splits anything.
+
+    Returns the norm before clipping, a float32 scalar that is the same on every rank; 0 if nothing has a
+    gradient. Raises UsageError for a ``norm_type`` that is not positive or a gradient that is a partial sum,
+    RuntimeError (only with ``error_if_nonfinite``) if the norm is not finite.
+    """
+    power = float(norm_type)
+    if not power > 0:
+        raise UsageError(f"norm_type is {norm_type}", why="it must be positive, or inf")
+    groups = _grouped(_gradients(parameters))
+    locals_ = [g for members in groups.values() for g in members]
+    if not locals_:
+        return torch.zeros(())
+    device = locals_[0].device
+    sums = torch.stack([_accumulated(members, power, device) for members in groups.values()])
+    _reduce(sums, list(groups), power)
+    total = sums.max() if power == inf else sums.sum().pow(1.0 / power)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
+    # above 1 the gradients are within the bound; multiplying by 1 saves asking the device which it is
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for device_, dtype in {(g.device, g.dtype): None for g in locals_}:
+        alike = [g for g in locals_ if (g.device, g.dtype) == (device_, dtype)]
+        torch._foreach_mul_(alike, scale.to(device=device_, dtype=dtype))
+    return total
+
+
+def _gradients(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients there are, those of a shared parameter once."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    once = {id(p): p for p in parameters}
+    return [p.grad for p in once.values() if p.grad is not None]
+
+
+def _grouped(grads: Sequence[torch.Tensor]) -> dict[_Group, list[torch.Tensor]]:
+    """What this rank holds of each gradient, by the mesh axes that split it."""
+    groups: dict[_Group, list[torch.Tensor]] = {}
+    for grad in grads:
+        if not isinstance(grad, DTensor):
+            groups.setdefault((None, ()), []).append(grad)
+            continue
+        if any(isinstance(p, Partial) for p in grad.placements):
+            raise UsageError(
+                f"a gradient of shape {list(grad.shape)} is a partial sum",
+                where=f"placements {grad.placements}",
+                hint="redistribute it before clipping",
+            )
+        # every placement that is neither is some form of shard, whatever torch calls it
+        axes = tuple(axis for axis, p in enumerate(grad.placements) if not isinstance(p, Replicate))
+        groups.setdefault((grad.device_mesh, axes), []).append(grad.to_local())
+    return groups
+
+
+def _accumulated(members: Sequence[torch.Tensor], power: float, device: torch.device) -> torch.Tensor:
+    """Sum of ``|x| ** power`` over local tensors, or their largest ``|x|`` if power is infinite."""
+    held = [m for m in members if m.numel()]
+    if not held:
+        return torch.zeros((), device=device)
+    norms = torch.stack([n.float().to(device) for n in torch._foreach_norm(held, power, dtype=_wide(held))])
+    return norms.max() if power == inf else norms.pow(power).sum()
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """The type to sum in: squares of half-precision gradients leave the range of their type."""
+    return torch.float64 if all(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _reduce(sums: torch.Tensor, keys: Sequence[_Group], power: float) -> None:
+    """Complete each group's sum over the axes that split it; ``sums`` [groups] is changed in place."""
+    op = dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM
+    pairs = {(mesh, axis): None for mesh, axes in keys if mesh is not None for axis in axes}
+    # every rank sees the same parameters in the same order, hence the same pairs in the same order
+    for mesh, axis in pairs:
+        rows = [k for k, (other, axes) in enumerate(keys) if other is mesh and axis in axes]
+        part = sums[rows]
+        dist.all_reduce(part, op, group=mesh.get_group(axis))
+        sums[rows] = part

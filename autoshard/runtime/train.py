@@ -1,0 +1,116 @@
+"""A plain training loop, the same for a model on one process and for one that runs a program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import UsageError
+from autoshard.runtime.clip import clip_grad_norm_
+from autoshard.runtime.corpus import VOCABULARY, Corpus
+
+#: arguments of one step: (positional, keyword), of global shape
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step. grad_norm: before clipping, None if not clipped. seconds: of the whole step."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    seconds: float
+
+
+def train(
+    model: nn.Module,
+    feed: Callable[[int], Batch],
+    *,
+    steps: int,
+    lr: float,
+    clip: float | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> list[StepReport]:
+    """Train with AdamW; feed gives the batch of a step. Raises UsageError if the model returns no loss."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    reports = []
+    for step in range(steps):
+        start = time.perf_counter()
+        args, kwargs = feed(step)
+        loss = loss_of(model(*args, **kwargs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = None if clip is None else float(clip_grad_norm_(model, clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        report = StepReport(step, float(loss.detach()), norm, time.perf_counter() - start)
+        reports.append(report)
+        if on_step is not None:
+            on_step(report)
+    return reports
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a model returned: its ``loss``, or the only floating scalar."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+    scalars = [x for x in leaves if x.dim() == 0 and x.is_floating_point()]
+    if len(scalars) != 1:
+        raise UsageError(
+            "the model returns no loss",
+            why=f"it returns {len(leaves)} tensors, {len(scalars)} of them floating scalars",
+            hint="return the loss as a scalar, alone or under the name `loss`",
+        )
+    return scalars[0]
+
+
+def feed_of(
+    example: Batch, corpus: Corpus, vocabulary: int | None, seed: int = 0
+) -> tuple[Callable[[int], Batch], str]:
+    """(batches for a model, what they are).
+
+    Text where the model takes ``input_ids`` and ``labels`` of the same shape [batch, seq] and knows at least
+    256 tokens (``vocabulary``), else the example batch again and again.
+    """
+    args, kwargs = example
+    ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+    if not (isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape == labels.shape):
+        return lambda step: example, "the example batch again and again (the model takes no input_ids and labels)"
+    if vocabulary is None or vocabulary < VOCABULARY or ids.dim() != 2:
+        return lambda step: example, f"the example batch again and again (bytes need {VOCABULARY} tokens)"
+    batch, seq = ids.shape
+
+    def text(step: int) -> Batch:
+        tokens = corpus.windows(batch, seq, step=step, seed=seed)
+        return args, {**kwargs, "input_ids": tokens, "labels": tokens.clone()}
+
+    return text, f"{corpus.name}, as bytes"
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows, None if it does not say."""
+    config = getattr(model, "config", None)
+    found = getattr(config, "vocab_size", None)
+    if isinstance(found, int):
+        return found
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    return getattr(text, "vocab_size", None)
+
+
+def parameter_bytes(model: nn.Module) -> tuple[int, int]:
+    """(bytes of parameters on this rank, bytes of the whole model)."""
+    held = whole = 0
+    for p in model.parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        held += local.numel() * local.element_size()
+        whole += p.numel() * p.element_size()
+    return held, whole
