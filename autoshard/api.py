@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target
+from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target, usable_memory
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
@@ -68,7 +68,8 @@ def plan(
     shape is then searched over ``devices`` ranks (default: WORLD_SIZE or the cluster's own number).
     example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
     pair of both, or a single tensor. cluster: whose prices to use (default: cpu-gloo for a model on
-    the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the device).
+    the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the
+    device where a cluster is named; no limit, but a warning, where only a mesh is).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
@@ -76,11 +77,13 @@ def plan(
     args, kwargs = split_inputs(example_inputs)
     where = parse_target(mesh)
     machine = _cluster_of(where, cluster, model)
+    named = isinstance(where, Cluster) or cluster is not None
+    limit = usable_memory(machine.device) if memory is None and named else memory
     say("capturing")
     joint = capture(model, args, kwargs)
     analysis = analyse(joint, replicate_unknown=replicate_unknown, progress=say)
     meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
-    return plan_analysed(analysis, meshes, machine, memory=memory, target=target, progress=say)
+    return plan_analysed(analysis, meshes, machine, memory=limit, target=target, progress=say)
 
 
 def plan_analysed(

@@ -23,11 +23,8 @@ def bucket_collectives(lowered: Lowered) -> Lowered:
 
 
 def _segment(segment: LoweredSegment) -> LoweredSegment:
-    graph = segment.graph
-    gathers = _merge(_gathers(graph), "first")
-    graph = _apply(graph, gathers)
-    graph = _apply(graph, _merge(_reductions(graph), "last"))
-    return replace(segment, graph=graph)
+    graph = _gathers_together(segment.graph)
+    return replace(segment, graph=_reductions_last(graph))
 
 
 def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
@@ -36,46 +33,53 @@ def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
     return (node.op, node.args[1], node.kwarg("op", "sum"), types[source])
 
 
-def _gathers(graph: Graph) -> list[Node]:
-    """Gathers straight from a segment input of a backward-or-forward parameter: nothing before them."""
+def _gathers_together(graph: Graph) -> Graph:
+    """Gathers straight from a segment's inputs: all at the place of the first."""
     inputs = {n for n, _ in graph.inputs}
-    return [n for n in graph.nodes if n.op == BUCKETED[0] and n.args[0].name in inputs]
-
-
-def _reductions(graph: Graph) -> list[Node]:
-    """Reductions whose result only leaves the segment."""
-    used = {r for n in graph.nodes for r in refs_of(n)}
-    outputs = set(graph.outputs)
-    return [n for n in graph.nodes if n.op in BUCKETED[1:] and n.name in outputs and n.name not in used]
-
-
-def _merge(nodes: Sequence[Node], at: str) -> list[tuple[str, list[Node]]]:
-    return [(at, list(nodes))] if len(nodes) > 1 else []
-
-
-def _apply(graph: Graph, groups: list[tuple[str, list[Node]]]) -> Graph:
-    """Replace each group of equal-keyed collectives by one, at the place of its first or last member."""
-    types = {n: t.dtype for n, t in graph.types().items()}
-    for at, nodes in groups:
-        buckets: dict[tuple[object, ...], list[Node]] = {}
-        for node in nodes:
-            buckets.setdefault(_key(node, types), []).append(node)
-        for members in buckets.values():
-            if len(members) > 1 and members[0].kwarg("op", "sum") != "lse":
-                graph = _replace(graph, members, members[0 if at == "first" else -1])
-    return graph
-
-
-def _replace(graph: Graph, members: list[Node], place: Node) -> Graph:
-    chosen = {n.name for n in members}
-    merged = _bucket_node(members)
+    gathers = [n for n in graph.nodes if n.op == BUCKETED[0] and n.args[0].name in inputs]
+    merged = _merged(gathers, graph)
+    chosen = {n.name for n in gathers}
     nodes: list[Node] = []
     for node in graph.nodes:
-        if node.name == place.name:
-            nodes.append(merged)
         if node.name not in chosen:
             nodes.append(node)
+        elif merged:
+            nodes += merged
+            merged = []
     return replace(graph, nodes=tuple(nodes))
+
+
+def _reductions_last(graph: Graph) -> Graph:
+    """Collectives whose results only leave the segment: at its end, level by level of what feeds what."""
+    kept_back: set[str] = set()
+    moved: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.op in BUCKETED and node.name not in kept_back:
+            moved.append(node)
+        else:
+            kept_back.update(refs_of(node))
+    moved.reverse()
+    names = {n.name for n in moved}
+    nodes = [n for n in graph.nodes if n.name not in names]
+    while moved:
+        waiting = {n.name for n in moved}
+        ready = [n for n in moved if next(refs_of(n)) not in waiting]
+        nodes += _merged(ready, graph)
+        moved = [n for n in moved if next(refs_of(n)) in waiting]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _merged(members: Sequence[Node], graph: Graph) -> list[Node]:
+    """The collectives with equal keys as one each; those alone, and those without such a form, as they are."""
+    types = {n: t.dtype for n, t in graph.types().items()}
+    buckets: dict[tuple[object, ...], list[Node]] = {}
+    for node in members:
+        buckets.setdefault(_key(node, types), []).append(node)
+    return [
+        made
+        for group in buckets.values()
+        for made in (group if len(group) == 1 or group[0].kwarg("op") == "lse" else [_bucket_node(group)])
+    ]
 
 
 def _bucket_node(members: list[Node]) -> Node:

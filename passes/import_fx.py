@@ -313,9 +313,7 @@ class _Importer:
     def _used_ports(self, nodes: Sequence[Node], results: Sequence[Result]) -> tuple[Port, ...]:
         """All ports but unused constants and an unused dropout seed."""
         used = {r for n in nodes for r in _refs((n.args, n.kwargs))} | {r.value for r in results}
-        return tuple(
-            p for p in self.ports if p.name in used or not (p.kind == "const" or p.target == SEED)
-        )
+        return tuple(p for p in self.ports if p.name in used or not (p.kind == "const" or p.target == SEED))
 
     def _used_constants(self, ports: Sequence[Port]) -> dict[str, torch.Tensor]:
         return {p.target: self.constants[p.target] for p in ports if p.kind == "const"}

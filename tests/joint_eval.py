@@ -54,7 +54,8 @@ def _run(node: Any, env: dict[str, Any]) -> None:
     for key, value, type_ in zip(node.outs, outs, node.types, strict=True):
         env[key] = value
         if type_ is not None:
-            assert (tuple(value.shape), value.dtype) == (type_.shape, _dtype(type_.dtype)), (node, value.shape)
+            found = (tuple(value.shape), value.dtype)
+            assert found == (type_.shape, _dtype(type_.dtype)), (node, found)
 
 
 def _value(arg: Arg, env: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What a command is asked to work on: ``module:callable``, ``file.py:callable`` or ``hf:path/to/config.json``.
+"""What a command works on: ``module:callable``, ``file.py:callable`` or ``hf:path/to/config.json``.
 
 A callable takes no arguments and returns ``(model, example_inputs)``.
 """
@@ -66,7 +66,7 @@ def build(
     """
     options = options_of(target, batch, seq)
     if is_config(target):
-        return _from_config(Path(target[3:]).expanduser(), device=device, seed=seed, **options)
+        return _from_config(Path(target[3:]).expanduser(), options, device, seed)
     fn = find_callable(target)
     if device == "meta":
         try:
@@ -81,15 +81,19 @@ def _parts(built: Built) -> tuple[nn.Module, Any]:
     return built.model, built.inputs
 
 
-def _from_config(path: Path, *, batch: int, seq: int, device: str, seed: int) -> Built:
+def _from_config(path: Path, options: dict[str, int], device: str, seed: int) -> Built:
     if not path.exists():
-        raise UsageError(f"there is no config {path}", hint="give the path of a config.json, or of its folder")
+        raise UsageError(
+            f"there is no config {path}", hint="give the path of a config.json, or of its folder"
+        )
     try:
         from autoshard.interop.huggingface import load_hf_config_model
     except ImportError as error:
-        raise UsageError("hf: targets need transformers", why=str(error), hint="install autoshard[hf]") from None
+        raise UsageError(
+            "hf: targets need transformers", why=str(error), hint="install autoshard[hf]"
+        ) from None
     try:
-        model, inputs = load_hf_config_model(path, batch, seq, device=device, seed=seed)
+        model, inputs = load_hf_config_model(path, options["batch"], options["seq"], device=device, seed=seed)
     except AutoshardError:
         raise
     except Exception as error:

@@ -36,12 +36,7 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
     Raises UsageError if the folder exists and is not a program folder, or ``overwrite`` is false.
     """
     target = Path(folder)
-    if target.exists() and not _may_replace(target, overwrite):
-        raise UsageError(
-            f"{target} exists" + ("" if overwrite else " already"),
-            why="only an older program folder is ever overwritten",
-            hint="choose another folder, or pass overwrite=True (--overwrite) for a program folder",
-        )
+    check_target(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -54,6 +49,16 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return target
+
+
+def check_target(target: Path, *, overwrite: bool = False) -> None:
+    """UsageError if a program may not be written there: something else would be lost."""
+    if target.exists() and not _may_replace(target, overwrite):
+        raise UsageError(
+            f"{target} exists" + ("" if overwrite else " already"),
+            why="only an older program folder is ever overwritten",
+            hint="choose another folder, or pass overwrite=True (--overwrite) for a program folder",
+        )
 
 
 def _may_replace(target: Path, overwrite: bool) -> bool:

@@ -183,9 +183,7 @@ class Batch:
                 hint="compile the program again",
             )
         self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
-        self.positions = sorted(
-            (r.target for r in program.signature.results if r.kind == "output"), key=int
-        )
+        self.positions = sorted((r.target for r in program.signature.results if r.kind == "output"), key=int)
 
 
 def _tangent(port: Port) -> torch.Tensor:

@@ -131,9 +131,7 @@ class Estimator:
         moved = sum(self.bytes_of(v.type, v.layout) for v in [*ins, *outs])
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
         flops = self._flops(node, ins, outs)
-        return NodeCost(
-            float(compute_seconds(flops, moved, dtype, self.cluster.device, matmul=flops > 0))
-        )
+        return NodeCost(float(compute_seconds(flops, moved, dtype, self.cluster.device, matmul=flops > 0)))
 
     def _flops(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed]) -> float:
         if node.op not in _PRODUCTS:
@@ -220,7 +218,9 @@ class Estimator:
     def _kept(self) -> float:
         """Bytes of what forward makes and backward reads, each storage once."""
         lowered = self.program.lowered
-        storage: dict[str, tuple[object, float]] = {p.name: (p.name, 0.0) for p in self.program.signature.ports}
+        storage: dict[str, tuple[object, float]] = {
+            p.name: (p.name, 0.0) for p in self.program.signature.ports
+        }
         kept: dict[object, float] = {}
         for number, item in enumerate(lowered.main):
             if item.backward:

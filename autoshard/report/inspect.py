@@ -19,8 +19,8 @@ from autoshard.report.estimate import Estimator, NodeCost, is_message, placed_of
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
 
-_COLUMNS = "   time |      wire | why"
-#: where the columns begin
+#: above the columns at the end of every op's line, which begin there
+_COLUMNS = "   time | wire/rank | why"
 _AT = 100
 
 
@@ -53,7 +53,9 @@ def dump_after(program: Program, wanted: str, segment: str | None = None) -> str
     chosen = [b for b in blocks if f"def {segment}(" in b]
     if not chosen:
         names = [b.split("def ")[1].split("(")[0] for b in blocks if "def " in b]
-        raise UsageError(f"there is no segment {segment!r} after this pass", hint=f"one of {', '.join(names)}")
+        raise UsageError(
+            f"there is no segment {segment!r} after this pass", hint=f"one of {', '.join(names)}"
+        )
     return "\n\n".join([head, *chosen]).rstrip("\n") + "\n"
 
 
@@ -88,12 +90,12 @@ def _head(program: Program, estimator: Estimator, view: View) -> list[str]:
         shapes = "LOCAL shapes"
         where = " ".join(f"{n}={c}" for n, c in zip(mesh.names, estimator.coords, strict=True))
         held = estimator.held()
-        who = f"rank {view.rank} of {mesh.world_size} at {where} | holds {bytes_text(held.parameters)} of parameters"
+        who = f"rank {view.rank} of {mesh.world_size} at {where} | parameters {bytes_text(held.parameters)}"
     return [
         f"# autoshard | program | mesh {program.mesh} | {shapes} | prices of {estimator.cluster.name}",
         f"# {who}",
         "# R whole on every rank of the axis, S(d) split along dim d, P partial (to be reduced)",
-        f"# {'columns':<{_AT - 2}}  # {_COLUMNS}",
+        f"{'#':<{_AT}}  # {_COLUMNS}",
     ]
 
 
@@ -136,11 +138,11 @@ def footer(estimator: Estimator, program: Program) -> list[str]:
     held, step = estimator.held(), estimator.step()
     facts = checks(estimator, program)
     return [
-        f"# step    compute {seconds_text(step.compute)}, comm {seconds_text(step.comm)} in {step.collectives} "
-        f"collectives, {bytes_text(step.wire)}/rank -> {seconds_text(step.compute + step.comm)}",
+        f"# step    compute {seconds_text(step.compute)}, comm {seconds_text(step.comm)} in "
+        f"{step.collectives} collectives, {bytes_text(step.wire)}/rank -> {seconds_text(step.compute + step.comm)}",
         f"# rank    params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
-        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = {bytes_text(held.total)} "
-        f"of {bytes_text(estimator.cluster.device.memory_bytes)}",
+        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = "
+        f"{bytes_text(held.total)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
         f"# checks  uneven shards {facts['uneven_shards']} | full gathers {facts['full_gathers']} | "
         f"ops without a rule {facts['ops_without_a_rule']}",
     ]
@@ -194,9 +196,7 @@ def _local_segment(segment: LoweredSegment, view: RankView) -> LoweredSegment:
 
 
 def _local_node(node: Node, values: dict[str, Placed], view: RankView) -> Node:
-    types = tuple(
-        None if t is None else values[o].type for o, t in zip(node.outs, node.types, strict=True)
-    )
+    types = tuple(None if t is None else values[o].type for o, t in zip(node.outs, node.types, strict=True))
     args = tuple(_number(a, view) for a in node.args)
     return replace(node, args=args, kwargs=tuple((k, _number(v, view)) for k, v in node.kwargs), types=types)
 
@@ -214,7 +214,9 @@ def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
     shown = program if view.rank is None else for_rank(program, view.rank)
     names = [n for n in shown.lowered.segments if view.segment in (None, n)]
     if not names:
-        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {', '.join(shown.lowered.segments)}")
+        raise UsageError(
+            f"there is no segment {view.segment!r}", hint=f"one of {', '.join(shown.lowered.segments)}"
+        )
     held, step = estimator.held(), estimator.step()
     return {
         "mesh": program.mesh,
@@ -246,7 +248,9 @@ def _segment_json(program: Program, shown: Program, estimator: Estimator, name: 
     cost = estimator.segment(name)
     values = placed_of(program.lowered.segments[name])
     local = shown.lowered.segments[name]
-    rows = zip(local.graph.nodes, program.lowered.segments[name].graph.nodes, program.notes[name], strict=True)
+    rows = zip(
+        local.graph.nodes, program.lowered.segments[name].graph.nodes, program.notes[name], strict=True
+    )
     return {
         "name": name,
         "calls": sum(isinstance(i, Call) and i.segment == name for i in program.lowered.main),

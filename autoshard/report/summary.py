@@ -18,12 +18,17 @@ from autoshard.search.plan import Plan, Why, why_key
 
 @dataclass(frozen=True)
 class Decision:
-    """One choice, for reading. count: how many ops or parameters it holds for."""
+    """One choice, for reading.
+
+    count: how many ops or parameters it holds for. alternative: the next best choice, "" if there is none.
+    margin: seconds that the whole step would lose with it.
+    """
 
     what: str
     count: int
     choice: str
-    why: str
+    reason: str
+    alternative: str
     margin: float
 
 
@@ -60,9 +65,7 @@ def summarise(plan: Plan, analysis: Analysis) -> Summary:
     mesh = Mesh.parse(plan.mesh)
     classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
     own = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
-    trained = sum(
-        len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes if c.grads
-    )
+    trained = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes if c.grads)
     uneven = sum(len(c.ports) for c in classes if not _even(c, plan.params[c.key].stored, mesh))
     warnings = plan.warnings
     if uneven:
@@ -114,8 +117,12 @@ def _parameters(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> list[De
         if life.use != life.stored:
             choice += f", used as {layout_text(life.use, mesh.names)}"
         why = plan.why.get(why_key("param", group.key[1]), Why(""))
-        rows.append(Decision(_class_name(group), len(group.ports), choice, str(why), why.margin))
+        rows.append(_decision(_class_name(group), len(group.ports), choice, why))
     return rows
+
+
+def _decision(what: str, count: int, choice: str, why: Why) -> Decision:
+    return Decision(what, count, choice, why.reason, why.alternative, why.margin)
 
 
 def _class_name(group: PortClass) -> str:
@@ -138,7 +145,9 @@ def _ops(plan: Plan, analysis: Analysis, mesh: Mesh, most: int = 6) -> list[Deci
         node = analysis.folded.segments[segment].nodes[number]
         state = plan.nodes[segment, number]
         layout = next((x for x in state.outputs if x is not None), None)
-        name = f"{node.op.split('.')[1]} in {node.origin.fqn or segment}" + (" (backward)" if node.backward else "")
+        name = f"{node.op.split('.')[1]} in {node.origin.fqn or segment}" + (
+            " (backward)" if node.backward else ""
+        )
         choice = layout_text(layout, mesh.names) if layout else ""
-        rows.append(Decision(name, counts[segment], choice, str(why), why.margin))
+        rows.append(_decision(name, counts[segment], choice, why))
     return rows

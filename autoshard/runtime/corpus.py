@@ -24,7 +24,7 @@ class Corpus:
     name: str
 
     def windows(self, batch: int, seq: int, *, step: int, seed: int = 0) -> torch.Tensor:
-        """Token numbers [batch, seq] (int64) of one step; the same on every rank for the same step and seed."""
+        """Token numbers [batch, seq] (int64) of one step; they depend on the step and the seed only."""
         starts = len(self.data) - seq
         if starts < 1:
             raise UsageError(f"the text has {len(self.data)} bytes", why=f"a window of {seq} does not fit")
@@ -40,7 +40,7 @@ def standard_library() -> Corpus:
 
 
 def load_corpus(path: str | Path | None = None) -> Corpus:
-    """A text file, all files of a folder in the order of their names, or without a path the standard library."""
+    """A text file, all files of a folder in the order of their names; by default the standard library."""
     if path is None:
         return standard_library()
     where = Path(path)

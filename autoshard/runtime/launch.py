@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +49,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def _die_with_parent() -> object:
+def _die_with_parent() -> Callable[[], object] | None:
     """What a child runs first on Linux: ask for SIGTERM when its parent dies."""
     if not sys.platform.startswith("linux"):
         return None

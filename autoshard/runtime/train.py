@@ -46,7 +46,7 @@ def train(
         start = time.perf_counter()
         args, kwargs = feed(step)
         loss = loss_of(model(*args, **kwargs))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = None if clip is None else float(clip_grad_norm_(model, clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -84,7 +84,10 @@ def feed_of(
     args, kwargs = example
     ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
     if not (isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor) and ids.shape == labels.shape):
-        return lambda step: example, "the example batch again and again (the model takes no input_ids and labels)"
+        return (
+            lambda step: example,
+            "the example batch again and again (the model takes no input_ids and labels)",
+        )
     if vocabulary is None or vocabulary < VOCABULARY or ids.dim() != 2:
         return lambda step: example, f"the example batch again and again (bytes need {VOCABULARY} tokens)"
     batch, seq = ids.shape
@@ -102,8 +105,8 @@ def vocabulary_of(model: nn.Module) -> int | None:
     found = getattr(config, "vocab_size", None)
     if isinstance(found, int):
         return found
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    return getattr(text, "vocab_size", None)
+    text = getattr(config, "get_text_config", None)
+    return getattr(text(), "vocab_size", None) if callable(text) else None
 
 
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:

@@ -45,31 +45,32 @@ def decide(
     warnings: Sequence[str] = (),
     target: str = "",
 ) -> Plan:
-    """The best plan for the cost model under a memory budget (bytes per rank).
+    """The best plan for the cost model under a memory budget (bytes per rank; None: no limit).
 
     Raises InfeasibleError with the smallest feasible budget and what fills it.
     """
-    limit = budget if budget is not None else usable_memory(cluster.device)
     meanings = [axis.meaning for axis in mesh.axes]
     prices = cost_model(cluster, mesh)
     problem = build_problem(model, mesh.sizes, meanings, prices)
     try:
         try:
-            solution = solve(problem.network, float(limit))
+            solution = solve(problem.network, None if budget is None else float(budget))
         except NoFiniteAssignment:
             # some op can follow the axes' meanings only alone, not together with its neighbours
             problem = build_problem(model, mesh.sizes, meanings, prices, strict=False)
-            solution = solve(problem.network, float(limit))
+            solution = solve(problem.network, None if budget is None else float(budget))
             warnings = (*warnings, f"not all work could be divided as the axes of {mesh} mean")
     except InfeasibleNetwork as error:
-        raise _infeasible(model, problem, error, limit, mesh) from None
+        assert budget is not None
+        raise _infeasible(problem, error, budget, mesh) from None
+    if budget is None and solution.bytes > usable_memory(cluster.device):
+        held, room = _gib(solution.bytes), _gib(usable_memory(cluster.device))
+        warnings = (*warnings, f"about {held} per rank are held, a {cluster.device.name} has {room}")
     marginals = min_marginals(problem.network)
-    return _plan(problem, solution, marginals, mesh, cluster, limit, fingerprint, tuple(warnings), target)
+    return _plan(problem, solution, marginals, mesh, cluster, budget, fingerprint, tuple(warnings), target)
 
 
-def _infeasible(
-    model: Model, problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh
-) -> InfeasibleError:
+def _infeasible(problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh) -> InfeasibleError:
     held = {"parameters, gradients and optimizer state": 0.0, "activations kept for backward": 0.0}
     for variable, memory, state in zip(problem.variables, problem.network.memory, error.states, strict=True):
         key = list(held)[0 if isinstance(variable, ParamVar) else 1]
@@ -94,7 +95,7 @@ def _plan(
     marginals: Marginals,
     mesh: Mesh,
     cluster: Cluster,
-    limit: int,
+    budget: int | None,
     fingerprint: str,
     warnings: tuple[str, ...],
     target: str,
@@ -102,7 +103,7 @@ def _plan(
     plan = Plan(
         str(mesh),
         cluster.name,
-        limit,
+        budget,
         fingerprint,
         {},
         {},

@@ -44,7 +44,8 @@ class Proof:
 class Plan:
     """Decisions for one model on one mesh.
 
-    mesh: ``dp=2,tp=2``. cluster: name of the cluster whose prices were used. budget: bytes per rank.
+    mesh: ``dp=2,tp=2``. cluster: name of the cluster whose prices were used. budget: bytes per
+    rank, None if no limit was set.
     fingerprint: of the folded graph the plan is for. nodes: the way every op runs. values: the layout
     of shared values and segment inputs. params: the life of every class of parameters. ports: layout
     of inputs and tangents. results: layout of outputs, by position in the joint results.
@@ -53,7 +54,7 @@ class Plan:
 
     mesh: str
     cluster: str
-    budget: int
+    budget: int | None
     fingerprint: str
     nodes: dict[tuple[str, int], OpState]
     values: dict[Place, Layout]

@@ -56,7 +56,7 @@ def plan_from_json(text: str) -> Plan:
         return Plan(
             raw["mesh"],
             raw["cluster"],
-            int(raw["budget_bytes"]),
+            None if raw["budget_bytes"] is None else int(raw["budget_bytes"]),
             raw["fingerprint"],
             {
                 (seg, int(n)): OpState(tuple(_in(x) for x in i), tuple(_maybe(x) for x in o), int(w))

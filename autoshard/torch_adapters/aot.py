@@ -197,6 +197,17 @@ def _keep_all(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _no_mkldnn() -> Iterator[None]:
+    """Without the public ``torch.backends.mkldnn.flags``, which warns about unrelated settings."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
 def plain_model_code() -> Iterator[None]:
     """Take out what the code of a model asks of the runtime, not of the mathematics.
 
@@ -207,7 +218,7 @@ def plain_model_code() -> Iterator[None]:
     with (
         patch.object(module, "CheckpointFunction", _DirectCall),
         patch.object(module, "_checkpoint_without_reentrant_generator", _keep_all),
-        torch.backends.mkldnn.flags(enabled=False),
+        _no_mkldnn(),
         torch.autograd.set_detect_anomaly(False),
     ):
         yield

@@ -1,0 +1,105 @@
+"""``autoshard compile``: the per-rank programs as a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, memory_of, print_json, reporting, stdout
+from autoshard.cli.plan import make_plan
+from autoshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoshard.program.program import Program
+
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", metavar="DIR", help="compile this plan instead of planning")
+]
+
+
+def compile_command(
+    out: opt.OutOption,
+    target: opt.MaybeTarget = None,
+    mesh: opt.MeshOption = None,
+    cluster: opt.ClusterOption = None,
+    gpus: opt.GpusOption = None,
+    plan: PlanOption = None,
+    batch: opt.BatchOption = None,
+    seq: opt.SeqOption = None,
+    memory: opt.MemoryOption = None,
+    overwrite: opt.OverwriteOption = False,
+    replicate_unknown: opt.ReplicateOption = False,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Compile a model for a mesh into a program folder that `autoshard run` and `autoshard.load` take."""
+    with reporting(debug):
+        from autoshard import api
+        from autoshard.interop.targets import options_of
+        from autoshard.program.store import check_target, save_program
+
+        check_target(out, overwrite=overwrite)
+        say = Progress()
+        if plan is None:
+            if target is None:
+                raise UsageError(
+                    "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
+                )
+            options = options_of(target, batch, seq)
+            planned = make_plan(
+                target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, say
+            )
+            say("emitting programs")
+            program = api.compile_analysed(planned)
+        else:
+            if target or mesh or gpus or batch or seq or memory:
+                raise UsageError(
+                    "--plan already says what to compile", hint="leave out the target and its options"
+                )
+            program, options = _from_plan(plan, cluster, say)
+        program = api.with_options(program, **{k: str(v) for k, v in options.items()})
+        save_program(program, out, overwrite=overwrite)
+        _report(program, out, json)
+
+
+def _from_plan(folder: Path, cluster: str | None, say: Progress) -> tuple[Program, dict[str, int]]:
+    """The program of a stored plan; the model is captured again."""
+    from autoshard import api
+    from autoshard.cli.folders import read_plan
+    from autoshard.interop.targets import build
+
+    stored, request = read_plan(folder)
+    options = dict(request.options)
+    say(f"building {request.target}")
+    built = build(request.target, batch=options.get("batch"), seq=options.get("seq"))
+    compiled = api.compile(
+        built.model, stored, example_inputs=built.inputs, cluster=cluster or stored.cluster, progress=say
+    )
+    return compiled.program, options
+
+
+def _report(program: Program, out: Path, json: bool) -> None:
+    from autoshard.cluster import Mesh
+
+    ranks = Mesh.parse(program.mesh).world_size
+    if json:
+        document = {
+            "command": "compile",
+            "folder": str(out),
+            "mesh": program.mesh,
+            "ranks": ranks,
+            "target": program.target,
+            "options": dict(program.options),
+            "segments": list(program.lowered.segments),
+            "dumps": sorted(program.dumps),
+        }
+        print_json(document)
+        return
+    console = stdout()
+    console.print(f"[bold]{program.mesh}[/]  {ranks} ranks, written to {out}")
+    console.print(f"verify   autoshard verify {out}", markup=False)
+    console.print(f"read     autoshard inspect {out} --rank 0", markup=False)
+    console.print(f"run      torchrun --nproc-per-node {ranks} -m autoshard run {out}", markup=False)

@@ -1,0 +1,82 @@
+"""Plan folders: ``plan.json`` and ``request.json``, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoshard.errors import UsageError, VerificationError
+from autoshard.search.plan import Plan
+from autoshard.search.plan_json import plan_from_json, plan_to_json
+
+_FILES = frozenset(("plan.json", "request.json"))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for."""
+
+    target: str
+    options: Mapping[str, int]
+    replicate_unknown: bool = False
+
+
+def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
+    """UsageError if something other than an older plan would be lost."""
+    if not folder.exists():
+        return
+    held = {p.name for p in folder.iterdir()} if folder.is_dir() else {""}
+    if held and not (overwrite and held <= _FILES):
+        raise UsageError(
+            f"{folder} exists already",
+            why="only a folder that holds nothing but an older plan is ever overwritten",
+            hint="choose another folder, or pass --overwrite for a plan folder",
+        )
+
+
+def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -> None:
+    """Write both files; the folder appears complete or not at all."""
+    check_plan_folder(folder, overwrite=overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    document = {
+        "schema": 1,
+        "target": request.target,
+        "options": dict(request.options),
+        "replicate_unknown": request.replicate_unknown,
+    }
+    try:
+        (staging / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
+        (staging / "request.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.chmod(staging, 0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(staging, folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def read_plan(folder: Path) -> tuple[Plan, Request]:
+    """Raises UsageError if the folder holds no plan, VerificationError if what it holds is damaged."""
+    try:
+        plan_text = (folder / "plan.json").read_text(encoding="utf-8")
+        request_text = (folder / "request.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{folder} is not a plan folder", why=str(error), hint="autoshard plan ... -o DIR"
+        ) from None
+    try:
+        raw = json.loads(request_text)
+        options = {str(k): int(v) for k, v in raw["options"].items()}
+        request = Request(str(raw["target"]), options, bool(raw["replicate_unknown"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VerificationError(
+            f"{folder}/request.json cannot be read", why=f"{type(error).__name__}: {error}", hint="plan again"
+        ) from None
+    return plan_from_json(plan_text), request

@@ -1,0 +1,59 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="module:callable or file.py:callable that returns (model, example_inputs), "
+        "or hf:path/to/config.json",
+        show_default=False,
+    ),
+]
+MaybeTarget = Annotated[
+    str | None,
+    typer.Argument(metavar="[TARGET]", help="as for plan; not needed with --plan", show_default=False),
+]
+MeshOption = Annotated[
+    str | None, typer.Option("--mesh", metavar="dp=2,tp=2", help="axes and their sizes, outermost first")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="whose prices to use; without --mesh, its best mesh shape is searched [default: h100-dgx]",
+    ),
+]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", min=1, help="how many devices of the cluster to use")
+]
+BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
+SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", metavar="16GiB", help="bytes per rank [default: 94 % of the device]")
+]
+ReplicateOption = Annotated[
+    bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="replace an older folder of the same kind")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="of weights, example inputs, data and dropout")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show tracebacks")]
+OutOption = Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="folder to write")]
+MaybeOut = Annotated[Path | None, typer.Option("-o", "--out", metavar="DIR", help="folder to write")]
+FolderArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a folder that `autoshard compile` wrote", show_default=False)
+]
+OtherTarget = Annotated[
+    str | None,
+    typer.Option("--target", help="where the model is now, if not where it was when compiled"),
+]

@@ -1,0 +1,143 @@
+"""``autoshard run``: train a program, under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.models import model_of
+from autoshard.cli.output import Progress, print_json, reporting, stdout
+from autoshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoshard.cluster import Mesh
+    from autoshard.runtime.train import StepReport
+
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps")]
+LrOption = Annotated[float, typer.Option("--lr", min=0.0, help="of AdamW")]
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="a text file or folder [default: the sources of Python's library]"),
+]
+ClipOption = Annotated[
+    float, typer.Option("--clip", min=0.0, help="largest norm of all gradients together; 0: no clipping")
+]
+
+
+def run_command(
+    folder: opt.FolderArgument,
+    steps: StepsOption = 20,
+    lr: LrOption = 1e-3,
+    data: DataOption = None,
+    seed: opt.SeedOption = 0,
+    clip: ClipOption = 1.0,
+    target: opt.OtherTarget = None,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Train the model of a program: torchrun --nproc-per-node N -m autoshard run DIR."""
+    with reporting(debug):
+        from autoshard import api
+        from autoshard.cluster import Mesh
+        from autoshard.program.store import load_program
+        from autoshard.runtime.corpus import load_corpus
+        from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
+
+        program = load_program(folder)
+        first = int(os.environ.get("RANK", 0)) == 0
+        say = Progress(quiet=not first)
+        with _process_group(Mesh.parse(program.mesh), folder):
+            say(f"building {target or program.target}")
+            built = model_of(program, folder, target, seed)
+            example = api.split_inputs(built.inputs)
+            feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
+            model = api.load(folder, built.model, seed=seed)
+            held, whole = parameter_bytes(model)
+            say(f"training on {source}")
+            reports = train(
+                model,
+                feed,
+                steps=steps,
+                lr=lr,
+                clip=clip or None,
+                on_step=_printer(first and not json, steps),
+            )
+            if first:
+                _report(folder, program.mesh, source, reports, held, whole, json)
+
+
+@contextmanager
+def _process_group(mesh: Mesh, folder: Path) -> Iterator[None]:
+    """The process group of the run, closed at its end. A program for one rank needs no torchrun.
+
+    Raises UsageError, before any model is built, if the world is missing or has the wrong size.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from autoshard.runtime.groups import device_mesh_for
+
+    if "RANK" not in os.environ:
+        if mesh.world_size > 1:
+            raise UsageError(
+                f"the program is for {mesh.world_size} processes, and this is one",
+                where=f"mesh {mesh}",
+                hint=f"torchrun --nproc-per-node {mesh.world_size} -m autoshard run {folder}",
+            )
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    device_mesh_for(str(mesh))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _printer(wanted: bool, steps: int) -> Callable[[StepReport], None] | None:
+    """Prints a line per step on rank 0."""
+    if not wanted:
+        return None
+    width = len(str(steps))
+
+    def show(report: StepReport) -> None:
+        norm = "" if report.grad_norm is None else f"  gradient norm {report.grad_norm:7.3f}"
+        stdout().print(
+            f"step {report.step + 1:>{width}}/{steps}  loss {report.loss:8.5f}{norm}  "
+            f"{report.seconds * 1e3:6.0f} ms"
+        )
+
+    return show
+
+
+def _report(
+    folder: Path, mesh: str, source: str, reports: list[StepReport], held: int, whole: int, json: bool
+) -> None:
+    from statistics import median
+
+    from autoshard.report.units import bytes_text
+
+    typical = median(r.seconds for r in reports)
+    if json:
+        document = {
+            "command": "run",
+            "folder": str(folder),
+            "mesh": mesh,
+            "data": source,
+            "losses": [r.loss for r in reports],
+            "grad_norms": [r.grad_norm for r in reports],
+            "seconds": [r.seconds for r in reports],
+            "parameter_bytes_rank": held,
+            "parameter_bytes_model": whole,
+        }
+        print_json(document)
+        return
+    console = stdout()
+    console.print(f"loss {reports[0].loss:.5f} -> {reports[-1].loss:.5f} in {len(reports)} steps")
+    console.print(f"{typical * 1e3:.0f} ms a step (median)")
+    console.print(f"{bytes_text(held)} of {bytes_text(whole)} of parameters on rank 0")

@@ -1,0 +1,111 @@
+"""Ops on the last dims of images and matrices: those stay whole, batch and channels may be split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from autoshard.ir import Node, TensorType
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, einsum
+from autoshard.rules.local import shape_arg
+
+
+def _leading(
+    kept: int, ins: Sequence[TensorType], outs: Sequence[TensorType | None]
+) -> tuple[list[int], list[Dims], list[Dims | None], frozenset[int]]:
+    """(sizes, dims of the inputs, dims of the outputs, fixed factors) if all share their first dims.
+
+    kept: dims of the first input that stay whole; its other dims are the first ones of every tensor.
+    """
+    build = Builder()
+    lead = build.dims(ins[0].shape[: len(ins[0].shape) - kept])
+    fixed: set[int] = set()
+
+    def laid(type_: TensorType) -> Dims:
+        own = build.dims(type_.shape[len(lead) :])
+        fixed.update(f for d in own for f in d)
+        return lead + own
+
+    before = [laid(t) for t in ins]
+    after = [None if t is None else laid(t) for t in outs]
+    return build.sizes, before, after, frozenset(fixed)
+
+
+def _whole(kept: int, *, linear: bool = False, shape_at: int | None = None) -> RuleFn:
+    """Rule of an op whose ``kept`` last dims stay whole.
+
+    linear: in its first tensor. shape_at: positional argument that is the shape of the output.
+    """
+
+    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+        sizes, before, after, fixed = _leading(kept, ins, node.types)
+        return Factored(
+            tuple(sizes),
+            tuple(before),
+            tuple(after),
+            fixed,
+            linear=((0,),) if linear and ins[0].is_float else (),
+            local=None if shape_at is None else shape_arg(shape_at),
+        )
+
+    return rule
+
+
+def grid_sampler(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """image [n, c, h, w], grid [n, y, x, 2] -> [n, c, y, x]."""
+    return einsum("n c h w, n y x two -> n c y x", ins, node.types, fixed="h w two", linear=((0,),))
+
+
+def grid_sampler_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """gradient [n, c, y, x], image [n, c, h, w], grid [n, y, x, 2] -> gradients of image and grid."""
+    spec = "n c y x, n c h w, n y x two -> n c h w, n y x two"
+    return einsum(spec, ins, node.types, fixed="h w two", linear=((0,),))
+
+
+def fft(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A Fourier transform over some dims, which stay whole."""
+    out = node.types[0]
+    assert out is not None
+    rank = len(out.shape)
+    over = {d % rank for d in node.args[1]}
+    build = Builder()
+    before = build.dims(ins[0].shape)
+    after = tuple(build.new(out.shape[d]) if d in over else x for d, x in enumerate(before))
+    fixed = frozenset(f for d in over for f in (*before[d], *after[d]))
+    return Factored(tuple(build.sizes), (before,), (after,), fixed, linear=((0,),))
+
+
+def solve_triangular(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Triangular a [..., n, n], b [..., n, k] -> [..., n, k] (b and the result turned if not ``left``)."""
+    out = node.types[0]
+    assert out is not None
+    build = Builder()
+    dims = build.dims(out.shape)
+    of_a = build.new(ins[0].shape[-1])
+    solved = dims[-2] if node.kwarg("left", True) else dims[-1]
+
+    def lead(type_: TensorType) -> tuple[Dim, ...]:
+        common, skipped = dims[:-2], len(out.shape) - len(type_.shape)
+        return tuple(x if n != 1 else () for x, n in zip(common[skipped:], type_.shape[:-2], strict=True))
+
+    inputs = ((*lead(ins[0]), of_a, of_a), (*lead(ins[1]), *dims[-2:]))
+    return Factored(tuple(build.sizes), inputs, (dims,), frozenset((*of_a, *solved)), linear=((1,),))
+
+
+def _per_rank(name: str, ranks: Sequence[int], rule: RuleFn) -> dict[str, RuleFn]:
+    return {f"aten.{name.format(r)}.default": rule for r in ranks}
+
+
+def _upsampling() -> dict[str, RuleFn]:
+    rules: dict[str, RuleFn] = {}
+    kinds = ("nearest1d", "nearest2d", "nearest3d", "_nearest_exact2d", "linear1d", "bilinear2d", "trilinear3d")
+    for kind in (*kinds, "bicubic2d", "_bilinear2d_aa", "_bicubic2d_aa"):
+        name = f"_upsample{kind}" if kind.startswith("_") else f"upsample_{kind}"
+        rank = int(kind[kind.index("d") - 1] if "d" in kind[-3:-1] else kind.rstrip("_a")[-2])
+        rules[f"aten.{name}.default"] = _whole(rank, linear=True)
+        rules[f"aten.{name}.vec"] = _whole(rank, linear=True)
+        rules[f"aten.{name}_backward.default"] = _whole(rank, linear=True, shape_at=2)
+    return rules
+
+
+RULES: Mapping[str, RuleFn] = MappingProxyType({})
