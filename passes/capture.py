@@ -51,7 +51,7 @@ def capture(
     inputs = _inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
-        stack.enter_context(huggingface.prepared(model, frozenset(kwargs or ())))
+        stack.enter_context(huggingface.prepared(model, kwargs or {}))
         state = _state_of(model)
         function = _Function(model, state, inputs, differentiate)
         seed = torch.empty((), dtype=torch.int64, device="meta")

@@ -7,6 +7,7 @@ Correctness does not depend on how the runs are cut: anything that differs simpl
 
 from __future__ import annotations
 
+import functools
 import keyword
 import re
 from collections.abc import Hashable
@@ -28,9 +29,9 @@ class _Run:
 
 def fold(joint: Joint) -> Folded:
     """The joint graph as calls of unique segments; dead nodes are left out."""
-    nodes = _live(joint)
-    runs = _runs(nodes)
-    users = _outside_users(runs, joint)
+    nodes, uses = _live(joint)
+    runs = _runs(nodes, uses)
+    users = _outside_users(runs, joint, uses)
     types = joint.graph.types()
     ports = {p.name: p.target for p in joint.ports}
     known: dict[Hashable, str] = {}
@@ -46,26 +47,33 @@ def fold(joint: Joint) -> Folded:
     return Folded(segments, tuple(calls), joint)
 
 
-def _live(joint: Joint) -> list[Node]:
+def _live(joint: Joint) -> tuple[list[Node], dict[str, tuple[str, ...]]]:
+    """The nodes that some result needs, and what each of them uses (under its first output)."""
     wanted = {r.value for r in joint.results}
     kept: list[Node] = []
+    uses: dict[str, tuple[str, ...]] = {}
     for node in reversed(joint.graph.nodes):
-        if any(out in wanted for out in node.outs):
+        if not wanted.isdisjoint(node.outs):
             kept.append(node)
-            wanted.update(refs_of(node))
+            uses[node.name] = used = tuple(refs_of(node))
+            wanted.update(used)
     kept.reverse()
-    return kept
+    return kept, uses
 
 
 def _layer_of(node: Node) -> str:
     """The layer a node lies in: the module path down to its first numbered part, and the call."""
-    match = _LAYER.match(node.origin.fqn)
-    if not match:
-        return ""
-    return match.group(1) if node.origin.call == 0 else f"{match.group(1)}#{node.origin.call}"
+    layer = _layer_name(node.origin.fqn)
+    return layer if not layer or node.origin.call == 0 else f"{layer}#{node.origin.call}"
 
 
-def _runs(nodes: list[Node]) -> list[_Run]:
+@functools.lru_cache(maxsize=4096)
+def _layer_name(fqn: str) -> str:
+    match = _LAYER.match(fqn)
+    return match.group(1) if match else ""
+
+
+def _runs(nodes: list[Node], uses: dict[str, tuple[str, ...]]) -> list[_Run]:
     """Runs in an order that respects all uses.
 
     A node joins the last run of its layer if nothing it needs is produced later than that run.
@@ -75,7 +83,7 @@ def _runs(nodes: list[Node]) -> list[_Run]:
     last: dict[tuple[str, bool], int] = {}
     for node in nodes:
         key = (_layer_of(node), node.backward)
-        needed = max((where.get(r, -1) for r in refs_of(node)), default=-1)
+        needed = max([where.get(r, -1) for r in uses[node.name]], default=-1)
         at = last.get(key, -1)
         if at < needed or at < 0 or (runs and runs[-1].backward != node.backward and at != len(runs) - 1):
             runs.append(_Run(*key))
@@ -86,13 +94,13 @@ def _runs(nodes: list[Node]) -> list[_Run]:
     return runs
 
 
-def _outside_users(runs: list[_Run], joint: Joint) -> set[str]:
+def _outside_users(runs: list[_Run], joint: Joint, uses: dict[str, tuple[str, ...]]) -> set[str]:
     """Values used outside the run that makes them."""
     home = {out: k for k, run in enumerate(runs) for node in run.nodes for out in node.outs}
     outside = {r.value for r in joint.results}
     for k, run in enumerate(runs):
         for node in run.nodes:
-            outside.update(r for r in refs_of(node) if home.get(r, -1) != k)
+            outside.update([r for r in uses[node.name] if home.get(r, -1) != k])
     return outside
 
 
@@ -106,19 +114,19 @@ def _canonical(run: _Run, users: set[str]) -> tuple[tuple[str, ...], tuple[str, 
     body: list[Hashable] = [run.backward]
 
     def canon(arg: Arg) -> Hashable:
-        if isinstance(arg, Ref):
+        if type(arg) is Ref:
             if arg.name not in number:
                 number[arg.name] = len(number)
                 if arg.name not in made:
                     inputs.append(arg.name)
             return ("ref", number[arg.name])
-        if isinstance(arg, tuple):
-            return tuple(canon(a) for a in arg)
-        return (type(arg).__name__, arg)
+        if type(arg) is tuple:
+            return tuple([canon(a) for a in arg])
+        return (type(arg), arg)
 
     for node in run.nodes:
         args = _relative_site(node, base).args
-        entry = (node.op, tuple(canon(a) for a in args), tuple((k, canon(v)) for k, v in node.kwargs))
+        entry = (node.op, tuple([canon(a) for a in args]), tuple([(k, canon(v)) for k, v in node.kwargs]))
         for out in node.outs:
             number.setdefault(out, len(number))
         leaving = tuple(out in users for out in node.outs)

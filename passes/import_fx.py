@@ -6,6 +6,7 @@ import keyword
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ RESHAPES = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.re
 DROPPED = frozenset(("aten._assert_tensor_metadata.default", "aten._assert_async.msg"))
 #: arguments that say where and how a tensor lies, not what it holds
 PLACING = frozenset(("device", "layout", "pin_memory", "memory_format"))
-_DTYPES = {getattr(torch, name): short for short, (name, _) in DTYPES.items()}
+_DTYPES = MappingProxyType({getattr(torch, name): short for short, (name, _) in DTYPES.items()})
 
 
 @dataclass(frozen=True)

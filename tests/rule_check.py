@@ -22,7 +22,7 @@ from autoshard.runtime.steps import PreparedSegment
 
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
 #: by the least precise type among inputs and output
-TOLERANCES = {torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-9}
+TOLERANCES = {torch.bfloat16: 5e-2, torch.float32: 1e-5, torch.float64: 1e-9, torch.complex128: 1e-9}
 _DTYPE_NAMES = {getattr(torch, torch_name): name for name, (torch_name, _) in DTYPES.items()}
 
 
@@ -259,7 +259,7 @@ def _terms(x: torch.Tensor, sizes: Sequence[int]) -> dict[tuple[int, ...], torch
     if len(keys) == 1:
         return {keys[0]: x}
     make = torch.Generator().manual_seed(len(keys))
-    if x.dtype.is_floating_point:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
         drawn = [torch.randn(x.shape, dtype=x.dtype, generator=make) / 4 for _ in keys[1:]]
     else:
         drawn = [torch.randint(-9, 9, x.shape, dtype=x.dtype, generator=make) for _ in keys[1:]]

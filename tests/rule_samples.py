@@ -16,14 +16,16 @@ UNARY = tuple(
     rsqrt sqrt exp exp2 expm1 log log2 log1p tanh sigmoid silu gelu relu erf sin cos tan abs sign
     floor ceil round trunc reciprocal softplus elu leaky_relu hardtanh hardswish hardsigmoid mish
     logical_not isnan isinf isfinite nan_to_num neg clone detach alias lift_fresh_copy zeros_like
-    ones_like
+    ones_like acos asin asinh atan atanh sinh cosh erfc erfinv lgamma digamma sgn signbit frac logit
+    log10 square celu hardshrink softshrink angle
     """.split()  # noqa: SIM905 - a table reads better than 40 quoted lines
 )
 BINARY = tuple(
     """
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and logical_or logical_xor
     maximum minimum fmod.Tensor remainder.Tensor floor_divide rsub.Tensor atan2 copysign.Tensor
-    heaviside pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor
+    heaviside pow.Tensor_Tensor add.Tensor sub.Tensor mul.Tensor div.Tensor xlogy.Tensor logaddexp
+    logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor polar complex
     """.split()  # noqa: SIM905 - a table reads better than 20 quoted lines
 )
 
@@ -46,6 +48,9 @@ class Make:
 
     def bools(self, *shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=self.source) < 0.5
+
+    def complex(self, *shape: int) -> torch.Tensor:
+        return torch.complex(self.real(*shape), self.real(*shape))
 
     def order(self, n: int) -> torch.Tensor:
         return torch.randperm(n, generator=self.source)
@@ -112,6 +117,26 @@ def _pointwise(m: Make) -> Iterator[Sample]:
     yield Sample("aten.where.self", (m.bools(5, 6), m.bools(5, 6), m.bools(6)))
     yield Sample("aten.where.ScalarOther", (m.bools(5, 6), m.real(6), 1.5))
     yield Sample("aten.where.ScalarSelf", (m.bools(5, 6), 1.5, m.real(6)))
+    yield Sample("aten.acosh.default", (m.unit(5, 6) + 1,))
+    yield Sample("aten.where.Scalar", (m.bools(5, 6), 1.5, -2.0))
+    yield Sample("aten._prelu_kernel.default", (m.real(4, 5, 6), m.real(1, 5, 1)))
+    yield Sample("aten.__xor__.Tensor", (m.ints(9, 5, 6), m.ints(9, 6)))
+    for name in (
+        "bitwise_xor.Scalar",
+        "__lshift__.Scalar",
+        "__rshift__.Scalar",
+        "bitwise_left_shift.Tensor_Scalar",
+        "bitwise_right_shift.Tensor_Scalar",
+    ):
+        yield Sample(_op(name), (m.ints(9, 5, 6), 2))
+    yield Sample("aten.copy.default", (m.real(5, 6), m.real(6)))
+    yield Sample("aten.fill.Scalar", (m.real(5, 6), 1.5))
+    yield Sample("aten.fill.Tensor", (m.real(5, 6), torch.tensor(1.5, dtype=f64)))
+    yield Sample("aten._conj.default", (m.complex(5, 6),))
+    yield Sample("aten.mul.Tensor", (m.complex(5, 6), m.complex(6)))
+    yield Sample("aten.glu.default", (m.real(5, 12),))
+    yield Sample("aten.glu.default", (m.real(10, 6), 0))
+    yield Sample("aten.glu_backward.default", (m.real(5, 6), m.real(5, 12), -1))
     g, x = m.real(5, 6), m.real(5, 6)
     for name, rest in {
         "gelu_backward": (x,),
@@ -126,6 +151,10 @@ def _pointwise(m: Make) -> Iterator[Sample]:
         "hardsigmoid_backward": (x,),
         "softplus_backward": (x, 1.0, 20.0),
         "mish_backward": (x,),
+        "hardshrink_backward": (x, 0.5),
+        "softshrink_backward": (x, 0.5),
+        "log_sigmoid_backward": (x, torch.ops.aten.log_sigmoid_forward(x)[1]),
+        "_prelu_kernel_backward": (x, m.real(1, 6)),
     }.items():
         yield Sample(_op(name), (g, *rest))
     yield Sample("aten.gelu_backward.default", (g, x), {"approximate": "tanh"})
@@ -198,6 +227,15 @@ def _views(m: Make) -> Iterator[Sample]:
     yield Sample("aten.select_scatter.default", (m.real(4, 5, 6), m.real(4, 6), -2, 3))
     yield Sample("aten.constant_pad_nd.default", (m.real(4, 5, 6), [1, 2, 0, 1]))
     yield Sample("aten.constant_pad_nd.default", (m.real(4, 5, 6), [0, 0, -1, 2], 1.5))
+    yield Sample("aten.roll.default", (m.real(4, 5, 6), [2, -1], [-1, 0]))
+    yield Sample("aten.roll.default", (m.real(5, 6), [3]))
+    yield Sample("aten.unfold.default", (m.real(4, 7, 6), 1, 3, 2))
+    yield Sample("aten.unfold_backward.default", (m.real(4, 3, 6, 3), [4, 7, 6], -2, 3, 2))
+    yield Sample("aten.diagonal.default", (m.real(4, 5, 6), 1, 0, -1))
+    yield Sample("aten.diagonal.default", (m.real(5, 5),))
+    yield Sample("aten.diagonal_backward.default", (m.real(5, 4), [4, 5, 6], 1, 0, 2))
+    yield Sample("aten.view_as_complex.default", (m.real(4, 6, 2),))
+    yield Sample("aten.view_as_real.default", (m.complex(4, 6),))
 
 
 def _reductions(m: Make) -> Iterator[Sample]:
@@ -225,6 +263,24 @@ def _reductions(m: Make) -> Iterator[Sample]:
     yield Sample("aten.logsumexp.default", (x, [1, 2]))
     yield Sample("aten.var.correction", (x, [1]), {"correction": 0, "keepdim": True})
     yield Sample("aten.var.correction", (x,), {"correction": 1})
+    for name in ("std", "var_mean", "std_mean"):
+        yield Sample(f"aten.{name}.correction", (x, [-1]), {"correction": 1, "keepdim": True})
+        yield Sample(f"aten.{name}.correction", (x,), {"correction": 0})
+    yield Sample("aten.median.dim", (x, 1))
+    yield Sample("aten.kthvalue.default", (x, 2, 1))
+    yield Sample("aten.linalg_vector_norm.default", (x, 2, [1]))
+    yield Sample("aten.linalg_vector_norm.default", (x,))
+    yield Sample("aten.norm.ScalarOpt_dim", (x, 2, [0, -1], True))
+    yield Sample("aten.norm.Scalar", (x, 2))
+    yield Sample("aten.prod.default", (x,))
+    yield Sample("aten.any.dims", (m.bools(4, 5, 6), [0, -1]))
+    yield Sample("aten.all.dims", (m.bools(4, 5, 6), [1], True))
+    yield Sample("aten.aminmax.default", (x,), {"dim": 1, "keepdim": True})
+    yield Sample("aten.aminmax.default", (x,))
+    yield Sample("aten.nansum.default", (x, [1]))
+    yield Sample("aten.count_nonzero.dim_IntList", (m.ints(3, 4, 5, 6), [0, 2]))
+    for name in ("cumprod", "logcumsumexp", "cummax", "cummin"):
+        yield Sample(_op(name), (x, -2))
     for name in ("_softmax", "_log_softmax"):
         yield Sample(_op(name), (x, -1, False))
         yield Sample(_op(name), (x, 1, False))
@@ -249,6 +305,9 @@ def _matmuls(m: Make) -> Iterator[Sample]:
     yield Sample("aten.mm.default", (m.real(5, 6), m.real(6, 7)))
     yield Sample("aten.mm.default", (m.real(8, 1), m.real(1, 12)))
     yield Sample("aten.bmm.default", (m.real(4, 5, 6), m.real(4, 6, 7)))
+    for bias in (m.real(7), m.real(5, 7), m.real(5, 1)):
+        yield Sample("aten.addmm.default", (bias, m.real(5, 6), m.real(6, 7)), {"alpha": 0.5, "beta": 2})
+    yield Sample("aten.baddbmm.default", (m.real(4, 1, 7), m.real(4, 5, 6), m.real(4, 6, 7)))
     yield Sample("aten.mv.default", (m.real(5, 6), m.real(6)))
     yield Sample("aten.dot.default", (m.real(6), m.real(6)))
     plain = [[2, 1], [1, 1], [1, 1], False, [0, 0], 1]
@@ -295,6 +354,99 @@ def _norms(m: Make) -> Iterator[Sample]:
     yield Sample("aten.native_layer_norm_backward.default", args)
 
 
+def _image_norms(m: Make) -> Iterator[Sample]:
+    x, w, b = m.real(4, 12, 3, 2), m.real(12), m.real(12)
+    for groups in (1, 3, 4, 12):
+        args = (4, 12, 6, groups)
+        yield Sample("aten.native_group_norm.default", (x, w, b, *args, 1e-5))
+        _, mean, rstd = torch.ops.aten.native_group_norm(x, w, b, *args, 1e-5)
+        for mask in ([True, True, True], [True, False, False]):
+            grads = (m.real(*x.shape), x, mean, rstd, w, *args, mask)
+            yield Sample("aten.native_group_norm_backward.default", grads)
+    yield Sample("aten.native_group_norm.default", (x, None, None, 4, 12, 6, 2, 1e-5))
+    x, w, b, mean, var = m.real(4, 6, 5), m.real(6), m.real(6), m.real(6), m.unit(6)
+    for training in (True, False):
+        rest = (w, b, mean, var, training, 0.1, 1e-5)
+        yield Sample("aten._native_batch_norm_legit_functional.default", (x, *rest))
+        found = torch.ops.aten._native_batch_norm_legit_functional(x, *rest)
+        for mask in ([True, True, True], [True, False, False]):
+            args = (m.real(4, 6, 5), x, w, mean, var, *found[1:3], training, 1e-5, mask)
+            yield Sample("aten.native_batch_norm_backward.default", args)
+    yield Sample("aten.native_batch_norm.default", (x, w, b, None, None, True, 0.1, 1e-5))
+    yield Sample("aten.native_batch_norm.default", (x, w, b, mean, var, False, 0.1, 1e-5))
+    yield Sample("aten._native_batch_norm_legit.no_stats", (x, w, None, True, 0.1, 1e-5))
+    yield Sample("aten._native_batch_norm_legit_no_training.default", (x, w, b, mean, var, 0.1, 1e-5))
+
+
+def _images(m: Make) -> Iterator[Sample]:
+    ops = torch.ops.aten
+    x = m.real(4, 6, 8, 6)
+    pool = ([2, 2], [2, 2], [0, 0])
+    yield Sample("aten.avg_pool2d.default", (x, *pool))
+    yield Sample("aten.avg_pool2d.default", (x[0], *pool))
+    yield Sample("aten.avg_pool2d_backward.default", (m.real(4, 6, 4, 3), x, *pool, False, True, None))
+    out, where = ops.max_pool2d_with_indices(x, *pool)
+    yield Sample("aten.max_pool2d_with_indices.default", (x, *pool))
+    grads = (torch.randn_like(out), x, *pool, [1, 1], False, where)
+    yield Sample("aten.max_pool2d_with_indices_backward.default", grads)
+    deep = m.real(3, 4, 4, 6, 4)
+    pool3 = ([2, 2, 2], [2, 2, 2], [0, 0, 0])
+    yield Sample("aten.avg_pool3d.default", (deep, *pool3))
+    grads = (m.real(3, 4, 2, 3, 2), deep, *pool3, False, True, None)
+    yield Sample("aten.avg_pool3d_backward.default", grads)
+    out, where = ops.max_pool3d_with_indices(deep, *pool3)
+    yield Sample("aten.max_pool3d_with_indices.default", (deep, *pool3))
+    grads = (torch.randn_like(out), deep, *pool3, [1, 1, 1], False, where)
+    yield Sample("aten.max_pool3d_with_indices_backward.default", grads)
+    yield Sample("aten._adaptive_avg_pool2d.default", (x, [3, 2]))
+    yield Sample("aten._adaptive_avg_pool2d_backward.default", (m.real(4, 6, 3, 2), x))
+    out, where = ops.adaptive_max_pool2d(x, [3, 2])
+    yield Sample("aten.adaptive_max_pool2d.default", (x, [3, 2]))
+    yield Sample("aten.adaptive_max_pool2d_backward.default", (torch.randn_like(out), x, where))
+    for kind in ("reflection", "replication"):
+        yield Sample(f"aten.{kind}_pad2d.default", (x, [1, 2, 0, 3]))
+        yield Sample(f"aten.{kind}_pad2d_backward.default", (m.real(4, 6, 11, 9), x, [1, 2, 0, 3]))
+    yield Sample("aten.reflection_pad1d.default", (m.real(4, 6, 5), [1, 2]))
+    yield Sample("aten.reflection_pad1d_backward.default", (m.real(4, 6, 8), m.real(4, 6, 5), [1, 2]))
+    yield Sample("aten.pixel_shuffle.default", (m.real(3, 4, 8, 2, 3), 2))
+    yield Sample("aten.pixel_unshuffle.default", (x, 2))
+    yield Sample("aten.im2col.default", (x, [2, 2], [1, 1], [0, 0], [2, 2]))
+    yield Sample("aten.col2im.default", (m.real(4, 24, 12), [8, 6], [2, 2], [1, 1], [0, 0], [2, 2]))
+    for kind in ("upsample_nearest2d", "_upsample_nearest_exact2d"):
+        yield Sample(f"aten.{kind}.default", (x, [16, 9]))
+        yield Sample(f"aten.{kind}.vec", (x, None, [2.0, 2.0]))
+        yield Sample(f"aten.{kind}_backward.default", (m.real(4, 6, 16, 9), [16, 9], [4, 6, 8, 6]))
+    for kind in (
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ):
+        yield Sample(f"aten.{kind}.default", (x, [16, 9], False))
+        yield Sample(f"aten.{kind}.vec", (x, [16, 9], False, None))
+        args = (m.real(4, 6, 16, 9), [16, 9], [4, 6, 8, 6], False)
+        yield Sample(f"aten.{kind}_backward.default", args)
+    grid = m.real(4, 5, 4, 2).tanh()
+    yield Sample("aten.grid_sampler_2d.default", (x, grid, 0, 0, False))
+    args = (m.real(4, 6, 5, 4), x, grid, 0, 0, False, [True, True])
+    yield Sample("aten.grid_sampler_2d_backward.default", args)
+
+
+def _matrices(m: Make) -> Iterator[Sample]:
+    """Ops on the last dims that are no products."""
+    yield Sample("aten._fft_c2c.default", (m.complex(4, 5, 6), [1, 2], 0, True))
+    yield Sample("aten._fft_r2c.default", (m.real(4, 5, 6), [0, 2], 0, True))
+    yield Sample("aten._fft_c2r.default", (m.complex(4, 5, 4), [2], 2, 6))
+    square = m.real(4, 5, 5).tril() + 3 * torch.eye(5, dtype=f64)
+    yield Sample("aten.linalg_solve_triangular.default", (square, m.real(4, 5, 6)), {"upper": False})
+    args = (square[:1], m.real(4, 6, 5))
+    yield Sample("aten.linalg_solve_triangular.default", args, {"upper": False, "left": False})
+    a, b = m.real(4, 5, 3), m.real(4, 6, 3)
+    far = torch.ops.aten._cdist_forward(a, b, 2.0, None)
+    yield Sample("aten._cdist_forward.default", (a, b, 2.0, None))
+    yield Sample("aten._cdist_backward.default", (m.real(4, 5, 6), a, b, 2.0, far))
+
+
 def _embeddings(m: Make) -> Iterator[Sample]:
     yield Sample("aten.embedding.default", (m.real(7, 6), m.ints(7, 4, 5)))
     yield Sample("aten.embedding.default", (m.real(8, 4), m.ints(8, 5), 2))
@@ -317,6 +469,31 @@ def _losses(m: Make) -> Iterator[Sample]:
         lse = logits.logsumexp(1)
         args = (m.real(5), logits, target, lse, ignore, smoothing, 7, 0)
         yield Sample("autoshard.xent_part_backward.default", args)
+
+
+def _elementwise_losses(m: Make) -> Iterator[Sample]:
+    x, y, weight = m.unit(5, 6), m.unit(5, 6), m.unit(6)
+    for reduction in (0, 1, 2):
+        grad = m.real(5, 6) if reduction == 0 else m.real()
+        for name, rest in {"mse_loss": (), "smooth_l1_loss": (0.3,), "huber_loss": (0.3,)}.items():
+            yield Sample(_op(name), (x, y, reduction, *rest))
+            yield Sample(_op(f"{name}_backward"), (grad, x, y, reduction, *rest))
+        for given in (None, weight):
+            yield Sample("aten.binary_cross_entropy.default", (x, y, given, reduction))
+            yield Sample("aten.binary_cross_entropy_backward.default", (grad, x, y, given, reduction))
+            args = (x, y, None, given, reduction)
+            yield Sample("aten.binary_cross_entropy_with_logits.default", args)
+    flat, classes = m.real(5, 7).log_softmax(1), torch.tensor([0, 6, -100, 3, 5])
+    image, labels = m.real(4, 5, 3, 6).log_softmax(1), m.ints(5, 4, 3, 6)
+    for name, scores, target in (("nll_loss", flat, classes), ("nll_loss2d", image, labels)):
+        for reduction in (0, 1, 2):
+            for given in (None, m.unit(scores.shape[1])):
+                args = (target, given, reduction, -100)
+                yield Sample(f"aten.{name}_forward.default", (scores, *args))
+                loss, total = getattr(torch.ops.aten, f"{name}_forward")(scores, *args)
+                grads = (torch.randn_like(loss), scores, *args, total)
+                yield Sample(f"aten.{name}_backward.default", grads)
+    yield Sample("aten.nll_loss_forward.default", (flat[0], classes[0], None, 2, -100))
 
 
 def _indexing(m: Make) -> Iterator[Sample]:
@@ -361,6 +538,19 @@ def _indexing(m: Make) -> Iterator[Sample]:
         src = torch.randn(index.shape, dtype=f64)
         yield Sample("aten.scatter_add.default", (x, 1, index, src))
 
+    for index in (m.ints(5, 4, 7, 6), m.ints(5, 4, 7, 2)):
+        src = torch.randn(index.shape, dtype=f64)
+        yield Sample("aten.scatter_reduce.two", (x, 1, index, src, "amax"))
+    yield Sample("aten.index_add.default", (x, 1, m.ints(5, 7), m.real(4, 7, 6)), {"alpha": 2})
+    yield Sample("aten.index_copy.default", (x, -1, m.order(6)[:4], m.real(4, 5, 4)))
+    yield Sample("aten.index_fill.int_Scalar", (x, 1, m.order(5)[:3], 1.5))
+    yield Sample("aten.index_fill.int_Tensor", (x, 0, m.order(4)[:2], torch.tensor(1.5, dtype=f64)))
+    yield Sample("aten.masked_scatter.default", (x, m.bools(5, 6), m.real(120)))
+    edges = m.real(5).sort().values
+    yield Sample("aten.searchsorted.Tensor", (edges, m.real(4, 6)))
+    yield Sample("aten.searchsorted.Tensor", (m.real(4, 5).sort().values, m.real(4, 6)), {"right": True})
+    yield Sample("aten.bucketize.Tensor", (m.real(4, 6), edges))
+
 
 def _creations(m: Make) -> Iterator[Sample]:
     yield Sample("aten.full.default", ([5, 6], 2.5), {"dtype": f64})
@@ -368,6 +558,13 @@ def _creations(m: Make) -> Iterator[Sample]:
     yield Sample("aten.zeros.default", ([5, 6],), {"dtype": f32})
     yield Sample("aten.ones.default", ([5, 1, 8],), {"dtype": f32})
     yield Sample("aten.empty.memory_format", ([5, 6],), {"dtype": f32}, shapes_only=True)
+    yield Sample("aten.new_empty.default", (m.real(5, 6), [4, 3]), shapes_only=True)
+    yield Sample("aten.new_empty.default", (m.real(5, 6), [5, 6]), {"dtype": f32}, shapes_only=True)
+    yield Sample("aten.new_empty_strided.default", (m.real(5, 6), [6, 5], [1, 6]), shapes_only=True)
+    yield Sample("aten.eye.default", (6,))
+    yield Sample("aten.eye.m", (5, 6))
+    yield Sample("aten.tril_indices.default", (5, 6))
+    yield Sample("aten.triu_indices.default", (5, 6))
     yield Sample("aten.scalar_tensor.default", (2.5,), {"dtype": f64})
     yield Sample("aten.arange.default", (6,))
     yield Sample("aten.arange.start", (2, 8))
@@ -398,9 +595,6 @@ def _attention(m: Make) -> Iterator[Sample]:
 def _experts(m: Make) -> Iterator[Sample]:
     yield Sample("aten.bincount.default", (m.ints(6, 12), None, 8))
     yield Sample("aten.histc.default", (m.real(12), 4, -3, 3))
-    edges = m.real(5).sort().values
-    yield Sample("aten.searchsorted.Tensor", (edges, m.real(4, 6)))
-    yield Sample("aten.bucketize.Tensor", (m.real(4, 6), edges))
 
 
 FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
@@ -409,8 +603,12 @@ FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
     _reductions,
     _matmuls,
     _norms,
+    _image_norms,
+    _images,
+    _matrices,
     _embeddings,
     _losses,
+    _elementwise_losses,
     _indexing,
     _creations,
     _attention,

@@ -220,6 +220,13 @@ def test_calls_of_a_shared_layer_are_counted(x: torch.Tensor) -> None:
     assert {n.origin.call for n in joint.graph.nodes if n.backward and n.origin.fqn == "l"} == {0, 1, 2}
 
 
+def test_a_layer_that_calls_a_part_twice_stays_together(x: torch.Tensor) -> None:
+    layer = Fn(lambda s, x: s.l(s.l(x).tanh()), **linear())
+    joint = check(Fn(lambda s, x: s.h[0](s.h[0](x)).sum(), h=nn.ModuleList([layer])), x)
+    calls = [n.origin.call for n in joint.graph.nodes if n.op == "aten.addmm.default"]
+    assert calls == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_code_runs_once(x: torch.Tensor, reentrant: bool) -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
@@ -547,6 +554,12 @@ def test_causal_models_build_no_mask(tmp_path: Any) -> None:
     joint = capture(model, (), padded)
     results = evaluate(joint, model, (), padded)
     torch.testing.assert_close(results["output", "0"], model(**padded).loss.detach(), rtol=1e-4, atol=1e-6)
-    packed = {**inputs, "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)}
-    results = evaluate(capture(model, (), packed), model, (), packed)
-    torch.testing.assert_close(results["output", "0"], model(**packed).loss.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_packed_sequences_as_in_eager_mode(tmp_path: Any) -> None:
+    model, inputs = family("llama", tmp_path, dropout=0.0)
+    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]] * 2)
+    for kwargs in (inputs, {**inputs, "use_cache": False}):
+        results = evaluate(capture(model, (), kwargs), model, (), kwargs)
+        want = model(**kwargs).loss.detach()
+        torch.testing.assert_close(results["output", "0"], want, rtol=1e-4, atol=1e-6)

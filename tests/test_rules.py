@@ -33,12 +33,17 @@ WHOLE = {
     "aten.arange.start",
     "aten.arange.start_step",
     "aten.bincount.default",
-    "aten.bucketize.Tensor",
+    "aten.eye.default",
+    "aten.eye.m",
     "aten.histc.default",
     "aten.linspace.default",
     "aten.min.default",
+    "aten.masked_scatter.default",
+    "aten.norm.Scalar",
+    "aten.prod.default",
     "aten.scalar_tensor.default",
-    "aten.searchsorted.Tensor",
+    "aten.tril_indices.default",
+    "aten.triu_indices.default",
 }
 
 

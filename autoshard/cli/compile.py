@@ -99,7 +99,7 @@ def _report(program: Program, out: Path, json: bool) -> None:
         print_json(document)
         return
     console = stdout()
-    console.print(f"[bold]{program.mesh}[/]  {ranks} ranks, written to {out}")
+    console.print(f"[bold]{program.mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to {out}")
     console.print(f"verify   autoshard verify {out}", markup=False)
     console.print(f"read     autoshard inspect {out} --rank 0", markup=False)
     console.print(f"run      torchrun --nproc-per-node {ranks} -m autoshard run {out}", markup=False)

@@ -25,10 +25,7 @@ PricesOption = Annotated[
 
 def inspect_command(
     folder: opt.FolderArgument,
-    after: if TYPE_CHECKING:
-    from autoshard.cluster import Cluster
-
-AfterOption = None,
+    after: AfterOption = None,
     rank: RankOption = None,
     segment: SegmentOption = None,
     cluster: PricesOption = None,

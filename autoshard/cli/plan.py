@@ -107,8 +107,8 @@ def print_summary(summary: Summary) -> None:
 
     console = stdout()
     console.print(
-        f"[bold]{summary.mesh}[/]  {summary.ranks} ranks, prices of {summary.cluster}, "
-        f"{bytes_text(summary.budget_bytes)} per rank"
+        f"[bold]{summary.mesh}[/]  {summary.ranks} rank{'s' * (summary.ranks > 1)}, "
+        f"prices of {summary.cluster}, {_budget(summary.budget_bytes)}"
     )
     gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
     console.print(f"step    {seconds_text(summary.seconds)} predicted, nothing overlapped")
@@ -128,6 +128,12 @@ def print_summary(summary: Summary) -> None:
     _print_decisions("parameters", summary.parameters, _MOST_PARAMETERS)
     if summary.ops:
         _print_decisions("ops that matter most", summary.ops, len(summary.ops))
+
+
+def _budget(budget: int | None) -> str:
+    from autoshard.report.units import bytes_text
+
+    return "any memory" if budget is None else f"{bytes_text(budget)} per rank"
 
 
 def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:

@@ -60,14 +60,8 @@ def run_command(
             model = api.load(folder, built.model, seed=seed)
             held, whole = parameter_bytes(model)
             say(f"training on {source}")
-            reports = train(
-                model,
-                feed,
-                steps=steps,
-                lr=lr,
-                clip=clip or None,
-                on_step=_printer(first and not json, steps),
-            )
+            show = _printer(steps, first, say if json else None)
+            reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=show)
             if first:
                 _report(folder, program.mesh, source, reports, held, whole, json)
 
@@ -99,18 +93,20 @@ def _process_group(mesh: Mesh, folder: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _printer(wanted: bool, steps: int) -> Callable[[StepReport], None] | None:
-    """Prints a line per step on rank 0."""
-    if not wanted:
+def _printer(steps: int, first: bool, say: Progress | None) -> Callable[[StepReport], None] | None:
+    """Prints a line per step on rank 0; with ``say``, five lines in all, as progress."""
+    if not first:
         return None
     width = len(str(steps))
+    every = max(1, steps // 5)
 
     def show(report: StepReport) -> None:
         norm = "" if report.grad_norm is None else f"  gradient norm {report.grad_norm:7.3f}"
-        stdout().print(
-            f"step {report.step + 1:>{width}}/{steps}  loss {report.loss:8.5f}{norm}  "
-            f"{report.seconds * 1e3:6.0f} ms"
-        )
+        line = f"step {report.step + 1:>{width}}/{steps}  loss {report.loss:8.5f}{norm}"
+        if say is None:
+            stdout().print(f"{line}  {report.seconds * 1e3:6.0f} ms")
+        elif (report.step + 1) % every == 0:
+            say(line)
 
     return show
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,17 @@ from autoshard.errors import UsageError
 
 
 @contextmanager
-def prepared(model: nn.Module, given: frozenset[str] = frozenset()) -> Iterator[None]:
-    """For the time of a capture, change what stands in the way in models of transformers.
+def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """For the time of a capture of ``model(..., **kwargs)``, change what stands in the way.
 
     No key/value cache; attention kernels that only run on GPUs replaced by torch's; no search for packed
-    sequences unless ``position_ids`` are among the arguments ``given`` (positions that a model makes
-    itself never pack, but without values it cannot see that, and would build a mask for every pair of
-    tokens). Does nothing if transformers was never imported, or the model is not one of its models.
+    sequences where eager mode makes none or finds none (without values a model cannot see that, and would
+    build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
+    is not one of its models.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
     with ExitStack() as stack:
+        caching = kwargs.get("use_cache", any(getattr(c, "use_cache", False) for c in configs))
         for config in configs:
             stack.callback(_restore, config.__dict__, dict(config.__dict__))
             if getattr(config, "use_cache", False):
@@ -34,8 +35,10 @@ def prepared(model: nn.Module, given: frozenset[str] = frozenset()) -> Iterator[
             attention = config.__dict__.get("_attn_implementation_internal")
             if isinstance(attention, str) and "flash" in attention:
                 config._attn_implementation_internal = "sdpa"
+        # the search is made on models without a cache, and positions that a model makes itself never pack
         masking = sys.modules.get("transformers.masking_utils")
-        if configs and "position_ids" not in given and hasattr(masking, "find_packed_sequence_indices"):
+        packs = "position_ids" in kwargs and not caching
+        if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
             stack.enter_context(patch.object(masking, "find_packed_sequence_indices", _not_packed))
         yield
 
@@ -100,7 +103,9 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
     kind = entries.pop("model_type", None)
     if kind is None:
         raise UsageError("the config has no model_type", where=str(file), hint='add "model_type": "llama"')
-    return AutoConfig.for_model(kind, **entries)
+    config = AutoConfig.for_model(kind, **entries)
+    config.architectures = config.architectures or []  # auto classes with a choice iterate over it
+    return config
 
 
 #: end of an architecture's name -> the auto class that builds it
@@ -144,7 +149,7 @@ def _is_decoder(config: Any) -> bool:
 
 def _example_inputs(auto: str, config: Any, batch: int, seq: int, dtype: torch.dtype) -> dict[str, Any]:
     if auto == "AutoModelForImageClassification":
-        size = config.image_size
+        size = getattr(config, "image_size", None) or 224  # some models take images of any size
         height, width = (size, size) if isinstance(size, int) else size
         pixels = torch.rand((batch, config.num_channels, height, width), dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.randint(0, config.num_labels, (batch,))}

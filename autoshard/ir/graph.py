@@ -93,17 +93,23 @@ class Graph:
 
 
 def refs_of(arg: Arg) -> Iterator[str]:
-    """Names of all values used in an argument (or in a tuple of arguments), in order."""
-    if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from refs_of(item)
-    elif isinstance(arg, Node):
-        for item in arg.args:
-            yield from refs_of(item)
+    """Names of all values used in an argument, a tuple of arguments, or a node, in order."""
+    found: list[str] = []
+    if isinstance(arg, Node):
+        _collect(arg.args, found)
         for _, item in arg.kwargs:
-            yield from refs_of(item)
+            _collect((item,), found)
+    else:
+        _collect((arg,), found)
+    return iter(found)
+
+
+def _collect(args: tuple[Arg, ...], found: list[str]) -> None:
+    for arg in args:
+        if type(arg) is Ref:
+            found.append(arg.name)
+        elif type(arg) is tuple:
+            _collect(arg, found)
 
 
 def _map(arg: Arg, fn: Callable[[str], Arg]) -> Arg:

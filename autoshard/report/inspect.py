@@ -139,7 +139,8 @@ def footer(estimator: Estimator, program: Program) -> list[str]:
     facts = checks(estimator, program)
     return [
         f"# step    compute {seconds_text(step.compute)}, comm {seconds_text(step.comm)} in "
-        f"{step.collectives} collectives, {bytes_text(step.wire)}/rank -> {seconds_text(step.compute + step.comm)}",
+        f"{step.collectives} collectives, {bytes_text(step.wire)}/rank -> "
+        f"{seconds_text(step.compute + step.comm)}",
         f"# rank    params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
         f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = "
         f"{bytes_text(held.total)} of {bytes_text(estimator.cluster.device.memory_bytes)}",

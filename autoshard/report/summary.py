@@ -34,12 +34,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model."""
+    """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
+
+    budget_bytes: None if memory was no limit.
+    """
 
     mesh: str
     ranks: int
     cluster: str
-    budget_bytes: int
+    budget_bytes: int | None
     seconds: float
     lower_bound: float
     gap: float

@@ -14,11 +14,11 @@ A rule knows nothing of meshes, costs or placements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from autoshard.ir import Node, TensorType
+from autoshard.ir import Node, Ref, TensorType
 
 if TYPE_CHECKING:
     from autoshard.rules.local import LocalCall
@@ -191,6 +191,22 @@ def broadcast(
         0.0,
         local,
     )
+
+
+def broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that all these broadcast to."""
+    rank = max((len(s) for s in shapes), default=0)
+    sizes = [1] * rank
+    for shape in shapes:
+        for k, n in enumerate(shape, rank - len(shape)):
+            sizes[k] = n if n != 1 else sizes[k]
+    return tuple(sizes)
+
+
+def of_tensors(node: Node, laid: Mapping[int, Dims]) -> tuple[Dims, ...]:
+    """The dims of those positional arguments that are tensors, where optional ones may be missing."""
+    given = range(len(node.args))
+    return tuple(laid[k] for k in sorted(laid) if k in given and isinstance(node.args[k], Ref))
 
 
 def opaque(ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> Factored:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from autoshard.ir import Node, TensorType
+from autoshard.ir import Dtype, Node, TensorType
 from autoshard.rules.core import Builder, Factored, RuleFn, broadcast
 from autoshard.rules.local import LocalCall, shape_arg
 
@@ -29,6 +29,23 @@ def whole(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), (), (dims,), frozenset(range(len(build.sizes))), kind="create")
 
 
+def like(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Memory of a shape and on the device of another tensor, which may be sharded if it has that shape."""
+    out = node.types[0]
+    assert out is not None
+    build = Builder()
+    dims = build.dims(out.shape)
+    source = dims if ins[0].shape == out.shape else ((),) * len(ins[0].shape)
+    return Factored(tuple(build.sizes), (source,), (dims,), kind="create", local=_local_empty)
+
+
+def _local_empty(call: LocalCall) -> Node:
+    out = call.node.types[0]
+    assert out is not None
+    kwargs = (("dtype", Dtype(out.dtype)),)
+    return replace(call.node, op="aten.empty.memory_format", args=(call.out_shape(0),), kwargs=kwargs)
+
+
 def dropout(node: Node, ins: Sequence[TensorType]) -> Factored:
     """Input [...] and a seed: linear, since the mask depends on positions only."""
     rule = broadcast(ins, node.types, linear=((0,),), local=_local_dropout)
@@ -46,6 +63,12 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.zeros.default": filled,
         "aten.ones.default": filled,
         "aten.empty.memory_format": filled,
+        "aten.new_empty.default": like,
+        "aten.new_empty_strided.default": like,
+        "aten.eye.default": whole,
+        "aten.eye.m": whole,
+        "aten.tril_indices.default": whole,
+        "aten.triu_indices.default": whole,
         "aten.scalar_tensor.default": whole,
         "aten.arange.default": whole,
         "aten.arange.start": whole,

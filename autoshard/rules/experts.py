@@ -35,7 +35,5 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten._grouped_mm.default": aligned_grouped_mm,
         "aten.bincount.default": _opaque,
         "aten.histc.default": _opaque,
-        "aten.searchsorted.Tensor": _opaque,
-        "aten.bucketize.Tensor": _opaque,
     }
 )

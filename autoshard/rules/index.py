@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.ir import Arg, Node, Ref, TensorType
-from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn
+from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, opaque
 
 
 def _aligned(shape: Sequence[int], common: Sequence[Dim], sizes: Sequence[int]) -> Dims:
@@ -111,6 +111,50 @@ def index_select(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), (x, at), (out,), frozenset(x[dim]), linear=linear)
 
 
+def index_add(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with rows of src [..., k, ...] added or written at index [k] along a dim, which stays whole."""
+    dim = node.args[1] % len(ins[0].shape)
+    build = Builder()
+    x = build.dims(ins[0].shape)
+    rows = build.new(ins[2].shape[dim])
+    src = (*x[:dim], rows, *x[dim + 1 :])
+    linear = ((0, 2),) if ins[0].is_float else ()
+    fixed = frozenset((*x[dim], *rows))
+    return Factored(tuple(build.sizes), (x, (rows,), src), (x,), fixed, linear=linear)
+
+
+def index_fill(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with a number (or scalar tensor) written at index [k] along a dim, which stays whole."""
+    dim = node.args[1] % len(ins[0].shape)
+    build = Builder()
+    x, at = build.dims(ins[0].shape), build.dims(ins[1].shape)
+    inputs = (x, at) if len(ins) == 2 else (x, at, ())
+    fixed = frozenset((*x[dim], *(f for d in at for f in d)))
+    return Factored(tuple(build.sizes), inputs, (x,), fixed)
+
+
+def masked_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Where each element of the source goes depends on the whole mask."""
+    return opaque(ins, node.types)
+
+
+def bucketize(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The place of every element of the first input among sorted boundaries [n]."""
+    build = Builder()
+    dims, bounds = build.dims(ins[0].shape), build.dims(ins[1].shape)
+    return Factored(tuple(build.sizes), (dims, bounds), (dims,), frozenset(f for d in bounds for f in d))
+
+
+def searchsorted(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The place of every element of the second input among sorted rows [n] or [..., n]."""
+    if len(ins) > 2:
+        return opaque(ins, node.types)
+    build = Builder()
+    dims, own = build.dims(ins[1].shape), build.new(ins[0].shape[-1])
+    lead = dims[:-1] if len(ins[0].shape) > 1 else ()
+    return Factored(tuple(build.sizes), ((*lead, own), dims), (dims,), frozenset(own))
+
+
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "aten.index.Tensor": index,
@@ -122,5 +166,13 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.scatter.src": scatter,
         "aten.scatter.value": scatter,
         "aten.scatter_add.default": scatter,
+        "aten.scatter_reduce.two": scatter,
+        "aten.index_add.default": index_add,
+        "aten.index_copy.default": index_add,
+        "aten.index_fill.int_Scalar": index_fill,
+        "aten.index_fill.int_Tensor": index_fill,
+        "aten.masked_scatter.default": masked_scatter,
+        "aten.searchsorted.Tensor": searchsorted,
+        "aten.bucketize.Tensor": bucketize,
     }
 )

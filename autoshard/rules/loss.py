@@ -1,6 +1,6 @@
-"""Cross-entropy over a vocabulary that may be split.
+"""Losses; above all cross-entropy over a vocabulary that may be split.
 
-``passes/normalize`` writes the loss as statistics of each row (over the vocabulary) and what follows
+``passes/decompose`` writes that loss as statistics of each row (over the vocabulary) and what follows
 from them; the statistics of vocabulary shards merge associatively, so they are a partial value of the
 reduction ``lse``.
 """
@@ -8,10 +8,21 @@ reduction ``lse``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Factored, RuleFn, einsum
+from autoshard.rules.core import (
+    Builder,
+    Dim,
+    Dims,
+    Factored,
+    RuleFn,
+    broadcast,
+    broadcast_shape,
+    einsum,
+    of_tensors,
+)
 from autoshard.rules.local import LocalCall
 
 
@@ -42,10 +53,84 @@ def _offset_last_out(call: LocalCall) -> Node:
     return call.with_args({len(call.node.args) - 1: call.in_offset(1, 1)})
 
 
+NONE, MEAN, SUM = range(3)
+
+
+def nll(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """(loss, total weight) of log-probabilities [n, c, ...] and targets [n, ...], weights [c]."""
+    scores, rows, classes = _classes(ins[0])
+    reduction = node.args[3]
+    sizes = ins[0].shape
+    fixed = {*classes, *(f for d in rows for f in d if reduction == MEAN)}
+    reduce = tuple((f, "sum") for d in rows for f in d)
+    inputs = of_tensors(node, {0: scores, 1: rows, 2: (classes,)})
+    return Factored(_sizes(sizes), inputs, (rows if reduction == NONE else (), ()), frozenset(fixed), reduce)
+
+
+def nll_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Gradient of the log-probabilities; the total weight is that of the whole batch."""
+    scores, rows, classes = _classes(ins[1])
+    grad = rows if node.args[4] == NONE else ()
+    inputs = of_tensors(node, {0: grad, 1: scores, 2: rows, 3: (classes,), 6: ()})
+    return Factored(_sizes(ins[1].shape), inputs, (scores,), frozenset(classes), linear=((0,),))
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
+def _classes(scores: TensorType) -> tuple[Dims, Dims, Dim]:
+    """Dims of scores [c] or [n, c, ...], of everything but the classes, and of the classes."""
+    laid = Builder().dims(scores.shape)
+    at = min(1, len(laid) - 1)
+    return laid, laid[:at] + laid[at + 1 :], laid[at]
+
+
+def _elementwise(position: int) -> RuleFn:
+    """Rule of a loss of each element; ``position`` of the argument that says how they are reduced."""
+
+    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+        reduction = node.arg(position, "reduction", MEAN)
+        shape = broadcast_shape([t.shape for t in ins])
+        each = broadcast(ins, [TensorType(shape, ins[0].dtype)])
+        if reduction == NONE:
+            return each
+        every = tuple((f, "sum") for f in range(len(each.sizes)))
+        fixed = frozenset(range(len(each.sizes))) if reduction == MEAN else frozenset()
+        return replace(each, outputs=((),), reduce=every, fixed=fixed)
+
+    return rule
+
+
+def _elementwise_backward(position: int) -> RuleFn:
+    """A mean is divided by the number of elements at hand, so it must see them all."""
+
+    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+        each = broadcast(ins, node.types, linear=((0,),))
+        if node.arg(position, "reduction", MEAN) == MEAN:
+            return replace(each, fixed=frozenset(range(len(each.sizes))))
+        return each
+
+    return rule
+
+
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "autoshard.xent_stats.default": stats,
         "autoshard.xent_finish.default": finish,
         "autoshard.xent_part_backward.default": backward,
+        "aten.nll_loss_forward.default": nll,
+        "aten.nll_loss_backward.default": nll_backward,
+        "aten.nll_loss2d_forward.default": nll,
+        "aten.nll_loss2d_backward.default": nll_backward,
+        "aten.mse_loss.default": _elementwise(2),
+        "aten.mse_loss_backward.default": _elementwise_backward(3),
+        "aten.smooth_l1_loss.default": _elementwise(2),
+        "aten.smooth_l1_loss_backward.default": _elementwise_backward(3),
+        "aten.huber_loss.default": _elementwise(2),
+        "aten.huber_loss_backward.default": _elementwise_backward(3),
+        "aten.binary_cross_entropy.default": _elementwise(3),
+        "aten.binary_cross_entropy_backward.default": _elementwise_backward(4),
+        "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
     }
 )

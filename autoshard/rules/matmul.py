@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
@@ -28,6 +29,17 @@ def bmm(node: Node, ins: Sequence[TensorType]) -> Factored:
         kind="matmul",
         flops=2.0 * b * m * k * n,
     )
+
+
+def addmm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A product plus a tensor that must be added once: the sum stays whole."""
+    rule = (mm if len(ins[1].shape) == 2 else bmm)(node, ins[1:])
+    out = rule.outputs[0]
+    assert out is not None
+    lead = len(out) - len(ins[0].shape)
+    added = tuple(d if n != 1 else () for d, n in zip(out[lead:], ins[0].shape, strict=True))
+    summed = frozenset(f for f, _ in rule.reduce)
+    return replace(rule, inputs=(added, *rule.inputs), fixed=summed, reduce=(), linear=())
 
 
 def mv(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -165,6 +177,8 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "aten.mm.default": mm,
         "aten.bmm.default": bmm,
+        "aten.addmm.default": addmm,
+        "aten.baddbmm.default": addmm,
         "aten.mv.default": mv,
         "aten.dot.default": dot,
         "aten.convolution.default": convolution,

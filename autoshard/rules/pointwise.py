@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.ir import Dtype, Node, Ref, TensorType
-from autoshard.rules.core import Factored, RuleFn, broadcast
+from autoshard.rules.core import Builder, Factored, RuleFn, broadcast
 
 _NONLINEAR = tuple(
     """
@@ -20,7 +20,11 @@ _NONLINEAR = tuple(
     remainder.Scalar remainder.Tensor floor_divide floor_divide.Scalar div.Tensor_mode
     div.Scalar_mode rsub.Scalar rsub.Tensor atan2 nan_to_num masked_fill.Tensor addcmul addcdiv
     lerp.Scalar lerp.Tensor copysign.Tensor full_like zeros_like ones_like empty_like
-    log_sigmoid_forward heaviside
+    log_sigmoid_forward heaviside acos acosh asin asinh atan atanh sinh cosh erfc erfinv lgamma
+    digamma sgn signbit frac logit log10 square celu hardshrink softshrink _prelu_kernel xlogy.Tensor
+    logaddexp logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor where.Scalar
+    bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar
+    __lshift__.Scalar __rshift__.Scalar __xor__.Tensor polar complex angle copy fill.Scalar fill.Tensor
     """.split()  # noqa: SIM905 - a table reads better than 60 quoted lines
 )
 #: linear in their first tensor
@@ -29,6 +33,7 @@ _LINEAR_FIRST = tuple(
     neg div.Tensor div.Scalar mul.Scalar clone detach alias lift_fresh_copy gelu_backward
     silu_backward tanh_backward sigmoid_backward threshold_backward elu_backward leaky_relu_backward
     hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward
+    log_sigmoid_backward hardshrink_backward softshrink_backward _prelu_kernel_backward _conj
     """.split()  # noqa: SIM905 - a table reads better than 60 quoted lines
 )
 
@@ -71,6 +76,28 @@ def _prims_cast(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _cast(node, ins)
 
 
+def _glu(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """One half of a dim gated by the other: the dim is (2, half), and the half may be split."""
+    return _halved(node, ins[0], node.types[0], node.arg(1, "dim", -1), backward=False)
+
+
+def _glu_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    return _halved(node, ins[1], ins[0], node.args[2], backward=True)
+
+
+def _halved(node: Node, x: TensorType, half: TensorType | None, raw: int, *, backward: bool) -> Factored:
+    assert half is not None
+    dim = raw % len(x.shape)
+    build = Builder()
+    after = build.dims(half.shape)
+    two = build.new(2)
+    whole = (*after[:dim], (*two, *after[dim]), *after[dim + 1 :])
+    sizes, fixed = tuple(build.sizes), frozenset(two)
+    if backward:
+        return Factored(sizes, (after, whole), (whole,), fixed, linear=((0,),))
+    return Factored(sizes, (whole,), (after,), fixed)
+
+
 def _named(names: Sequence[str], fn: RuleFn) -> dict[str, RuleFn]:
     return {f"aten.{n}" if "." in n else f"aten.{n}.default": fn for n in names}
 
@@ -90,5 +117,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.where.ScalarOther": _plain,
         "aten.where.ScalarSelf": _plain,
         "aten.masked_fill.Scalar": _masked_fill,
+        "aten.glu.default": _glu,
+        "aten.glu_backward.default": _glu_backward,
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
@@ -59,6 +60,24 @@ def whole_all(node: Node, ins: Sequence[TensorType]) -> Factored:
     return _over(node, ins, range(len(ins[0].shape)), None)
 
 
+def counted(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A sum of something that is not linear in the input: of how many elements are not zero."""
+    return replace(sum_(node, ins), linear=())
+
+
+def _whole_dims(position: int, default: int | None = None) -> RuleFn:
+    """Rule of a reduction that needs the dims named by an argument whole."""
+
+    def rule(node: Node, ins: Sequence[TensorType]) -> Factored:
+        rank = len(ins[0].shape)
+        raw = node.arg(position, "dim", default)
+        named = raw if isinstance(raw, tuple) else () if raw is None else (raw,)
+        over = tuple(d % rank for d in named) if named and rank else tuple(range(rank))
+        return _over(node, ins, over, None)
+
+    return rule
+
+
 def _along(position: int, default: int | None = None, linear: tuple[tuple[int, ...], ...] = ()) -> RuleFn:
     """Rule of an op that keeps the shape and needs the dim named by an argument whole."""
 
@@ -102,12 +121,30 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.prod.dim_int": whole_reduction,
         "aten.logsumexp.default": whole_reduction,
         "aten.var.correction": whole_reduction,
+        "aten.std.correction": whole_reduction,
+        "aten.var_mean.correction": whole_reduction,
+        "aten.std_mean.correction": whole_reduction,
+        "aten.median.dim": whole_reduction,
+        "aten.kthvalue.default": _whole_dims(2, -1),
+        "aten.linalg_vector_norm.default": _whole_dims(2),
+        "aten.norm.ScalarOpt_dim": _whole_dims(2),
+        "aten.norm.Scalar": whole_all,
+        "aten.prod.default": whole_all,
+        "aten.any.dims": whole_reduction,
+        "aten.all.dims": whole_reduction,
+        "aten.aminmax.default": _whole_dims(1),
+        "aten.nansum.default": counted,
+        "aten.count_nonzero.dim_IntList": counted,
         "aten._softmax.default": _along(1),
         "aten._log_softmax.default": _along(1),
         "aten._safe_softmax.default": _along(1),
         "aten._softmax_backward_data.default": _along(2, linear=((0,),)),
         "aten._log_softmax_backward_data.default": _along(2, linear=((0,),)),
-        "aten.cumsum.default": _along(1),
+        "aten.cumsum.default": _along(1, linear=((0,),)),
+        "aten.cumprod.default": _along(1),
+        "aten.logcumsumexp.default": _along(1),
+        "aten.cummax.default": _along(1),
+        "aten.cummin.default": _along(1),
         "aten.sort.default": _along(1, -1),
         "aten.argsort.default": _along(1, -1),
         "aten.sort.stable": _along(2, -1),

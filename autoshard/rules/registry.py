@@ -18,6 +18,7 @@ from autoshard.rules import (
     norm,
     pointwise,
     reduction,
+    spatial,
     view,
 )
 from autoshard.rules.core import Factored, RuleFn, opaque
@@ -31,6 +32,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
             reduction,
             matmul,
             norm,
+            spatial,
             embedding,
             loss,
             attention,

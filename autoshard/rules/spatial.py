@@ -92,20 +92,75 @@ def solve_triangular(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), inputs, (dims,), frozenset((*of_a, *solved)), linear=((1,),))
 
 
-def _per_rank(name: str, ranks: Sequence[int], rule: RuleFn) -> dict[str, RuleFn]:
-    return {f"aten.{name.format(r)}.default": rule for r in ranks}
+def cdist(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Distances of a [..., m, d] and b [..., n, d] -> [..., m, n]."""
+    build = Builder()
+    lead = build.dims(ins[-2].shape[:-2])
+    m, n, d = build.new(ins[-2].shape[-2]), build.new(ins[-1].shape[-2]), build.new(ins[-1].shape[-1])
+    return Factored(
+        tuple(build.sizes), ((*lead, m, d), (*lead, n, d)), ((*lead, m, n),), frozenset(d), kind="matmul"
+    )
+
+
+def cdist_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """gradient [..., m, n], a [..., m, d], b [..., n, d], distances [..., m, n] -> gradient of a."""
+    build = Builder()
+    lead = build.dims(ins[0].shape[:-2])
+    m, n, d = build.new(ins[0].shape[-2]), build.new(ins[0].shape[-1]), build.new(ins[1].shape[-1])
+    far, left, right = (*lead, m, n), (*lead, m, d), (*lead, n, d)
+    reduce = tuple((f, "sum") for f in n)
+    return Factored(
+        tuple(build.sizes), (far, left, right, far), (left,), frozenset(), reduce, ((0,),), "matmul"
+    )
 
 
 def _upsampling() -> dict[str, RuleFn]:
     rules: dict[str, RuleFn] = {}
-    kinds = ("nearest1d", "nearest2d", "nearest3d", "_nearest_exact2d", "linear1d", "bilinear2d", "trilinear3d")
-    for kind in (*kinds, "bicubic2d", "_bilinear2d_aa", "_bicubic2d_aa"):
-        name = f"_upsample{kind}" if kind.startswith("_") else f"upsample_{kind}"
-        rank = int(kind[kind.index("d") - 1] if "d" in kind[-3:-1] else kind.rstrip("_a")[-2])
-        rules[f"aten.{name}.default"] = _whole(rank, linear=True)
-        rules[f"aten.{name}.vec"] = _whole(rank, linear=True)
-        rules[f"aten.{name}_backward.default"] = _whole(rank, linear=True, shape_at=2)
+    for kind in (
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "_upsample_nearest_exact2d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ):
+        rules[f"aten.{kind}.default"] = rules[f"aten.{kind}.vec"] = _whole(2, linear=True)
+        rules[f"aten.{kind}_backward.default"] = _whole(2, linear=True, shape_at=2)
     return rules
 
 
-RULES: Mapping[str, RuleFn] = MappingProxyType({})
+RULES: Mapping[str, RuleFn] = MappingProxyType(
+    {
+        **_upsampling(),
+        "aten.avg_pool2d.default": _whole(2, linear=True),
+        "aten.avg_pool2d_backward.default": _whole(2, linear=True),
+        "aten.avg_pool3d.default": _whole(3, linear=True),
+        "aten.avg_pool3d_backward.default": _whole(3, linear=True),
+        "aten._adaptive_avg_pool2d.default": _whole(2, linear=True),
+        "aten._adaptive_avg_pool2d_backward.default": _whole(2, linear=True),
+        "aten.max_pool2d_with_indices.default": _whole(2),
+        "aten.max_pool2d_with_indices_backward.default": _whole(2, linear=True),
+        "aten.max_pool3d_with_indices.default": _whole(3),
+        "aten.max_pool3d_with_indices_backward.default": _whole(3, linear=True),
+        "aten.adaptive_max_pool2d.default": _whole(2),
+        "aten.adaptive_max_pool2d_backward.default": _whole(2, linear=True),
+        "aten.reflection_pad1d.default": _whole(1, linear=True),
+        "aten.reflection_pad1d_backward.default": _whole(1, linear=True),
+        "aten.reflection_pad2d.default": _whole(2, linear=True),
+        "aten.reflection_pad2d_backward.default": _whole(2, linear=True),
+        "aten.replication_pad2d.default": _whole(2, linear=True),
+        "aten.replication_pad2d_backward.default": _whole(2, linear=True),
+        "aten.pixel_shuffle.default": _whole(3, linear=True),
+        "aten.pixel_unshuffle.default": _whole(3, linear=True),
+        "aten.im2col.default": _whole(3, linear=True),
+        "aten.col2im.default": _whole(2, linear=True),
+        "aten.grid_sampler_2d.default": grid_sampler,
+        "aten.grid_sampler_2d_backward.default": grid_sampler_backward,
+        "aten._fft_c2c.default": fft,
+        "aten._fft_r2c.default": fft,
+        "aten._fft_c2r.default": fft,
+        "aten.linalg_solve_triangular.default": solve_triangular,
+        "aten._cdist_forward.default": cdist,
+        "aten._cdist_backward.default": cdist_backward,
+    }
+)

@@ -354,6 +354,87 @@ def _both(ins: Sequence[TensorType]) -> tuple[tuple[int, ...], ...]:
     return ((0, 1),) if ins[0].is_float else ()
 
 
+def roll(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Rolled dims stay whole; without dims all do, since the flattened elements are rolled."""
+    rank = len(ins[0].shape)
+    raw = node.arg(2, "dims", ())
+    rolled = {d % rank for d in raw} if raw else range(rank)
+    return broadcast(ins, node.types, fixed_dims=tuple(rolled), linear=_linear(ins))
+
+
+def unfold(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """Windows along a dim, which stays whole: [..., n, ...] -> [..., windows, ..., size]."""
+    out = node.types[0]
+    assert out is not None
+    return _windows(ins[0].shape, out.shape, node.args[1], ins, backward=False)
+
+
+def unfold_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    out = node.types[0]
+    assert out is not None
+    return _windows(out.shape, ins[0].shape, node.args[2], ins, backward=True)
+
+
+def _windows(
+    shape: Sequence[int], windows: Sequence[int], raw_dim: int, ins: Sequence[TensorType], *, backward: bool
+) -> Factored:
+    dim = raw_dim % len(shape)
+    build = Builder()
+    before = build.dims(shape)
+    at, inside = build.new(windows[dim]), build.new(windows[-1])
+    after = (*before[:dim], at, *before[dim + 1 :], inside)
+    fixed = frozenset((*before[dim], *at, *inside))
+    if backward:
+        sizes = tuple(build.sizes)
+        return Factored(sizes, (after,), (before,), fixed, linear=_linear(ins), local=shape_arg(1))
+    return Factored(tuple(build.sizes), (before,), (after,), fixed, linear=_linear(ins), kind="view")
+
+
+def diagonal(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The diagonal of two dims, which stay whole, as the last dim."""
+    out = node.types[0]
+    assert out is not None
+    raw = (node.arg(2, "dim1", 0), node.arg(3, "dim2", 1))
+    sizes, whole, line, fixed = _diagonal(ins[0].shape, out.shape[-1], raw)
+    return Factored(sizes, (whole,), (line,), fixed, linear=_linear(ins), kind="view")
+
+
+def diagonal_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    out = node.types[0]
+    assert out is not None
+    sizes, whole, line, fixed = _diagonal(out.shape, ins[0].shape[-1], node.args[3:5])
+    return Factored(sizes, (line,), (whole,), fixed, linear=_linear(ins), local=shape_arg(1))
+
+
+def _diagonal(
+    shape: Sequence[int], length: int, raw: Sequence[int]
+) -> tuple[tuple[int, ...], Dims, Dims, frozenset[int]]:
+    taken = {d % len(shape) for d in raw}
+    build = Builder()
+    whole = build.dims(shape)
+    own = build.new(length)
+    line = (*(x for d, x in enumerate(whole) if d not in taken), own)
+    return tuple(build.sizes), whole, line, frozenset((*own, *(f for d in taken for f in whole[d])))
+
+
+def view_as_complex(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """[..., 2] -> [...]; the pairs stay whole."""
+    build = Builder()
+    dims = build.dims(ins[0].shape)
+    return Factored(
+        tuple(build.sizes), (dims,), (dims[:-1],), frozenset(dims[-1]), linear=((0,),), kind="view"
+    )
+
+
+def view_as_real(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """[...] -> [..., 2]"""
+    build = Builder()
+    dims, pair = build.dims(ins[0].shape), build.new(2)
+    return Factored(
+        tuple(build.sizes), (dims,), ((*dims, pair),), frozenset(pair), linear=((0,),), kind="view"
+    )
+
+
 def pad(node: Node, ins: Sequence[TensorType]) -> Factored:
     """Padding (pairs for the last dims first); padded dims stay whole."""
     widths = node.args[1]
@@ -397,5 +478,12 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.slice_scatter.default": slice_scatter,
         "aten.select_scatter.default": select_scatter,
         "aten.constant_pad_nd.default": pad,
+        "aten.roll.default": roll,
+        "aten.unfold.default": unfold,
+        "aten.unfold_backward.default": unfold_backward,
+        "aten.diagonal.default": diagonal,
+        "aten.diagonal_backward.default": diagonal_backward,
+        "aten.view_as_complex.default": view_as_complex,
+        "aten.view_as_real.default": view_as_real,
     }
 )

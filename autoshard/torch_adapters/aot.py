@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal, cast
 from unittest.mock import patch
 
@@ -83,9 +84,10 @@ def trace_joint(fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torc
         stack.enter_context(_quiet_fx())
         stack.enter_context(_quiet_log())
         stack.enter_context(fx_traceback.preserve_node_meta())
-        joint = aot_export_joint_with_descriptors(
-            stack, _Function(fn), tuple(args), _disable_torch_fn_metadata_mode=True
-        )
+        options: dict[str, Any] = {}
+        if "_disable_torch_fn_metadata_mode" in signature(aot_export_joint_with_descriptors).parameters:
+            options["_disable_torch_fn_metadata_mode"] = True  # costs time, and nothing reads what it notes
+        joint = aot_export_joint_with_descriptors(stack, _Function(fn), tuple(args), **options)
         module = joint.graph_module
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in module.graph.nodes if n.op == "output")

@@ -47,7 +47,9 @@ def short_path(filename: str) -> str:
 class OriginRecorder:
     """Numbers the origins met while a model runs (``origins``) and marks traced nodes with them.
 
-    names: ``id(module) -> fully qualified name``.
+    names: ``id(module) -> fully qualified name``. Inside a layer (a numbered module, ``layers.3``) the call
+    recorded is that of the outermost such layer, so that one call of a layer stays together even if it
+    calls a part of itself twice; elsewhere it is that of the module itself.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -55,7 +57,8 @@ class OriginRecorder:
         self._names = names
         self._numbers: dict[tuple[str, int, str], int] = {}
         self._calls: Counter[str] = Counter()
-        self._stack: list[tuple[str, int]] = []
+        #: of the modules that run now: name, call, whether in a layer
+        self._stack: list[tuple[str, int, bool]] = []
         self._lines: dict[tuple[CodeType, int], str] = {}
         self._source = ""
 
@@ -78,10 +81,14 @@ class OriginRecorder:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
-        if name is not None:
-            self._stack.append((name, self._calls[name]))
-            self._calls[name] += 1
-            self._mark()
+        if name is None:
+            return
+        call, inside = self._calls[name], name.rpartition(".")[2].isdigit()
+        self._calls[name] += 1
+        if self._stack and self._stack[-1][2]:
+            call, inside = self._stack[-1][1], True
+        self._stack.append((name, call, inside))
+        self._mark()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) in self._names and self._stack:
@@ -107,7 +114,7 @@ class OriginRecorder:
             self._mark()
 
     def _mark(self) -> None:
-        fqn, call = self._stack[-1] if self._stack else ("", 0)
+        fqn, call, _ = self._stack[-1] if self._stack else ("", 0, False)
         key = (fqn, call, self._source)
         number = self._numbers.get(key)
         if number is None:

@@ -1,0 +1,58 @@
+"""Models that both sides of a benchmark run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def bench_llama(layers: int = 6, hidden: int = 256, vocab: int = 1024) -> nn.Module:
+    """A small Llama with random weights, the same in every process."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        hidden_size=hidden,
+        intermediate_size=int(2.75 * hidden),
+        vocab_size=vocab,
+        max_position_embeddings=512,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def bench_batch(batch: int = 8, seq: int = 64, vocab: int = 1024) -> dict[str, torch.Tensor]:
+    """One global batch of tokens, the same in every process."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocab, (batch, seq), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def gpt3_175b() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """GPT-3 175B (96 layers, hidden 12288) on the meta device, and a batch of 16 x 2048."""
+    return gpt2_shape(96, 12288, 96)
+
+
+def gpt2_shape(layers: int, hidden: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A GPT-2 architecture of any size on the meta device: no memory."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        config = GPT2Config(
+            n_layer=layers,
+            n_head=heads,
+            n_embd=hidden,
+            vocab_size=51200,
+            n_positions=2048,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model = GPT2LMHeadModel(config)
+        ids = torch.zeros(16, 2048, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids}

@@ -1,0 +1,28 @@
+"""Plans and programs of the test families, each made once per session."""
+
+from __future__ import annotations
+
+import functools
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.passes.capture import capture
+from autoshard.program.program import Program
+from families import family
+
+
+@functools.cache
+def analysed(name: str) -> Analysis:
+    model, inputs = family(name).make()
+    return analyse(capture(model, (), inputs))
+
+
+@functools.cache
+def planned(name: str, mesh: str, cluster: str = "cpu-gloo") -> Planned:
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(cluster))
+
+
+@functools.cache
+def program(name: str, mesh: str, cluster: str = "cpu-gloo") -> Program:
+    return compile_analysed(planned(name, mesh, cluster))
