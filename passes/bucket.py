@@ -70,7 +70,7 @@ def _reductions_last(graph: Graph) -> Graph:
 
 
 def _merged(members: Sequence[Node], graph: Graph) -> list[Node]:
-    """The collectives with equal keys as one each; those alone, and those without such a form, as they are."""
+    """Collectives with equal keys as one; those alone, and those without such a form, as they are."""
     types = {n: t.dtype for n, t in graph.types().items()}
     buckets: dict[tuple[object, ...], list[Node]] = {}
     for node in members:

@@ -10,7 +10,7 @@ from autoshard.ir.lowered import Lowered, LoweredSegment
 
 
 def fuse_bias(lowered: Lowered) -> Lowered:
-    """``add(mm(a, b), bias)`` with a one-dim bias as ``addmm(bias, a, b)``, where nothing else uses the product."""
+    """``add(mm(a, b), bias)`` with a one-dim bias as ``addmm``, where nothing else uses the product."""
     segments = {name: _segment(s) for name, s in lowered.segments.items()}
     return replace(lowered, segments=segments)
 

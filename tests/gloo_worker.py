@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from families import family
+from lockstep_check import relative_error
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from lockstep_check import relative_error
 
 STEPS = 3
 #: large enough that gradients which are zero in exact arithmetic do not become full Adam steps

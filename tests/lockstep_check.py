@@ -20,7 +20,9 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max()) / scale if wanted.numel() else 0.0
 
 
-def lockstep_step(program: Program, model: nn.Module, inputs: dict[str, Any], seed: int = 0) -> tuple[Lockstep, dict[str, Any]]:
+def lockstep_step(
+    program: Program, model: nn.Module, inputs: dict[str, Any], seed: int = 0
+) -> tuple[Lockstep, dict[str, Any]]:
     """Forward and backward of all ranks on the model's parameters."""
     lockstep = Lockstep(program)
     params = dict(model.named_parameters(remove_duplicate=False))

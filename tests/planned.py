@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 
+from families import family
+
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import Planned, compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.program.program import Program
-from families import family
 
 
 @functools.cache

@@ -355,6 +355,11 @@ def _norms(m: Make) -> Iterator[Sample]:
 
 
 def _image_norms(m: Make) -> Iterator[Sample]:
+    for v, g, dim in ((m.real(6, 5, 4), m.unit(6, 1, 1), 0), (m.real(4, 5, 6), m.unit(1, 1, 6), 2)):
+        yield Sample("aten._weight_norm_interface.default", (v, g, dim))
+        w, norms = torch.ops.aten._weight_norm_interface(v, g, dim)
+        args = (torch.randn_like(w), v, g, norms, dim)
+        yield Sample("aten._weight_norm_interface_backward.default", args)
     x, w, b = m.real(4, 12, 3, 2), m.real(12), m.real(12)
     for groups in (1, 3, 4, 12):
         args = (4, 12, 6, groups)

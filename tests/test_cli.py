@@ -1,0 +1,505 @@
+"""The command line, in process: what it prints, writes and refuses; and one run on four processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.cli.main import app
+from autoshard.report.units import bytes_text, parse_bytes, seconds_text
+
+TARGETS = """
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(self.norm(x)))).square().mean()
+
+
+class Dropping(Mlp):
+    def forward(self, x):
+        return nn.functional.dropout(self.up(x), 0.5, self.training).square().mean()
+
+
+class Branching(Mlp):
+    def forward(self, x):
+        y = self.up(x)
+        if y.sum() > 0:
+            return y.mean()
+        return y.square().mean()
+
+
+class Exotic(Mlp):
+    def forward(self, x):
+        return torch.linalg.matrix_exp(self.up.weight[:16]).mean() + self.up(x).mean()
+
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = type("Config", (), {"vocab_size": 256})()
+        self.embed = nn.Embedding(256, 16)
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(torch.relu(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def mlp():
+    return Mlp(), torch.randn(8, 16)
+
+
+def dropping():
+    return Dropping(), torch.randn(8, 16)
+
+
+def branching():
+    return Branching(), torch.randn(8, 16)
+
+
+def exotic():
+    return Exotic(), torch.randn(8, 16)
+
+
+def text():
+    tokens = torch.randint(0, 256, (4, 12))
+    return Text(), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def only_cpu():
+    model = Mlp()
+    if model.up.weight.device.type == "meta":
+        raise NotImplementedError("reads its weights")
+    return model, torch.randn(8, 16)
+
+
+def broken():
+    raise RuntimeError("no such file")
+
+
+def alone():
+    return Mlp()
+"""
+
+EXOTIC_LINE = 1 + TARGETS[: TARGETS.index("torch.linalg")].count("\n")
+Invoke = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "targets_of_cli.py").write_text(TARGETS)
+    return folder
+
+
+@pytest.fixture
+def invoke(place: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run a command in the folder of the targets; ``t:mlp`` stands for one of them."""
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def run(*args: str) -> Any:
+        words = [a.replace("t:", "targets_of_cli.py:", 1) if a.startswith("t:") else a for a in args]
+        return CliRunner().invoke(app, words, catch_exceptions=False)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def program(place: Path) -> str:
+    """A program folder for dp=2,tp=2, compiled once."""
+    done = CliRunner().invoke(
+        app,
+        ["compile", f"{place}/targets_of_cli.py:mlp", "--mesh", "dp=2,tp=2", "-o", f"{place}/mlp"],
+        catch_exceptions=False,
+    )
+    assert done.exit_code == 0, done.output
+    return f"{place}/mlp"
+
+
+def document(result: Any) -> dict[str, Any]:
+    """The one JSON document on stdout."""
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found["schema"] == 1
+    return found
+
+
+# -- what works ----------------------------------------------------------------------------------------
+
+
+def test_plan_prints_what_was_decided_and_why(invoke: Invoke, place: Path) -> None:
+    result = invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "-o", "planned")
+    assert result.exit_code == 0, result.output
+    for words in ("dp=2,tp=2  4 ranks", "lower bound", "optimizer", "up.weight", "next best"):
+        assert words in result.stdout
+    assert "capturing" in result.stderr and "capturing" not in result.stdout
+    assert sorted(p.name for p in (place / "planned").iterdir()) == ["plan.json", "request.json"]
+    again = invoke("compile", "--plan", "planned", "-o", "from_plan", "--json")
+    assert document(again)["mesh"] == "dp=2,tp=2"
+
+
+def test_plan_json(invoke: Invoke) -> None:
+    found = document(invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "--json"))
+    assert found["ranks"] == 4 and found["gap"] >= 0 and found["lower_bound"] <= found["seconds"] * (1 + 1e-9)
+    assert found["parameter_count"] == 16 * 64 * 2 + 64 + 16 + 32
+    assert found["optimizer_bytes"] == 2 * found["parameter_bytes"]
+
+
+def test_plan_searches_the_mesh_of_a_cluster(invoke: Invoke) -> None:
+    found = document(invoke("plan", "t:mlp", "--cluster", "cpu-gloo", "--gpus", "2", "--json"))
+    assert found["ranks"] == 2
+
+
+def test_unknown_ops_run_replicated_if_allowed(invoke: Invoke) -> None:
+    found = document(invoke("plan", "t:exotic", "--mesh", "tp=2", "--replicate-unknown", "--json"))
+    assert any("linalg_matrix_exp" in w for w in found["warnings"])
+
+
+def test_a_target_that_needs_weights_gets_them(invoke: Invoke) -> None:
+    result = invoke("plan", "t:only_cpu", "--mesh", "tp=2")
+    assert result.exit_code == 0 and "does not work on the meta device" in result.stderr
+
+
+def test_verify(invoke: Invoke, program: str) -> None:
+    result = invoke("verify", program, "--steps", "2")
+    assert result.exit_code == 0, result.output
+    assert "verified" in result.stdout and "state after 2 steps" in result.stdout
+    found = document(invoke("verify", program, "--json"))
+    assert found["ok"] and found["reference"].startswith("eager") and len(found["losses"]) == 3
+    kinds = {c["kind"] for c in found["checks"]}
+    assert kinds == {"output", "gradient", "state after 3 steps"}
+
+
+def test_verify_with_dropout_compares_with_one_rank(invoke: Invoke) -> None:
+    assert invoke("compile", "t:dropping", "--mesh", "dp=2,tp=2", "-o", "dropping").exit_code == 0
+    found = document(invoke("verify", "dropping", "--json"))
+    assert found["ok"] and found["reference"] == "the program for one rank"
+
+
+def test_verify_names_the_tensor_that_is_wrong(invoke: Invoke, program: str, place: Path) -> None:
+    changed = place / "changed"
+    subprocess.run(["cp", "-r", program, str(changed)], check=True)
+    text = (changed / "program.py").read_text()
+    assert "1e-05" in text
+    tamper(changed, text.replace("1e-05", "0.5"))
+    result = invoke("verify", str(changed))
+    assert result.exit_code == 5
+    assert "gradient up.weight" in result.stderr and "wrong" in result.stdout
+
+
+def tamper(folder: Path, text: str) -> None:
+    """Change the program and its checksum."""
+    (folder / "program.py").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["program.py"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_inspect_the_program(invoke: Invoke, program: str) -> None:
+    text = invoke("inspect", program).stdout
+    assert "GLOBAL shapes" in text and "[64, 16]" in text
+    for line in ("# layer   compute", "# rank    params", "# checks  uneven shards 0"):
+        assert line in text
+    compile(text, "program", "exec")  # the dump is valid Python
+
+
+def test_inspect_one_rank(invoke: Invoke, program: str) -> None:
+    text = invoke("inspect", program, "--rank", "3").stdout
+    assert "LOCAL shapes" in text and "rank 3 of 4 at dp=1 tp=1 | parameters" in text
+    assert "f32[4, 16] dp:S(0)" in text and "[8, 16] dp:S(0)" not in text
+    found = document(invoke("inspect", program, "--rank", "3", "--json"))
+    assert found["shapes"] == "local" and found["held_bytes"]["parameters"] > 0
+    assert found["checks"] == {"uneven_shards": 0, "full_gathers": 0, "ops_without_a_rule": 0}
+
+
+def test_inspect_after_a_pass(invoke: Invoke, program: str) -> None:
+    assert invoke("inspect", program, "--after", "030").stdout.startswith("# autoshard | after 030_normalize")
+    found = document(invoke("inspect", program, "--after", "060_bucket", "--json"))
+    assert found["after"] == "060_bucket" and "dp:S(0)" in found["text"]
+    name = document(invoke("inspect", program, "--json"))["segments"][0]["name"]
+    assert f"def {name}(" in invoke("inspect", program, "--segment", name).stdout
+
+
+def test_run_on_one_process(invoke: Invoke) -> None:
+    assert invoke("compile", "t:text", "--mesh", "dp=1", "-o", "single").exit_code == 0
+    result = invoke("run", "single", "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert "step 3/3  loss" in result.stdout and "standard library" in result.stderr
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+BAD = {
+    "axis not built": (2, "t:mlp --mesh pp=2", "pipeline"),
+    "axis without size": (2, "t:mlp --mesh dp", "is not an axis"),
+    "no mesh": (2, "t:mlp", "--mesh dp=2,tp=2"),
+    "mesh and gpus": (2, "t:mlp --mesh dp=2 --gpus 2", "leave one out"),
+    "unknown cluster": (2, "t:mlp --cluster h100", "h100-dgx"),
+    "batch too small": (2, "t:mlp --mesh dp=16", "too small for 16"),
+    "batch of a callable": (2, "t:mlp --mesh dp=2 --batch 4", "hf:"),
+    "not a size": (2, "t:mlp --mesh dp=2 --memory lots", "16GiB"),
+    "no such function": (2, "t:nothing --mesh dp=2", "has no 'nothing'"),
+    "no such file": (2, "missing.py:mlp --mesh dp=2", "missing.py"),
+    "no such module": (2, "missing.module:mlp --mesh dp=2", "no module"),
+    "no such config": (2, "hf:missing.json --mesh dp=2", "missing.json"),
+    "not a target": (2, "mlp --mesh dp=2", "is not a target"),
+    "target raises": (2, "t:broken --mesh dp=2", "no such file"),
+    "target returns a model": (2, "t:alone --mesh dp=2", "(model, example_inputs)"),
+    "control flow": (3, "t:branching --mesh dp=2", "if y.sum() > 0"),
+    "no rule": (
+        3,
+        "t:exotic --mesh dp=2",
+        f"aten.linalg_matrix_exp.default at targets_of_cli.py:{EXOTIC_LINE}",
+    ),
+    "memory": (4, "t:mlp --mesh tp=2 --memory 4KiB", "smallest feasible"),
+}
+
+
+@pytest.mark.parametrize("code, command, words", BAD.values(), ids=BAD)
+def test_bad_input(invoke: Invoke, place: Path, code: int, command: str, words: str) -> None:
+    before = sorted(p.name for p in place.iterdir())
+    result = invoke("compile", *command.split(), "-o", "never")
+    assert result.exit_code == code, result.output
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+    assert sorted(p.name for p in place.iterdir()) == before  # nothing half-written
+
+
+def test_infeasible_memory_names_the_binding_term(invoke: Invoke) -> None:
+    result = invoke("plan", "t:mlp", "--mesh", "tp=2", "--memory", "4KiB")
+    assert result.exit_code == 4 and "the binding term is parameters" in result.stderr
+
+
+def test_existing_folders_stay_untouched(invoke: Invoke, place: Path, program: str) -> None:
+    mine = place / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("do not lose this")
+    for command in ("plan", "compile"):
+        for more in ((), ("--overwrite",)):
+            assert invoke(command, "t:mlp", "--mesh", "dp=2", "-o", "mine", *more).exit_code == 2
+    assert [p.name for p in mine.iterdir()] == ["notes.txt"]
+    manifest = Path(program, "manifest.json").read_bytes()
+    assert invoke("compile", "t:mlp", "--mesh", "dp=2", "-o", program).exit_code == 2
+    assert Path(program, "manifest.json").read_bytes() == manifest
+
+
+def test_a_damaged_program_is_refused(invoke: Invoke, program: str, place: Path) -> None:
+    damaged = place / "damaged"
+    subprocess.run(["cp", "-r", program, str(damaged)], check=True)
+    (damaged / "program.py").write_text("import os\n")
+    for command in ("verify", "inspect", "run"):
+        assert invoke(command, str(damaged)).exit_code == 5
+    tamper(damaged, "import os\n")
+    assert invoke("inspect", str(damaged)).exit_code == 5
+    assert invoke("inspect", str(place)).exit_code == 2
+
+
+def test_wrong_questions(invoke: Invoke, program: str) -> None:
+    for words in (
+        ("inspect", program, "--rank", "4"),
+        ("inspect", program, "--after", "nothing"),
+        ("inspect", program, "--segment", "nothing"),
+        ("inspect", program, "--after", "010", "--rank", "0"),
+        ("verify", program, "--limit", "1KiB"),
+        ("compile", "--plan", program, "-o", "never"),
+        ("run", program),
+    ):
+        result = invoke(*words)
+        assert result.exit_code == 2, words
+        assert "error:" in result.stderr and "Traceback" not in result.stderr
+    assert "torchrun --nproc-per-node 4 -m autoshard run" in result.stderr
+
+
+def test_a_world_of_the_wrong_size(invoke: Invoke, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = invoke("run", program)
+    assert result.exit_code == 2 and "2 ranks" in result.stderr and "has 4" in result.stderr
+
+
+def test_debug_shows_where_an_error_comes_from(invoke: Invoke) -> None:
+    with pytest.raises(autoshard.UsageError):
+        invoke("plan", "t:mlp", "--mesh", "pp=2", "--debug")
+
+
+# -- four processes -----------------------------------------------------------------------------------
+
+WORKER = """
+import sys
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+import autoshard
+from autoshard.cli.main import app
+from autoshard.runtime.groups import device_mesh_for
+from targets_of_cli import mlp
+
+device_mesh_for("dp=2,tp=2")
+torch.manual_seed(0)
+model, x = mlp()
+model(x).backward()
+grads = [p.grad for p in model.parameters()]
+model.zero_grad()
+parallel = autoshard.load(sys.argv[1], model)
+for norm_type in (1.0, 2.0, 3.0, float("inf")):
+    parallel.zero_grad()
+    parallel(x).backward()
+    extra = nn.Parameter(torch.zeros(3))  # a plain one among DTensors, the same on every rank
+    extra.grad = torch.full((3,), 0.25)
+    whole = torch.cat([g.flatten() for g in grads] + [extra.grad])
+    norm = torch.linalg.vector_norm(whole, norm_type)
+    assert any(isinstance(p, DTensor) for p in parallel.parameters())
+    found = autoshard.clip_grad_norm_([*parallel.parameters(), extra], 0.1, norm_type)
+    torch.testing.assert_close(found, norm)
+    for p, g in zip(parallel.parameters(), grads):
+        torch.testing.assert_close(p.grad.full_tensor(), g * min(1.0, 0.1 / (norm + 1e-6)))
+    torch.testing.assert_close(extra.grad, torch.full((3,), 0.25) * min(1.0, 0.1 / (norm + 1e-6)))
+app(["run", sys.argv[2], "--steps", "4", "--clip", "0.5", "--json"])
+"""
+
+
+def test_four_processes_train_as_one(invoke: Invoke, place: Path, program: str) -> None:
+    """Clipping by any norm, and the losses of `autoshard run`, are those of one process."""
+    from autoshard.interop.targets import build
+    from autoshard.runtime.corpus import load_corpus
+    from autoshard.runtime.launch import torchrun
+    from autoshard.runtime.train import feed_of, train
+
+    assert invoke("compile", "t:text", "--mesh", "dp=2,tp=2", "-o", "text").exit_code == 0
+    (place / "worker.py").write_text(WORKER)
+    done = torchrun([str(place / "worker.py"), program, str(place / "text")], 4, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert found["parameter_bytes_rank"] <= found["parameter_bytes_model"]
+    built = build("targets_of_cli.py:text", device="cpu")
+    feed, _ = feed_of(((), built.inputs), load_corpus(), 256)
+    eager = train(built.model, feed, steps=4, lr=1e-3, clip=0.5)
+    torch.testing.assert_close(
+        torch.tensor(found["losses"]), torch.tensor([r.loss for r in eager]), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        torch.tensor(found["grad_norms"]), torch.tensor([r.grad_norm for r in eager]), rtol=1e-4, atol=1e-6
+    )
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def test_help_and_import_do_not_import_torch() -> None:
+    code = (
+        "import sys, autoshard, autoshard.cli.main; autoshard.errors; autoshard.Mesh; "
+        "assert 'torch' not in sys.modules; print(autoshard.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"autoshard {done.stdout}"
+    assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+
+
+def test_public_names() -> None:
+    for name in autoshard.__all__:
+        assert getattr(autoshard, name) is not None
+    with pytest.raises(AttributeError):
+        _ = autoshard.nothing
+
+
+@pytest.mark.parametrize(
+    "text, size", [("16GiB", 2**34), ("80 GB", 80 * 10**9), ("512MiB", 2**29), ("1e3", 1000), ("1.5k", 1500)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "16 gibi", "nan"])
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_bytes(text)
+
+
+def test_units() -> None:
+    assert (bytes_text(0), bytes_text(3.5 * 2**20), bytes_text(2**37)) == ("0 B", "3.50 MiB", "128 GiB")
+    assert (seconds_text(0), seconds_text(1.234e-2), seconds_text(2)) == ("0 us", "12.3 ms", "2.00 s")
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_clip_plain_tensors_as_torch_does(norm_type: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(n, dtype=dtype)) for n in (1, 7, 64, 0)]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    found = autoshard.clip_grad_norm_(iter(ours), 0.5, norm_type)
+    wanted = nn.utils.clip_grad_norm_(theirs[:3], 0.5, norm_type)
+    torch.testing.assert_close(
+        found, wanted.to(found.dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_clip_edges() -> None:
+    model = nn.Linear(2, 2)
+    assert autoshard.clip_grad_norm_(model, 1.0) == 0
+    model(torch.full((1, 2), float("inf"))).sum().backward()
+    with pytest.raises(RuntimeError):
+        autoshard.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    with pytest.raises(autoshard.UsageError):
+        autoshard.clip_grad_norm_(model, 1.0, 0.0)
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    assert autoshard.clip_grad_norm_([p, p], 10.0) == 2
+
+
+def test_corpus(tmp_path: Path) -> None:
+    from autoshard.runtime.corpus import load_corpus
+
+    (tmp_path / "b.txt").write_text("world")
+    (tmp_path / "a.txt").write_text("hello ")
+    corpus = load_corpus(tmp_path)
+    assert bytes(corpus.data.tolist()) == b"hello world"
+    first = corpus.windows(3, 4, step=1, seed=5)
+    assert torch.equal(first, corpus.windows(3, 4, step=1, seed=5)) and first.shape == (3, 4)
+    for row in first.tolist():
+        assert bytes(row) in b"hello world"
+    with pytest.raises(autoshard.UsageError):
+        corpus.windows(1, 11, step=0)
+    with pytest.raises(autoshard.UsageError):
+        load_corpus(tmp_path / "c.txt")
+
+
+def test_loss_of() -> None:
+    from autoshard.runtime.train import loss_of
+
+    loss = torch.tensor(1.0)
+    assert loss_of(loss) is loss
+    assert loss_of({"loss": loss, "other": torch.tensor(2.0)}) is loss
+    assert loss_of(SimpleNamespace(loss=loss)) is loss
+    assert loss_of((torch.zeros(3), loss)) is loss
+    with pytest.raises(autoshard.UsageError):
+        loss_of(torch.zeros(3))

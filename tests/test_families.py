@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from families import FAMILIES, MESHES, family
 from lockstep_check import RTOL, compare_step
 from planned import program

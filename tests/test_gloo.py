@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from families import FAMILIES, MESHES
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.program.store import save_program
-from families import FAMILIES, MESHES
 
 HERE = Path(__file__).parent
 
@@ -69,3 +69,8 @@ def test_training_equals_eager(
 ) -> None:
     row = results[name, mesh]
     assert row["error"] < 1e-4, f"{row['worst']} is off by {row['error']:.2e}"
+
+
+def test_api_on_four_processes(tmp_path: Path) -> None:
+    """DeviceMesh, decorator, lazy form, kinds of inputs, dropout, checkpoint, wrong worlds."""
+    assert "all ways work" in torchrun([str(HERE / "gloo_api_worker.py"), str(tmp_path)])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import (
     Layout,
     Partial,
@@ -29,7 +30,7 @@ from autoshard.placement import (
     shard_of_digit,
     shards_of_dim,
 )
-from autoshard.runtime.parts import join_parts, merge_stats, reduce_parts, shard_tensor, take_part
+from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 18, 20, 24, 30, 32, 36, 40, 48, 60, 64, 72, 96]
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from families import FAMILIES
+from planned import planned, program
 
 from autoshard.errors import AutoshardError, UsageError, VerificationError
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.search.plan_json import plan_from_json, plan_to_json
-from families import FAMILIES
-from planned import planned, program
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "fsdp=4", "tp=4"])

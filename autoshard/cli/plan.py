@@ -10,6 +10,7 @@ from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.api import Planned
+    from autoshard.cluster import Cluster, Mesh
     from autoshard.report.summary import Decision, Summary
 
 _MOST_PARAMETERS = 16
@@ -65,12 +66,10 @@ def make_plan(
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it."""
-    where, devices = destination(mesh, cluster, gpus)
+    where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
     from autoshard import api
-    from autoshard.cluster import parse_target
     from autoshard.interop.targets import build
 
-    parse_target(where)  # a mistake in the mesh is found before the model is built
     say(f"building {target}")
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))
     for note in built.notes:
@@ -81,24 +80,28 @@ def make_plan(
         example_inputs=built.inputs,
         cluster=(cluster or "h100-dgx") if mesh else None,
         memory=memory,
-        devices=devices,
+        devices=gpus,
         replicate_unknown=replicate_unknown,
         target=target,
         progress=say,
     )
 
 
-def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> tuple[str, int | None]:
-    """(what to plan for, number of devices); UsageError if it is not said or said twice."""
-    if mesh is None and cluster is None:
-        raise UsageError(
-            "no mesh is given", hint="--mesh dp=2,tp=2, or --cluster NAME --gpus N to search one"
-        )
+def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh | Cluster:
+    """What to plan for; UsageError if it is not said, or said twice."""
+    from autoshard.cluster import Mesh, load_cluster
+
     if mesh is not None and gpus is not None:
         raise UsageError(
             "--gpus goes with --cluster alone", why=f"the mesh {mesh} says how many", hint="leave one out"
         )
-    return (mesh or cluster or ""), gpus
+    if mesh is not None:
+        return Mesh.parse(mesh)
+    if cluster is None:
+        raise UsageError(
+            "no mesh is given", hint="--mesh dp=2,tp=2, or --cluster NAME --gpus N to search one"
+        )
+    return load_cluster(cluster)
 
 
 def print_summary(summary: Summary) -> None:

@@ -3,6 +3,7 @@
 Importing this package defines them all in the ``autoshard`` namespace of ``torch.ops``.
 """
 
-from autoshard.ops import attention, dropout, loss, parallel
+from autoshard.kernels import vocab_ce, vocab_embedding
+from autoshard.ops import attention, dropout, loss
 
-__all__ = ["attention", "dropout", "loss", "parallel"]
+__all__ = ["attention", "dropout", "loss", "vocab_ce", "vocab_embedding"]

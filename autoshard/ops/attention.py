@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoshard.ops.library import define
+from autoshard.torch_adapters.op_library import define
 
 _Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autoshard.ops.library import define
+from autoshard.torch_adapters.op_library import define
 
 _WORD = 0xFFFFFFFF
 _C1, _C2 = 0x7FEB352D, 0x846CA68B

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from autoshard.ops.library import define
-from autoshard.ops.parallel import xent_finish, xent_part_backward, xent_stats
+from autoshard.kernels.vocab_ce import xent_finish, xent_part_backward, xent_stats
+from autoshard.torch_adapters.op_library import define
 
 
 def xent(

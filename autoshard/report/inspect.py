@@ -225,19 +225,19 @@ def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
         "rank": view.rank,
         "shapes": "global" if view.rank is None else "local",
         "held_bytes": {
-            "parameters": held.parameters,
-            "gradients": held.gradients,
-            "optimizer": held.optimizer,
-            "activations": held.activations,
+            "parameters": int(held.parameters),
+            "gradients": int(held.gradients),
+            "optimizer": int(held.optimizer),
+            "activations": int(held.activations),
         },
         "step": {
             "compute_seconds": step.compute,
             "comm_seconds": step.comm,
             "collectives": step.collectives,
-            "wire_bytes": step.wire,
+            "wire_bytes": int(step.wire),
         },
         "collectives": [
-            {"kind": t.kind, "axis": t.axis, "count": t.count, "wire_bytes": t.wire}
+            {"kind": t.kind, "axis": t.axis, "count": t.count, "wire_bytes": int(t.wire)}
             for t in estimator.traffic()
         ],
         "checks": checks(estimator, program),
@@ -258,7 +258,7 @@ def _segment_json(program: Program, shown: Program, estimator: Estimator, name: 
         "compute_seconds": cost.compute,
         "comm_seconds": cost.comm,
         "collectives": cost.collectives,
-        "wire_bytes": cost.wire,
+        "wire_bytes": int(cost.wire),
         "nodes": [
             {
                 "outs": [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.rules.core import Builder, Dims, Factored, RuleFn, of_tensors
+from autoshard.rules.core import Builder, Dims, Factored, RuleFn, broadcast, of_tensors
 from autoshard.rules.local import LocalCall
 
 
@@ -112,10 +112,32 @@ def batch_norm_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), before, after, fixed, reduce, ((0,),))
 
 
+def weight_norm(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """(weight, norms) of directions v and lengths g; only the dim along which g varies may be split."""
+    return _along(ins, node.types, node.arg(2, "dim", 0), ())
+
+
+def weight_norm_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """(v gradient, g gradient) from gradient, v, g, norms."""
+    return _along(ins, node.types, node.args[4], ((0,),))
+
+
+def _along(
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    raw_dim: int,
+    linear: tuple[tuple[int, ...], ...],
+) -> Factored:
+    rank = len(ins[0].shape)
+    return broadcast(ins, outs, fixed_dims=[d for d in range(rank) if d != raw_dim % rank], linear=linear)
+
+
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         "aten.native_layer_norm.default": layer_norm,
         "aten.native_layer_norm_backward.default": layer_norm_backward,
+        "aten._weight_norm_interface.default": weight_norm,
+        "aten._weight_norm_interface_backward.default": weight_norm_backward,
         "aten.native_group_norm.default": group_norm,
         "aten.native_group_norm_backward.default": group_norm_backward,
         "aten.native_batch_norm.default": batch_norm,

@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from autoshard.ir import Node
+from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
-from autoshard.runtime.parts import join_parts, merge_stats, take_part
+from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.resolve import RankView
 
 #: (dim, outer, inner, size before the split or None if it divides evenly)

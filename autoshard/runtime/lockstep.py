@@ -129,7 +129,9 @@ def _all_gather(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor
 
 
 def _part(node: Node, x: torch.Tensor, ways: int, index: int) -> torch.Tensor:
-    return take_part(x, node.args[2], ways, index, _kw(node, "outer"), _kw(node, "inner")).contiguous().clone()
+    return (
+        take_part(x, node.args[2], ways, index, _kw(node, "outer"), _kw(node, "inner")).contiguous().clone()
+    )
 
 
 def _reduce_scatter(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

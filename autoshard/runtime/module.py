@@ -88,7 +88,8 @@ class Runner:
             return x.detach().to(self.device)
         raise UsageError(
             f"input {name} has shape {list(x.shape)}",
-            why=f"the program takes the global shape {list(placed.type.shape)} or this rank's part {list(local)}",
+            why=f"the program takes the global shape {list(placed.type.shape)} or this rank's part "
+            f"{list(local)}",
             hint="drop the last incomplete batch, or plan again for this shape",
         )
 
@@ -284,7 +285,8 @@ def _check_module(program: Program, module: nn.Module, mesh: DeviceMesh) -> None
         x = given[port.target]
         if tuple(x.shape) != port.type.shape:
             raise UsageError(
-                f"parameter {port.target} has shape {list(x.shape)}, the program expects {list(port.type.shape)}",
+                f"parameter {port.target} has shape {list(x.shape)}",
+                why=f"the program expects {list(port.type.shape)}: it was compiled from another model",
                 hint="compile a program for this model",
             )
         if x.device.type == "meta":

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import Layout, Shard, chunk, local_outer
 
 
@@ -48,19 +49,6 @@ def shard_tensor(
             x = take_part(x, placed.dim, ways, index, outer, placed.inner)
             before.append((placed.outer, ways))
     return x
-
-
-def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Row statistics [n, 4] of cross-entropy over vocabulary shards, merged.
-
-    Columns: m, s (sum of exponentials is s * exp(m)), the target's logit, the sum of the logits.
-    """
-    stacked = torch.stack(list(stats))
-    top = stacked[..., 0].amax(0)
-    weights = torch.exp(stacked[..., 0] - top)
-    weights = torch.where(torch.isfinite(stacked[..., 0]), weights, torch.zeros_like(weights))
-    scale = (stacked[..., 1] * weights).sum(0)
-    return torch.stack((top, scale, stacked[..., 2].sum(0), stacked[..., 3].sum(0)), -1)
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

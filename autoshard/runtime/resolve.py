@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import autoshard.ops  # noqa: F401 (defines ops that programs call)
 from autoshard.errors import VerificationError
 from autoshard.ir import DTYPES, Arg, Dtype, LocalOffset, LocalSize, ShardOf
 from autoshard.placement import Shard, local_extent

@@ -1,50 +1,17 @@
-"""Ops that programs call on shards: parts of a table look-up and of a cross-entropy.
+"""Cross-entropy over a vocabulary that is split over ranks: the reference, which is the CPU implementation.
 
-They take and give plain tensors and need no gradient formula: programs are already differentiated.
+Each rank reduces its part of a row of logits to four numbers; one gather of those and `merge_stats` give
+the row's loss and log-sum-exp on every rank, and the gradient of a part needs nothing more. Compare the
+all-reduces of a maximum, a sum and a picked logit in M. Shoeybi et al., Megatron-LM, 2019, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-_LIBRARY = torch.library.Library("autoshard", "FRAGMENT")
-_LIBRARY.define("embedding_part(Tensor weight, Tensor indices, int offset) -> Tensor")
-_LIBRARY.define(
-    "embedding_part_backward(Tensor grad, Tensor indices, int rows, int offset, int padding) -> Tensor"
-)
-_LIBRARY.define("xent_stats(Tensor logits, Tensor target, int offset) -> Tensor")
-_LIBRARY.define(
-    "xent_finish(Tensor stats, Tensor target, int ignore_index, float label_smoothing, int vocabulary, "
-    "ScalarType dtype) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "xent_part_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "
-    "float label_smoothing, int vocabulary, int offset) -> Tensor"
-)
-
-
-def embedding_part(weight: torch.Tensor, indices: torch.Tensor, offset: int) -> torch.Tensor:
-    """Rows of a table of which this rank holds ``[offset, offset + len)``; zeros for all others.
-
-    weight [rows, h], indices [...] -> [..., h].
-    """
-    local = indices - offset
-    outside = (local < 0) | (local >= weight.shape[0])
-    found = torch.nn.functional.embedding(local.masked_fill(outside, 0), weight)
-    return found.masked_fill_(outside.unsqueeze(-1), 0)
-
-
-def embedding_part_backward(
-    grad: torch.Tensor, indices: torch.Tensor, rows: int, offset: int, padding: int
-) -> torch.Tensor:
-    """Gradient of the rows ``[offset, offset + rows)``: grad [..., h] -> [rows, h]."""
-    local = indices.reshape(-1) - offset
-    outside = (local < 0) | (local >= rows)
-    if padding >= 0:
-        outside = outside | (local == padding - offset)
-    out = grad.new_zeros((rows + 1, grad.shape[-1]))
-    out.index_add_(0, local.masked_fill(outside, rows), grad.reshape(-1, grad.shape[-1]))
-    return out[:rows]
+from autoshard.torch_adapters.op_library import define
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -64,6 +31,19 @@ def xent_stats(logits: torch.Tensor, target: torch.Tensor, offset: int) -> torch
     lse = torch.logsumexp(wide, 1)
     picked = picked.masked_fill(~inside, 0)
     return torch.stack((lse, torch.ones_like(lse), picked, wide.sum(1)), 1)
+
+
+def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Row statistics [n, 4] of cross-entropy over vocabulary shards, merged.
+
+    Columns: m, s (sum of exponentials is s * exp(m)), the target's logit, the sum of the logits.
+    """
+    stacked = torch.stack(list(stats))
+    top = stacked[..., 0].amax(0)
+    weights = torch.exp(stacked[..., 0] - top)
+    weights = torch.where(torch.isfinite(stacked[..., 0]), weights, torch.zeros_like(weights))
+    scale = (stacked[..., 1] * weights).sum(0)
+    return torch.stack((top, scale, stacked[..., 2].sum(0), stacked[..., 3].sum(0)), -1)
 
 
 def xent_finish(
@@ -105,11 +85,35 @@ def xent_part_backward(
     return out.mul_(scale).to(logits.dtype)
 
 
-for _name, _fn in (
-    ("embedding_part", embedding_part),
-    ("embedding_part_backward", embedding_part_backward),
-    ("xent_stats", xent_stats),
-    ("xent_finish", xent_finish),
-    ("xent_part_backward", xent_part_backward),
-):
-    _LIBRARY.impl(_name, _fn, "CompositeExplicitAutograd")
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _stats_fake(logits: torch.Tensor, target: torch.Tensor, offset: int) -> torch.Tensor:
+    return logits.new_empty((logits.shape[0], 4), dtype=_wide_dtype(logits.dtype))
+
+
+def _finish_fake(
+    stats: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    vocabulary: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return stats.new_empty(stats.shape[:1], dtype=dtype), stats.new_empty(stats.shape[:1])
+
+
+define("xent_stats(Tensor logits, Tensor target, int offset) -> Tensor", xent_stats, _stats_fake)
+define(
+    "xent_finish(Tensor stats, Tensor target, int ignore_index, float label_smoothing, int vocabulary, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    xent_finish,
+    _finish_fake,
+)
+define(
+    "xent_part_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int ignore_index, "
+    "float label_smoothing, int vocabulary, int offset) -> Tensor",
+    xent_part_backward,
+    lambda grad, logits, *rest: torch.empty_like(logits),
+)

@@ -1,0 +1,186 @@
+"""Started by torchrun: the ways of using the API on four processes; any failed assertion ends it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from families import dropout_gpt2, family
+from lockstep_check import relative_error
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import autoshard
+
+
+class Tower(nn.Module):
+    """Two layers and a head, called positionally, giving a tuple: no Hugging Face, no loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(2)])
+        self.head = nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, dict[str, Any]]:
+        for layer in self.layers:
+            x = torch.relu(layer(x)) * scale
+        return self.head(x), {"features": x, "none": None}
+
+
+def check(condition: object, message: str) -> None:
+    if not condition:
+        raise AssertionError(f"rank {dist.get_rank()}: {message}")
+
+
+def raises(kind: type[Exception], call: Any, words: str) -> None:
+    try:
+        call()
+    except kind as error:
+        check(words in str(error), f"{words!r} is not in {error}")
+        return
+    raise AssertionError(f"{kind.__name__} about {words!r} was not raised")
+
+
+def outputs_and_their_gradients() -> None:
+    """A model without a loss: any function of its outputs can be differentiated."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    plain = Tower()
+    parallel = autoshard.parallelize(Tower(), mesh, example_inputs=(x, 0.5))
+    check(isinstance(parallel, Tower), "the class is kept")
+    check(list(parallel.state_dict()) == list(plain.state_dict()), "the names are kept")
+    head, rest = parallel(x, 0.5)
+    wanted, wanted_rest = plain(x, 0.5)
+    check(isinstance(head, DTensor) and rest["none"] is None, "structure")
+    check(relative_error(head.full_tensor().detach(), wanted.detach()) < 1e-5, "head")
+    check(
+        relative_error(rest["features"].full_tensor().detach(), wanted_rest["features"].detach()) < 1e-5,
+        "features",
+    )
+    (head.full_tensor().pow(2).mean() + rest["features"].full_tensor().sum()).backward()
+    (wanted.pow(2).mean() + wanted_rest["features"].sum()).backward()
+    for (name, found), reference in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+        check(relative_error(found.grad.full_tensor(), reference.grad) < 1e-5, name)
+    raises(autoshard.UsageError, lambda: parallel(x, 0.25), "0.25")
+    raises(autoshard.UsageError, lambda: parallel(x[:, :5], 0.5), "global shape")
+    raises(autoshard.UsageError, lambda: parallel(x=x, scale=0.5), "arguments")
+
+
+def ways_to_give_inputs() -> None:
+    """Global tensors, the rank's own part, and DTensors are the same batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, inputs = family("llama").make()
+    parallel = autoshard.parallelize(model, mesh, example_inputs=inputs)
+    whole = float(parallel(**inputs).loss.detach())
+    dp = mesh.get_local_rank("dp")
+    own = {k: v.chunk(2)[dp] for k, v in inputs.items()}
+    check(float(parallel(**own).loss.detach()) == whole, "local part")
+    laid = {k: distribute_tensor(v, mesh, [Shard(0), Replicate()]) for k, v in inputs.items()}
+    check(float(parallel(**laid).loss.detach()) == whole, "DTensor")
+    replicated = {k: distribute_tensor(v, mesh, [Replicate(), Replicate()]) for k, v in inputs.items()}
+    check(float(parallel(**replicated).loss.detach()) == whole, "replicated DTensor")
+
+
+def lazily_and_decorated() -> None:
+    """Without example inputs the first call decides; a class and a factory can be decorated."""
+    model, inputs = family("gpt2").make()
+    plain, _ = family("gpt2").make()
+    wanted = float(plain(**inputs).loss.detach())
+    lazy = autoshard.parallelize(model, "fsdp=4")
+    check(abs(float(lazy(**inputs).loss.detach()) - wanted) < 1e-5, "lazy")
+
+    @autoshard.parallelize(mesh="dp=2,tp=2")
+    class Decorated(Tower):
+        pass
+
+    @autoshard.parallelize(mesh="tp=4")
+    def factory() -> nn.Module:
+        return Tower()
+
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    reference = Tower()(x)[0].detach()
+    for made in (Decorated(), factory()):
+        check(relative_error(made(x)[0].full_tensor().detach(), reference) < 1e-5, "decorated")
+
+
+def dropout() -> None:
+    """Masks are the same on replicas, differ between shards and steps, and repeat with the seed."""
+    losses = {}
+    for mesh in ("dp=4", "tp=4", "dp=2,tp=2"):
+        model, inputs = dropout_gpt2()
+        parallel = autoshard.parallelize(model, mesh, example_inputs=inputs, seed=7)
+        losses[mesh] = [float(parallel(**inputs).loss.detach()) for _ in range(2)]
+        raises(autoshard.UsageError, lambda: parallel.eval()(**inputs), "eval")  # noqa: B023
+    first = losses["dp=4"]
+    check(abs(first[0] - first[1]) > 1e-4, "two steps have different masks")
+    for mesh, found in losses.items():
+        check(max(abs(a - b) for a, b in zip(found, first, strict=True)) < 1e-5, f"{mesh}: {losses}")
+
+
+def checkpoint(folder: Path) -> None:
+    """Model and optimizer through torch's own distributed checkpoint, and on with the same losses."""
+    model, inputs = family("llama").make()
+    parallel = autoshard.parallelize(model, "fsdp=2,tp=2", example_inputs=inputs)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+
+    def step(module: nn.Module, opt: torch.optim.Optimizer) -> float:
+        loss = module(**inputs).loss
+        loss.backward()
+        autoshard.clip_grad_norm_(module.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return float(loss.detach())
+
+    step(parallel, optimizer)
+    dcp.save({"model": parallel.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    wanted = [step(parallel, optimizer) for _ in range(2)]
+    again, _ = family("llama").make(seed=5)
+    other = autoshard.parallelize(again, "fsdp=2,tp=2", example_inputs=inputs)
+    fresh = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    step(other, fresh)
+    state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    fresh.load_state_dict(state["optimizer"])
+    found = [step(other, fresh) for _ in range(2)]
+    check(found == wanted, f"{found} after loading, {wanted} before")
+
+
+def wrong_worlds(folder: Path) -> None:
+    model, inputs = family("llama").make()
+    raises(
+        autoshard.UsageError,
+        lambda: autoshard.parallelize(model, "dp=2", example_inputs=inputs),
+        "world has 4 ranks",
+    )
+    planned = autoshard.plan(family("llama").make()[0], "tp=4", example_inputs=inputs)
+    program = folder / f"program{dist.get_rank()}"
+    autoshard.compile(family("llama").make()[0], planned).save(program)
+    raises(autoshard.UsageError, lambda: autoshard.load(program, Tower()), "another model")
+    raises(autoshard.UsageError, lambda: autoshard.load(program, model.to("meta")), "meta")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    outputs_and_their_gradients()
+    ways_to_give_inputs()
+    lazily_and_decorated()
+    dropout()
+    checkpoint(folder / "checkpoint")
+    wrong_worlds(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all ways work")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
