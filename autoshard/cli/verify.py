@@ -83,8 +83,6 @@ def _for_one_rank(built: Built, say: Progress) -> Program:
 def _document(outcome: Verification, folder: str) -> dict[str, object]:
     from math import isfinite
 
-    from autoshard.program.verify import RTOL
-
     return {
         "command": "verify",
         "folder": folder,
@@ -93,7 +91,7 @@ def _document(outcome: Verification, folder: str) -> dict[str, object]:
         "ranks": outcome.ranks,
         "steps": outcome.steps,
         "reference": outcome.reference,
-        "tolerance": RTOL,
+        "tolerance": outcome.tolerance.error,
         "losses": list(outcome.losses),
         "checks": [
             {"kind": c.kind, "tensor": c.name, "error": c.error if isfinite(c.error) else None, "ok": c.ok}
@@ -103,12 +101,10 @@ def _document(outcome: Verification, folder: str) -> dict[str, object]:
 
 
 def _print(outcome: Verification) -> None:
-    from autoshard.program.verify import RTOL
-
     console = stdout()
     console.print(
         f"[bold]{outcome.mesh}[/]  {outcome.ranks} ranks in lockstep against {outcome.reference}, "
-        f"relative errors, limit {RTOL:g}"
+        f"relative errors, limit {outcome.tolerance.error:g}"
     )
     made = table("", "tensors", "worst", "at", "", right=(1, 2))
     for kind, checks in outcome.kinds().items():

@@ -24,14 +24,26 @@ from autoshard.program.program import Program
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.resolve import torch_dtype
 
-#: worst relative error of a tensor that passes, for float32
-RTOL = 1e-4
 LR = 1e-3
-#: tensors smaller than this part of the largest one of their kind are measured against that part: below
-#: it, float32 has no digits left where terms cancel (the bias of attention keys has gradient zero)
-FLOOR = 1e-3
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding may do. error: worst relative error of a tensor that passes.
+
+    floor: tensors smaller than this part of the largest one of their kind are measured against that part:
+    below it no digits are left where terms cancel (the bias of attention keys has gradient zero).
+    """
+
+    error: float
+    floor: float
+
+
+FLOAT32 = Tolerance(1e-4, 1e-3)
+#: half precision only shows gross mistakes: verify a float32 model of the same architecture too
+HALF = Tolerance(5e-2, 1e-1)
 
 
 @dataclass(frozen=True)
@@ -41,10 +53,7 @@ class Check:
     kind: str
     name: str
     error: float
-
-    @property
-    def ok(self) -> bool:
-        return isfinite(self.error) and self.error <= RTOL
+    ok: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Verification:
     ranks: int
     steps: int
     reference: str
+    tolerance: Tolerance
     checks: tuple[Check, ...]
     losses: tuple[float, ...] = field(default=())
 
@@ -129,8 +139,18 @@ def verify(
         else:
             reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"
         subject = Ranks(program, initial, batch, seed)
-        checks, losses = _compare(subject, reference, steps, say)
-    return Verification(program.mesh, Mesh.parse(program.mesh).world_size, steps, named, checks, losses)
+        tolerance = tolerance_of(program)
+        checks, losses = _compare(subject, reference, steps, tolerance, say)
+    ranks = Mesh.parse(program.mesh).world_size
+    return Verification(program.mesh, ranks, steps, named, tolerance, checks, losses)
+
+
+def tolerance_of(program: Program) -> Tolerance:
+    """By the coarsest type among the program's inputs and outputs."""
+    values = program.lowered.values
+    types = {p.type.dtype for p in program.signature.ports}
+    types |= {values[r.value].type.dtype for r in program.signature.results}
+    return HALF if types & {"bf16", "f16"} else FLOAT32
 
 
 def has_dropout(program: Program) -> bool:
@@ -309,7 +329,7 @@ def _fixed_value(program: Program, batch: Batch, port: Port) -> torch.Tensor:
 
 
 def _compare(
-    subject: Subject, reference: Subject, steps: int, say: Callable[[str], None]
+    subject: Subject, reference: Subject, steps: int, tolerance: Tolerance, say: Callable[[str], None]
 ) -> tuple[tuple[Check, ...], tuple[float, ...]]:
     checks: list[Check] = []
     losses: list[float] = []
@@ -320,12 +340,12 @@ def _compare(
         found = subject.step()
         losses += [float(x) for x in found.outputs.values() if x.dim() == 0 and x.is_floating_point()][:1]
         if step == 0:
-            checks += _checks("output", found.outputs, wanted.outputs, FLOOR)
+            checks += _checks("output", found.outputs, wanted.outputs, tolerance)
             wanted_grads = _with_zeros(wanted.grads, found.grads)
-            checks += _checks("gradient", found.grads, wanted_grads, FLOOR)
+            checks += _checks("gradient", found.grads, wanted_grads, tolerance)
             # Adam divides by the size of the gradient: with a smaller eps, elements whose gradient is
             # mathematically zero would move by the sign of their rounding error
-            eps = max(1e-8, FLOOR * _largest(wanted.grads))
+            eps = max(1e-8, tolerance.floor * _largest(wanted.grads))
         if steps:
             # eager gives no gradient at all where a program gives zeros; AdamW must then leave it alone
             trained = list(wanted.grads)
@@ -336,7 +356,7 @@ def _compare(
         # a step of AdamW moves by about LR whatever the parameter's size
         state = subject.state()
         wanted_state = {k: v for k, v in reference.state().items() if k in state}
-        checks += _checks(f"state {after}", state, wanted_state, FLOOR, least=10 * LR)
+        checks += _checks(f"state {after}", state, wanted_state, tolerance, least=10 * LR)
     return tuple(checks), tuple(losses)
 
 
@@ -349,12 +369,15 @@ def _largest(tensors: Tensors) -> float:
     return max((float(x.abs().max()) for x in tensors.values() if x.numel()), default=0.0)
 
 
-def _checks(kind: str, found: Tensors, wanted: Tensors, floor: float, least: float = 0.0) -> list[Check]:
+def _checks(
+    kind: str, found: Tensors, wanted: Tensors, tolerance: Tolerance, least: float = 0.0
+) -> list[Check]:
     """One check per tensor; one that only one side has fails."""
     largest = _largest({k: v for k, v in wanted.items() if v.is_floating_point()})
-    scale = max(floor * largest, least)
+    scale = max(tolerance.floor * largest, least)
     names = dict.fromkeys([*wanted, *found])
-    return [Check(kind, n, _error(found.get(n), wanted.get(n), scale)) for n in names]
+    errors = {n: _error(found.get(n), wanted.get(n), scale) for n in names}
+    return [Check(kind, n, error, error <= tolerance.error) for n, error in errors.items()]
 
 
 def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:

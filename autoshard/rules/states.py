@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TypeAlias
@@ -169,9 +170,8 @@ def _combined(
         for axis, ways in enumerate(mesh_sizes)
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
+    outside = _with_inner(rule)
     for combo in product(*per_axis):
-        if not _nests(rule, combo, mesh_sizes):
-            continue
         inputs = tuple(tuple(s.inputs[k] for s in combo) for k in range(len(ins)))
         outputs = tuple(_join(combo, k) for k in range(len(outs)))
         if not all(layout_ok(t.shape, lay, mesh_sizes) for t, lay in zip(ins, inputs, strict=True)):
@@ -183,6 +183,8 @@ def _combined(
             continue
         if any(lay is not None and _mixed_partial(lay) for lay in outputs):
             continue
+        if not _nests(rule, outside, combo, mesh_sizes):
+            continue
         ways = 1
         for state, size in zip(combo, mesh_sizes, strict=True):
             ways *= size if state.split else 1
@@ -192,32 +194,41 @@ def _combined(
     return list(found.values())
 
 
-def _nests(rule: Factored, combo: Sequence[_AxisState], mesh_sizes: Sequence[int]) -> bool:
+def _nests(
+    rule: Factored, outside: frozenset[int], combo: Sequence[_AxisState], mesh_sizes: Sequence[int]
+) -> bool:
     """Whether axes that split the same factor cut every tensor that has it at the same places.
 
     Placements do not say which factor they come from: 6 rows of 4 on 2 x 2 ranks are (2, 1, 2, 1) rows,
-    but 24 elements are 6 on every rank. So an uneven nested split needs a factor that is innermost.
+    but 24 elements are 6 on every rank. So a factor in ``outside``, which has others inside it in some
+    tensor, can only be split several times if that is even.
     """
+    factors = [s.factor for s in combo if s.factor is not None]
+    if len(set(factors)) == len(factors):
+        return True
     splits: dict[int, list[tuple[Shard, int]]] = {}
     for state, ways in zip(combo, mesh_sizes, strict=True):
         if state.factor is not None and state.part is not None:
             splits.setdefault(state.factor, []).append((state.part, ways))
-    for factor, shards in splits.items():
-        if len(shards) == 1:
-            continue
-        size = rule.sizes[factor]
-        if not dims_compatible(size, shards):
-            return False
-        last = [(part, ways, ways - 1) for part, ways in shards]
-        if local_extent(size, last)[1] * prod(w for _, w in shards) != size and not _innermost(rule, factor):
-            return False
-    return True
+    return all(
+        len(shards) == 1 or _nested_ok(rule.sizes[factor], tuple(shards), factor not in outside)
+        for factor, shards in splits.items()
+    )
 
 
-def _innermost(rule: Factored, factor: int) -> bool:
-    """Whether no tensor has other factors inside this one."""
+@lru_cache(maxsize=1 << 14)
+def _nested_ok(size: int, shards: tuple[tuple[Shard, int], ...], uneven: bool) -> bool:
+    """Whether axes may split a dim together; uneven: also into parts that are not all equal."""
+    if not dims_compatible(size, shards):
+        return False
+    last = [(part, ways, ways - 1) for part, ways in shards]
+    return uneven or local_extent(size, last)[1] * prod(w for _, w in shards) == size
+
+
+def _with_inner(rule: Factored) -> frozenset[int]:
+    """Factors that are not the innermost of a dim of some tensor."""
     tensors = [*rule.inputs, *(o for o in rule.outputs if o is not None)]
-    return all(factor not in dim[:-1] for dims in tensors for dim in dims)
+    return frozenset(f for dims in tensors for dim in dims for f in dim[:-1])
 
 
 def _join(combo: Sequence[_AxisState], index: int) -> Layout | None:
