@@ -108,7 +108,7 @@ def plan_analysed(
                 cluster,
                 analysis.fingerprint,
                 budget=memory,
-                warnings=_warnings(analysis),
+                replicated=analysis.replicated,
                 target=target,
             )
         except (InfeasibleError, UsageError) as error:
@@ -121,10 +121,6 @@ def plan_analysed(
     if best is None:
         raise failure if failure is not None else UsageError("no mesh shape fits the cluster")
     return Planned(best, analysis, cluster)
-
-
-def _warnings(analysis: Analysis) -> tuple[str, ...]:
-    return tuple(f"{op} has no rule and runs replicated" for op in analysis.replicated)
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -182,7 +178,9 @@ def compile(
     if isinstance(plan, Plan):
         args, kwargs = split_inputs(example_inputs)
         say("capturing")
-        analysis = analyse(capture(model, args, kwargs), replicate_unknown=bool(plan.warnings), progress=say)
+        analysis = analyse(
+            capture(model, args, kwargs), replicate_unknown=bool(plan.replicated), progress=say
+        )
         plan = Planned(
             plan,
             analysis,

@@ -152,18 +152,17 @@ def footer(estimator: Estimator, program: Program) -> list[str]:
 def checks(estimator: Estimator, program: Program) -> dict[str, int]:
     """The counts of the ``# checks`` line."""
     facts = estimator.facts()
-    warnings = _warnings(program)
     return {
         "uneven_shards": facts.uneven,
         "full_gathers": facts.full_gathers,
-        "ops_without_a_rule": sum("has no rule" in w for w in warnings),
+        "ops_without_a_rule": len(_replicated(program)),
     }
 
 
-def _warnings(program: Program) -> tuple[str, ...]:
+def _replicated(program: Program) -> tuple[str, ...]:
     from autoshard.search.plan_json import plan_from_json
 
-    return plan_from_json(program.plan).warnings if program.plan else ()
+    return plan_from_json(program.plan).replicated if program.plan else ()
 
 
 def for_rank(program: Program, rank: int) -> Program:

@@ -16,7 +16,7 @@ Env = list[Any]
 class Step:
     """One call: gather arguments from slots, call, put results into slots, free what is dead."""
 
-    __slots__ = ("fn", "frees", "kwargs", "nested", "node", "outs", "refs", "sites", "template")
+    __slots__ = ("fn", "frees", "kwargs", "kwrefs", "nested", "node", "outs", "refs", "sites", "template")
 
     def __init__(self, node: Node, view: RankView, slots: Mapping[str, int], fn: Callable[..., Any]) -> None:
         self.node, self.fn = node, fn
@@ -27,6 +27,7 @@ class Step:
         for position, arg in enumerate(node.args):
             self._add(position, view.value(arg), slots)
         self.kwargs = {k: view.value(v) for k, v in node.kwargs}
+        self.kwrefs = [(k, slots[v.name]) for k, v in self.kwargs.items() if isinstance(v, Ref)]
         self.outs = tuple(slots[o] for o in node.outs)
         self.frees: tuple[int, ...] = ()
 
@@ -63,7 +64,10 @@ class Step:
             env[slot] = None
 
     def run(self, env: Env, site: int) -> None:
-        self.store(env, self.fn(*self.arguments(env, site), **self.kwargs))
+        kwargs = self.kwargs
+        if self.kwrefs:
+            kwargs = {**kwargs, **{k: env[slot] for k, slot in self.kwrefs}}
+        self.store(env, self.fn(*self.arguments(env, site), **kwargs))
 
 
 class _Literal:

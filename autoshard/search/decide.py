@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 
 import numpy as np
 
@@ -42,13 +43,14 @@ def decide(
     fingerprint: str,
     *,
     budget: int | None = None,
-    warnings: Sequence[str] = (),
+    replicated: Sequence[str] = (),
     target: str = "",
 ) -> Plan:
     """The best plan for the cost model under a memory budget (bytes per rank; None: no limit).
 
     Raises InfeasibleError with the smallest feasible budget and what fills it.
     """
+    warnings = tuple(f"{op} has no rule and runs replicated" for op in replicated)
     meanings = [axis.meaning for axis in mesh.axes]
     prices = cost_model(cluster, mesh)
     problem = build_problem(model, mesh.sizes, meanings, prices)
@@ -67,7 +69,9 @@ def decide(
         held, room = _gib(solution.bytes), _gib(usable_memory(cluster.device))
         warnings = (*warnings, f"about {held} per rank are held, a {cluster.device.name} has {room}")
     marginals = min_marginals(problem.network)
-    return _plan(problem, solution, marginals, mesh, cluster, budget, fingerprint, tuple(warnings), target)
+    return _plan(
+        problem, solution, marginals, mesh, cluster, budget, fingerprint, warnings, target, tuple(replicated)
+    )
 
 
 def _infeasible(problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh) -> InfeasibleError:
@@ -86,7 +90,9 @@ def _infeasible(problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Me
 
 
 def _gib(n: float) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.2f} MiB"
+    """Rounded up, so that a figure that is printed as enough is enough."""
+    unit, name = (2**30, "GiB") if n >= 2**27 else (2**20, "MiB") if n >= 2**17 else (2**10, "KiB")
+    return f"{ceil(n / unit * 100) / 100:.2f} {name}"
 
 
 def _plan(
@@ -99,6 +105,7 @@ def _plan(
     fingerprint: str,
     warnings: tuple[str, ...],
     target: str,
+    replicated: tuple[str, ...],
 ) -> Plan:
     plan = Plan(
         str(mesh),
@@ -121,6 +128,7 @@ def _plan(
             sum(len(v.states) for v in problem.variables),
         ),
         target,
+        replicated,
     )
     for number, (variable, state) in enumerate(zip(problem.variables, solution.states, strict=True)):
         key = _record(plan, variable, state)

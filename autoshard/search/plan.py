@@ -49,7 +49,8 @@ class Plan:
     fingerprint: of the folded graph the plan is for. nodes: the way every op runs. values: the layout
     of shared values and segment inputs. params: the life of every class of parameters. ports: layout
     of inputs and tangents. results: layout of outputs, by position in the joint results.
-    why: reasons, under the same keys as text. warnings: things a reader should know.
+    why: reasons, under the same keys as text. warnings: things a reader should know. target: where the
+    model came from. replicated: ops without a rule, which run on whole tensors.
     """
 
     mesh: str
@@ -65,6 +66,7 @@ class Plan:
     warnings: tuple[str, ...]
     proof: Proof
     target: str = ""
+    replicated: tuple[str, ...] = ()
 
 
 def why_key(kind: str, *parts: object) -> str:

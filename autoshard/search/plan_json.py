@@ -33,6 +33,7 @@ def plan_to_json(plan: Plan) -> str:
         "results": [[number, _out(layout)] for number, layout in plan.results.items()],
         "why": {k: [w.reason, w.alternative, w.margin] for k, w in plan.why.items()},
         "warnings": list(plan.warnings),
+        "replicated": list(plan.replicated),
         "proof": [
             plan.proof.seconds,
             plan.proof.lower_bound,
@@ -70,6 +71,7 @@ def plan_from_json(text: str) -> Plan:
             tuple(raw["warnings"]),
             Proof(*raw["proof"]),
             raw["target"],
+            tuple(map(str, raw["replicated"])),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise VerificationError(f"not a plan: {error}", hint="plan again") from None

@@ -299,7 +299,9 @@ class _Builder:
             for keep in (False, True) if twice and gathers else (False,):
                 states.append(ParamState(s, u, keep))
                 times = 1 if keep or not twice else 2
-                seconds.append(len(group.ports) * (once * times + TIE * (self._untidy(port.type, s) + 10 * gathers)))
+                seconds.append(
+                    len(group.ports) * (once * times + TIE * (self._untidy(port.type, s) + 10 * gathers))
+                )
                 held.append(len(group.ports) * (copies * own + (gathered if keep else 0.0)))
         self._add(group.key, ParamVar(group.key, tuple(states)), np.array(seconds), np.array(held))
 
