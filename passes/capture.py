@@ -22,7 +22,9 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.interop import huggingface
 from autoshard.ir import Joint, Port
 from autoshard.ops.lift import Lifter, lifting
+from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
+from autoshard.passes.repeats import NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import aot
 from autoshard.torch_adapters.origins import COPY, OriginRecorder, user_line
 
@@ -52,8 +54,46 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
+        repeats = _repeats_of(model, inputs, differentiate)
+        if repeats is not None:
+            try:
+                return expand_repeats(_joint(model, inputs, differentiate, repeats), repeats.bodies)
+            except (NotRepeated, CaptureError):
+                # the plain trace finds the same fault, if it is one, and names the layer's own line
+                return _joint(model, inputs, differentiate, None)
+        return _joint(model, inputs, differentiate, None)
+
+
+def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> Repeats | None:
+    """The repeated layers of a model, each traced once, or None if there are none that are certain."""
+    repeats = Repeats(find_groups(model))
+    if not repeats.groups:
+        return None
+    state = _state_of(model)
+    function = _Function(model, state, inputs, differentiate, repeats)
+    mode = aot.fake_mode()
+    seed = torch.empty((), dtype=torch.int64, device="meta")
+    try:
+        with _unchanged(model), torch.enable_grad(), aot.compiling(), mode:
+            repeats.install()
+            function(*(aot.fake_like(t, mode) for t in [*state.tensors, *inputs.tensors, seed]))
+        with _unchanged(model):
+            repeats.trace_bodies(
+                lambda layer, args, kwargs: _joint(layer, _inputs_of(args, kwargs), "all", None)
+            )
+    except Exception:
+        # whatever fails here fails in the plain trace as well, with the model's own line, or is no failure
+        return None
+    return repeats
+
+
+def _joint(model: nn.Module, inputs: _Inputs, differentiate: Differentiate, repeats: Repeats | None) -> Joint:
+    """Trace a module whose surroundings are prepared."""
+    with _unchanged(model):
         state = _state_of(model)
-        function = _Function(model, state, inputs, differentiate)
+        function = _Function(model, state, inputs, differentiate, repeats)
+        if repeats is not None:
+            repeats.install()
         seed = torch.empty((), dtype=torch.int64, device="meta")
         traced = _trace(function, [*state.tensors, *inputs.tensors, seed])
     arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
@@ -203,9 +243,15 @@ class _Function:
     """
 
     def __init__(
-        self, model: nn.Module, state: _State, inputs: _Inputs, differentiate: Differentiate
+        self,
+        model: nn.Module,
+        state: _State,
+        inputs: _Inputs,
+        differentiate: Differentiate,
+        repeats: Repeats | None,
     ) -> None:
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
+        self.repeats = repeats
         names: dict[int, str] = {}
         for name, module in model.named_modules():
             names.setdefault(id(module), name)
@@ -219,7 +265,10 @@ class _Function:
             table[key] = tensors[position]
         with self.recorder.running(), aot.plain_model_code():
             args, kwargs = self._arguments(tensors[split:])
-            with lifting(Lifter(tensors[-1]), self.recorder.at):
+            lifter = Lifter(tensors[-1])
+            if self.repeats is not None:
+                self.repeats.begin(lifter)
+            with lifting(lifter, self.recorder.at):
                 output = _call_model(self.model, args, kwargs)
             aot.mark(COPY)
             self._write_back(tensors)
@@ -297,7 +346,7 @@ def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
     try:
         with torch.enable_grad(), aot.compiling(), _no_garbage_collection():
             return aot.trace_joint(function, fakes)
-    except AutoshardError:
+    except (AutoshardError, NotRepeated):
         raise
     except Exception as error:
         raise _explained(error) from error

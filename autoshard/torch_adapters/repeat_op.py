@@ -1,0 +1,90 @@
+"""An op that stands for a whole call of a repeated layer while the rest of the model is traced.
+
+It never runs: `passes/expand_repeats.py` puts the layer's own graph in its place. ``key`` says what the
+fake tensors and the gradients look like: ``call|body|dtype:sizes;...|positions of inputs with a gradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.torch_adapters.op_library import LIBRARY
+
+REPEAT, REPEAT_BACKWARD = "autoshard.repeat.default", "autoshard.repeat_backward.default"
+
+
+@dataclass(frozen=True)
+class RepeatKey:
+    """call: number of the call in the model. body: which layer graph. outs: torch dtype name and shape per output.
+
+    grads: positions of the inputs that get a gradient. site: dropout calls before this one.
+    """
+
+    call: int
+    body: int
+    outs: tuple[tuple[str, tuple[int, ...]], ...]
+    grads: tuple[int, ...]
+    site: int
+
+    def text(self) -> str:
+        outs = ";".join(f"{d}:{','.join(map(str, s))}" for d, s in self.outs)
+        return f"{self.call}|{self.body}|{outs}|{','.join(map(str, self.grads))}|{self.site}"
+
+    @classmethod
+    def parse(cls, text: str) -> RepeatKey:
+        call, body, outs, grads, site = text.split("|")
+        pairs = [o.split(":") for o in outs.split(";") if o]
+        return cls(
+            int(call),
+            int(body),
+            tuple((d, tuple(int(n) for n in s.split(",") if n)) for d, s in pairs),
+            tuple(int(g) for g in grads.split(",") if g),
+            int(site),
+        )
+
+
+def _never(*args: Any) -> Any:
+    raise AssertionError("a repeated layer stands only in graphs that are not run")
+
+
+def _repeat_fake(tensors: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
+    return [
+        tensors[0].new_empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in RepeatKey.parse(key).outs
+    ]
+
+
+def _backward_fake(
+    grads: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key: str
+) -> list[torch.Tensor]:
+    return [tensors[k].new_empty(tensors[k].shape) for k in RepeatKey.parse(key).grads]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, ctx.key = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], None]:
+    tensors = list(ctx.saved_tensors)
+    key = RepeatKey.parse(ctx.key)
+    whole = [
+        tensors[0].new_zeros(shape, dtype=getattr(torch, dtype)) if g is None else g
+        for g, (dtype, shape) in zip(grads, key.outs, strict=True)
+    ]
+    made = torch.ops.autoshard.repeat_backward(whole, tensors, ctx.key)
+    found: list[torch.Tensor | None] = [None] * len(tensors)
+    for position, grad in zip(key.grads, made, strict=True):
+        found[position] = grad
+    return found, None
+
+
+LIBRARY.define("repeat(Tensor[] tensors, str key) -> Tensor[]")
+LIBRARY.define("repeat_backward(Tensor[] grads, Tensor[] tensors, str key) -> Tensor[]")
+for _name, _fake in (("repeat", _repeat_fake), ("repeat_backward", _backward_fake)):
+    LIBRARY.impl(_name, _never, "CPU")
+    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=LIBRARY)
+torch.library.register_autograd("autoshard::repeat", _backward, setup_context=_save, lib=LIBRARY)

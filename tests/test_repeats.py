@@ -1,0 +1,190 @@
+"""Layers traced once give the graph that tracing all of them gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from joint_eval import evaluate
+from torch import nn
+
+import autoshard.passes.capture as capturing
+from autoshard.ir import Folded
+from autoshard.passes.capture import capture
+from autoshard.passes.pipeline import simplify
+
+LAYERS = 4
+_NAMES = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
+
+
+def _deep(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A family with four layers."""
+    family = next(f for f in FAMILIES if f.name == name)
+    model, inputs = family.make()
+    config = model.config
+    for key in _NAMES:
+        if hasattr(config, key):
+            setattr(config, key, LAYERS)
+    torch.manual_seed(0)
+    return type(model)(config).train(), inputs
+
+
+def _facts(folded: Folded) -> list[Any]:
+    """What must not depend on how a graph was traced."""
+    return [
+        (call.backward, Counter(n.op for n in folded.segments[call.segment].nodes), call.label)
+        for call in folded.calls
+    ]
+
+
+@pytest.fixture
+def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A capture that traces every layer."""
+
+    def trace(model: nn.Module, inputs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(capturing, "_repeats_of", lambda *args: None)
+            return capture(model, (), inputs)
+
+    return trace
+
+
+@pytest.mark.parametrize("name", [f.name for f in FAMILIES])
+def test_same_graph_and_same_numbers(name: str, plainly: Any) -> None:
+    model, inputs = _deep(name)
+    once, plain = capture(model, (), inputs), plainly(model, inputs)
+    assert len(once.graph.nodes) == len(plain.graph.nodes)
+    assert _facts(simplify(once)) == _facts(simplify(plain))
+    assert [(r.kind, r.target) for r in once.results] == [(r.kind, r.target) for r in plain.results]
+    found, wanted = evaluate(once, model, (), inputs), evaluate(plain, model, (), inputs)
+    for key, value in wanted.items():
+        assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6, equal_nan=True), key
+
+
+def test_dropout_masks_are_those_of_the_plain_trace(plainly: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_layer=4, n_head=2, n_embd=16, vocab_size=50, n_positions=16)).train()
+    ids = torch.randint(0, 50, (2, 8))
+    inputs = {"input_ids": ids, "labels": ids}
+    once, plain = capture(model, (), inputs), plainly(model, inputs)
+    for key, value in evaluate(plain, model, (), inputs, seed=3).items():
+        assert torch.allclose(evaluate(once, model, (), inputs, seed=3)[key], value, rtol=1e-5, atol=1e-6)
+
+
+class Layer(nn.Module):
+    """What a test wants to happen in a layer is given by ``kind``."""
+
+    def __init__(self, index: int, kind: str) -> None:
+        super().__init__()
+        self.index, self.kind = index, kind
+        self.linear = nn.Linear(6, 6)
+        self.wide = index % 2 == 0 if kind == "alternating" else True
+        if kind == "buffer":
+            self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, seen: list[Any] | None = None) -> Any:
+        y = torch.tanh(self.linear(x))
+        if self.kind == "index" and self.index > 2:
+            y = y * 3
+        if self.kind == "scale":
+            y = y / (self.index + 1)
+        if self.kind == "alternating" and self.wide:
+            y = y + x
+        if self.kind == "buffer":
+            self.seen.add_(1)
+        if self.kind == "remembers":
+            self.last = y
+        if self.kind == "collects":
+            assert seen is not None
+            seen.append(y.sum())
+        if self.kind == "constant":
+            y = y * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
+        return (y, x) if self.kind == "identity" else y
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind = kind
+        self.layers = nn.ModuleList([Layer(k, kind) for k in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[Any] = []
+        for number, layer in enumerate(self.layers):
+            if self.kind == "identity":
+                y, old = layer(x)
+                x = y + 0.5 * old
+            elif self.kind == "collects":
+                x = layer(x, seen)
+            elif self.kind == "outside" and number == 3:
+                x = layer(x.double().float()) * 2
+            else:
+                x = layer(x)
+            if self.kind == "remembers":
+                x = x + layer.last
+        return x.pow(2).mean() + sum(seen)
+
+
+KINDS = (
+    "plain",
+    "index",
+    "scale",
+    "alternating",
+    "buffer",
+    "remembers",
+    "collects",
+    "constant",
+    "identity",
+    "outside",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_certain_is_traced_plainly(kind: str) -> None:
+    """Layers that look at their number, keep values, collect or change state: right numbers all the same."""
+    model = Stack(kind)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    joint = capture(model, (x,), {})
+    found = evaluate(joint, model, (x,), {})
+    loss = Stack(kind)
+    wanted = loss(x)
+    wanted.backward()
+    assert torch.allclose(found["output", "0"], wanted.detach(), rtol=1e-5)
+    for name, parameter in loss.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(found["grad", name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
+def test_hooks_are_honoured() -> None:
+    model = Stack("plain")
+    model.layers[2].linear.register_forward_hook(lambda module, args, output: output * 2)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    found = evaluate(capture(model, (x,), {}), model, (x,), {})
+    assert torch.allclose(found["output", "0"], model(x).detach(), rtol=1e-5)
+
+
+def test_depth_costs_little_to_trace() -> None:
+    """The layer's code runs a fixed number of times, however many layers there are."""
+    counts = []
+    for depth in (4, 12):
+        calls = Counter[str]()
+
+        class Counted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(6, 6)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                calls["n"] += 1  # noqa: B023
+                return torch.tanh(self.linear(x))
+
+        model = nn.Sequential(*[Counted() for _ in range(depth)])
+        capture(model, (torch.randn(2, 6),), {})
+        counts.append(calls["n"])
+    assert counts[0] == counts[1]
