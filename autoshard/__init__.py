@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard._version import __version__
 
 if TYPE_CHECKING:
-    from autoshard import errors
+    from autoshard import errors, rules
     from autoshard.api import Compiled, Planned, compile, load, parallelize, plan
     from autoshard.cluster import Cluster, Mesh
     from autoshard.errors import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.clip import clip_grad_norm_
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "NoRuleError",
     "Planned",
     "UsageError",
+    "UserRule",
     "VerificationError",
     "__version__",
     "clip_grad_norm_",
@@ -47,6 +49,8 @@ __all__ = [
     "load",
     "parallelize",
     "plan",
+    "rule",
+    "rules",
 ]
 
 
@@ -56,14 +60,16 @@ def _home(name: str) -> str | None:
         return "autoshard.api"
     if name in ("Mesh", "Cluster"):
         return "autoshard.cluster"
+    if name in ("rule", "UserRule"):
+        return "autoshard.rules.user"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.clip"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module("autoshard.errors")
+    if name in ("errors", "rules"):
+        return import_module(f"autoshard.{name}")
     home = _home(name)
     if home is None:
         raise AttributeError(f"module 'autoshard' has no attribute {name!r}")

@@ -14,14 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.analysis import Analysis, analyse
 from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target, usable_memory
-from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.cost.on_mesh import cost_model
+from autoshard.errors import UsageError, VerificationError
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.local import MeshShape
-from autoshard.search.decide import cost_model, decide
+from autoshard.rules.registry import RULES
+from autoshard.rules.user import Rules
+from autoshard.search.choose import choose
+from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
 
 Progress = Callable[[str], None]
@@ -59,6 +63,7 @@ def plan(
     memory: int | None = None,
     devices: int | None = None,
     replicate_unknown: bool = False,
+    rules: Rules = None,
     target: str = "",
     progress: Progress | None = None,
 ) -> Planned:
@@ -69,11 +74,13 @@ def plan(
     example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
     pair of both, or a single tensor. cluster: whose prices to use (default: cpu-gloo for a model on
     the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the
-    device where a cluster is named; no limit, but a warning, where only a mesh is).
+    device where a cluster is named; no limit, but a warning, where only a mesh is). rules: the user's
+    own (see `autoshard.rule`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
     say = progress or (lambda _: None)
+    _check_memory(memory)
     args, kwargs = split_inputs(example_inputs)
     where = parse_target(mesh)
     machine = _cluster_of(where, cluster, model)
@@ -81,7 +88,7 @@ def plan(
     limit = usable_memory(machine.device) if memory is None and named else memory
     say("capturing")
     joint = capture(model, args, kwargs)
-    analysis = analyse(joint, replicate_unknown=replicate_unknown, progress=say)
+    analysis = analyse(joint, replicate_unknown=replicate_unknown, rules=rules, progress=say)
     meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
     return plan_analysed(analysis, meshes, machine, memory=limit, target=target, progress=say)
 
@@ -96,30 +103,15 @@ def plan_analysed(
     progress: Progress | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already."""
-    say = progress or (lambda _: None)
-    best: Plan | None = None
-    failure: Exception | None = None
-    for mesh in meshes:
-        say(f"searching {mesh}")
-        try:
-            found = decide(
-                analysis.model,
-                mesh,
-                cluster,
-                analysis.fingerprint,
-                budget=memory,
-                replicated=analysis.replicated,
-                target=target,
-            )
-        except (InfeasibleError, UsageError) as error:
-            if len(meshes) == 1:
-                raise
-            failure = failure or error
-            continue
-        if best is None or found.proof.seconds < best.proof.seconds:
-            best = found
-    if best is None:
-        raise failure if failure is not None else UsageError("no mesh shape fits the cluster")
+    settled = choose(analysis.model, meshes, cluster, memory, progress or (lambda _: None))
+    best = explain(
+        settled,
+        cluster,
+        analysis.fingerprint,
+        budget=memory,
+        replicated=analysis.replicated,
+        target=target,
+    )
     return Planned(best, analysis, cluster)
 
 
@@ -138,6 +130,11 @@ def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"example_inputs is {type(example_inputs).__name__}",
         hint="give a dict of keyword arguments, a tuple of positional ones, or a single tensor",
     )
+
+
+def _check_memory(memory: object) -> None:
+    if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0):
+        raise UsageError(f"memory is {memory!r}", hint="bytes per rank, for instance 16 * 2**30")
 
 
 def _cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster:
@@ -167,19 +164,24 @@ def compile(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
+    rules: Rules = None,
     progress: Progress | None = None,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
-    inputs again, and raises VerificationError if the model is not the one it was made for.
+    inputs and the user's rules again, and raises VerificationError if the model is not the one it was
+    made for.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
         args, kwargs = split_inputs(example_inputs)
         say("capturing")
         analysis = analyse(
-            capture(model, args, kwargs), replicate_unknown=bool(plan.replicated), progress=say
+            capture(model, args, kwargs),
+            replicate_unknown=bool(plan.replicated),
+            rules=rules,
+            progress=say,
         )
         plan = Planned(
             plan,
@@ -200,21 +202,38 @@ def compile_analysed(planned: Planned) -> Program:
     """The program of a plan, from the analysis it was made with."""
     mesh = Mesh.parse(planned.plan.mesh)
     prices = cost_model(planned.cluster, mesh)
-    how = Lowering(planned.analysis.flow, planned.plan, MeshShape(mesh.names, mesh.sizes), prices.plain)
-    return build_program(planned.analysis.folded, how, planned.plan, planned.analysis.dumps)
+    analysis = planned.analysis
+    how = Lowering(
+        analysis.flow, planned.plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table
+    )
+    program = build_program(analysis.folded, how, planned.plan, analysis.dumps)
+    return replace(program, user_ops=_user_ops(analysis))
+
+
+def _user_ops(analysis: Analysis) -> tuple[str, ...]:
+    """The ops of a model that have a rule of the user's."""
+    used = {node.op for graph in analysis.folded.segments.values() for node in graph.nodes}
+    return tuple(sorted(op for op in used & set(analysis.table) if op not in RULES))
 
 
 def load(
-    folder: str | os.PathLike[str], model: nn.Module, *, mesh: DeviceMesh | None = None, seed: int = 0
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    rules: Rules = None,
 ) -> nn.Module:
     """Make ``model`` run a stored program, on every rank: no capture, no search.
 
-    The process group is made from the environment (torchrun) if there is none yet.
+    The process group is made from the environment (torchrun) if there is none yet. A program only calls
+    ops that are known: a program with ops of the user's own needs their ``rules`` again, and raises
+    VerificationError without them.
     """
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
-    program = load_program(folder)
+    program = load_program(folder, rules=rules)
     return bind(program, model, device_mesh_for(program.mesh, mesh), seed=seed)
 
 
@@ -226,6 +245,7 @@ def parallelize(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     memory: int | None = None,
     seed: int = 0,
+    rules: Rules = None,
 ) -> Any:
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
 
@@ -235,11 +255,18 @@ def parallelize(
     """
     if model is None:
         return functools.partial(
-            _decorate, mesh=mesh, example_inputs=example_inputs, cluster=cluster, memory=memory, seed=seed
+            _decorate,
+            mesh=mesh,
+            example_inputs=example_inputs,
+            cluster=cluster,
+            memory=memory,
+            seed=seed,
+            rules=rules,
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
-    options: dict[str, Any] = {"cluster": cluster, "memory": memory, "seed": seed}
+    _check_plain_module(model)
+    options: dict[str, Any] = {"cluster": cluster, "memory": memory, "seed": seed, "rules": rules}
     if example_inputs is None:
         from autoshard.runtime.lazy import make_lazy
 
@@ -247,13 +274,34 @@ def parallelize(
     return _parallelize_now(model, mesh, example_inputs, **options)
 
 
+def _check_plain_module(model: Any) -> None:
+    from autoshard.runtime.lazy import LazyModule
+    from autoshard.runtime.module import ParallelModule
+
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}", hint="give an nn.Module, not its class")
+    if isinstance(model, LazyModule | ParallelModule):
+        raise UsageError(
+            f"this {type(model).__name__} is parallelized already",
+            why="a model runs one program",
+            hint="build the model again and parallelize that one",
+        )
+
+
 def _parallelize_now(
-    model: nn.Module, mesh: Any, example_inputs: Any, *, cluster: Any, memory: int | None, seed: int
+    model: nn.Module,
+    mesh: Any,
+    example_inputs: Any,
+    *,
+    cluster: Any,
+    memory: int | None,
+    seed: int,
+    rules: Rules,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
-    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, memory=memory)
+    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, memory=memory, rules=rules)
     program = compile_analysed(planned)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.mesh, given), seed=seed)

@@ -43,9 +43,10 @@ class NoRuleError(AutoshardError):
 
 
 class InfeasibleError(AutoshardError):
-    """No plan meets the memory budget."""
+    """No plan meets the memory budget. smallest_bytes: what the least demanding plan holds on a rank."""
 
     exit_code = 4
+    smallest_bytes: float = 0.0
 
 
 class VerificationError(AutoshardError):

@@ -118,19 +118,18 @@ def _joint(model: nn.Module, inputs: _Inputs, differentiate: Differentiate, repe
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back every attribute, parameter and buffer that the run of a model replaces."""
+    """Put back every attribute, parameter, buffer and hook that the run of a model replaces or adds."""
     saved = [
-        (m, dict(m.__dict__), dict(m._parameters), dict(m._buffers), dict(m._modules))
+        (m, dict(m.__dict__), [(d, dict(d)) for d in m.__dict__.values() if isinstance(d, dict)])
         for m in model.modules()
     ]
     try:
         yield
     finally:
-        for module, attributes, parameters, buffers, modules in saved:
+        for module, attributes, tables in saved:
             _restore(module.__dict__, attributes)
-            _restore(module._parameters, parameters)
-            _restore(module._buffers, buffers)
-            _restore(module._modules, modules)
+            for table, entries in tables:
+                _restore(table, entries)
 
 
 def _restore(now: Any, before: dict[str, Any]) -> None:
@@ -258,12 +257,12 @@ class _Function:
         self.recorder = OriginRecorder(names)
         self.out_spec = pytree.tree_structure(())
         self.out_leaves: list[_Leaf] = []
+        self.replaced: set[int] = set()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
-        for table, key, position in self.state.slots:
-            table[key] = tensors[position]
         with self.recorder.running(), aot.plain_model_code():
+            state = self._state(tensors)
             args, kwargs = self._arguments(tensors[split:])
             lifter = Lifter(tensors[-1])
             if self.repeats is not None:
@@ -271,7 +270,7 @@ class _Function:
             with lifting(lifter, self.recorder.at):
                 output = _call_model(self.model, args, kwargs)
             aot.mark(COPY)
-            self._write_back(tensors)
+            self._write_back(tensors, state)
             return self._outputs(output)
 
     def _arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
@@ -284,13 +283,27 @@ class _Function:
         args, kwargs = pytree.tree_unflatten(leaves, self.inputs.spec)
         return args, kwargs
 
-    def _write_back(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _state(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Give the model its parameters and buffers; what it assigns anew it gets as a copy.
+
+        Autograd may keep the old value of such a buffer, while writing it back changes the argument.
+        """
+        aot.mark(COPY)
+        held = list(tensors[: len(self.state.tensors)])
+        for position in self.replaced:
+            held[position] = torch.clone(held[position])
+        for table, key, position in self.state.slots:
+            table[key] = held[position]
+        return held
+
+    def _write_back(self, tensors: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
         """Buffers that were assigned anew count as changed in place."""
         for table, key, position in self.state.slots:
             new, old = table.get(key), tensors[position]
             kind, name, _ = self.state.arguments[position]
-            if new is old or kind != "buffer":
+            if new is held[position] or kind != "buffer":
                 continue
+            self.replaced.add(position)
             if not isinstance(new, torch.Tensor) or new.shape != old.shape or new.dtype != old.dtype:
                 raise CaptureError(
                     f"the forward replaces the buffer {name} by something of another type",
@@ -342,10 +355,10 @@ def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
     mode = aot.fake_mode()
-    fakes = [aot.fake_like(t, mode) for t in tensors]
     try:
-        with torch.enable_grad(), aot.compiling(), _no_garbage_collection():
-            return aot.trace_joint(function, fakes)
+        # the first call of a model may be one for inference, the next one for training
+        with torch.inference_mode(False), torch.enable_grad(), aot.compiling(), _no_garbage_collection():
+            return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
     except (AutoshardError, NotRepeated):
         raise
     except Exception as error:

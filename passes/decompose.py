@@ -2,22 +2,20 @@
 
 A mean over a split dim is not a mean of means (uneven shards), a bias must be added once and not by
 every partial product, a tensor ``like`` another needs only its shape, and cross-entropy becomes
-row statistics (which merge over vocabulary shards) and what follows from them.
+row statistics (which merge over vocabulary shards) and what follows from them. Losses and norms that
+are sums in disguise are in files of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import TypeAlias
 
 from autoshard.ir import Arg, Dtype, Folded, Graph, Node, Ref, TensorType
-
-Types: TypeAlias = Mapping[str, TensorType]
-Fresh: TypeAlias = Callable[[], str]
-Rewrite: TypeAlias = Callable[[Node, Types, Fresh], "list[Node] | None"]
+from autoshard.passes import decompose_loss, decompose_norm
+from autoshard.passes.rewrite import Fresh, Rewrite, Types, first_type
 
 
 def decompose(folded: Folded) -> Folded:
@@ -45,12 +43,6 @@ def _names(taken: set[str]) -> Iterator[str]:
             yield name
 
 
-def _first(node: Node) -> TensorType:
-    type_ = node.types[0]
-    assert type_ is not None
-    return type_
-
-
 def _like(
     node: Node,
     op: str,
@@ -68,7 +60,7 @@ def _addmm(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     if node.kwarg("alpha", 1) != 1 or node.kwarg("beta", 1) != 1:
         return None
     bias, a, b = node.args
-    out = _first(node)
+    out = first_type(node)
     product = fresh()
     op = "aten.mm.default" if len(out.shape) == 2 else "aten.bmm.default"
     return [
@@ -80,7 +72,7 @@ def _addmm(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
 def _mean(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     """A sum divided by the global number of elements."""
     source = types[node.args[0].name]
-    out = _first(node)
+    out = first_type(node)
     raw = node.arg(1, "dim")
     dims: Arg = raw if isinstance(raw, tuple) else None if raw is None else (raw,)
     total = fresh()
@@ -99,7 +91,7 @@ def _filled(value: Arg) -> Rewrite:
     """``*_like`` and ``new_*``: a constant of the output's shape."""
 
     def rewrite(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
-        out = _first(node)
+        out = first_type(node)
         fill = node.args[-1] if value is None else value
         if isinstance(fill, Ref):
             return None
@@ -114,7 +106,7 @@ def _overwrite(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     source = node.args[1]
     if not isinstance(source, Ref):
         return _filled(None)(node, types, fresh)
-    out = _first(node)
+    out = first_type(node)
     cast = fresh()
     given = types[source.name]
     kwargs = (("dtype", Dtype(out.dtype)),)
@@ -130,7 +122,7 @@ def _xent(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
     rows, vocabulary = types[logits.name].shape
     wide = "f64" if types[logits.name].dtype == "f64" else "f32"
     stats = fresh()
-    dtype = _first(node).dtype
+    dtype = first_type(node).dtype
     return [
         _like(
             node,
@@ -163,6 +155,11 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.mean.dim": _mean,
         "aten.zeros_like.default": _filled(0),
         "aten.ones_like.default": _filled(1),
+        # no values are promised, so zeros will do, on every rank
+        "aten.empty.memory_format": _filled(0),
+        "aten.empty_like.default": _filled(0),
+        "aten.new_empty.default": _filled(0),
+        "aten.new_empty_strided.default": _filled(0),
         "aten.full_like.default": _filled(None),
         "aten.new_zeros.default": _filled(0),
         "aten.new_ones.default": _filled(1),
@@ -174,5 +171,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.fill.Scalar": _overwrite,
         "autoshard.xent.default": _xent,
         "autoshard.xent_backward.default": _xent_backward,
+        **decompose_loss.REWRITES,
+        **decompose_norm.REWRITES,
     }
 )

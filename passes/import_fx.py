@@ -16,6 +16,7 @@ from autoshard.errors import CaptureError
 from autoshard.ir import DTYPES, Arg, Dtype, Graph, Node, Origin, Port, Ref, Result, TensorType
 from autoshard.torch_adapters.aot import Traced, constant_of, is_tagged_backward, mark_of
 from autoshard.torch_adapters.origins import COPY
+from autoshard.torch_adapters.strided import reshaped
 
 #: ops that give back their first argument, unchanged and with the same type; how a tensor lies in memory
 #: is no part of our graphs, so copies are such ops
@@ -198,7 +199,22 @@ class _Importer:
         schema = self._schema(target, node)
         if schema.name in DROPPED:
             return
+        source = reshaped(node)
+        if source is not None:
+            self._reshape(node, source)
+            return
         self._add(node, schema)
+
+    def _reshape(self, node: fx.Node, source: fx.Node) -> None:
+        """A call that only lays the elements of another value out anew."""
+        type_ = self._type(node.meta.get("val"))
+        assert type_ is not None
+        name = self.names[node] = self._fresh(node.name)
+        args: tuple[Arg, ...] = (self._convert(source, node), type_.shape)
+        origin = self._origin(node, (name,), args, ())
+        self.nodes.append(
+            Node("aten.reshape.default", args, (), (name,), (type_,), origin, node in self.backward)
+        )
 
     def _add(self, node: fx.Node, schema: _Schema) -> None:
         args, kwargs = self._arguments(node, schema)

@@ -209,8 +209,7 @@ class _Inserter:
             self._bring(emitter, name, out, self.exported[name, out], Origin(), backward)
             for out in graph.outputs
         ]
-        for value in self._keeps(name):
-            use = self.plan.params[self._keeper((name, value))].use
+        for value, use in self._keeps(name):
             outputs.append(emitter.get(value, use, Origin(), False))
         made = Graph(name, graph.inputs, tuple(emitter.nodes), tuple(outputs))
         return LoweredSegment(made, emitter.layouts, why)
@@ -228,20 +227,25 @@ class _Inserter:
             emitter.get(value, shared, origin, backward)
         return emitter.get(value, wanted, origin, backward)
 
-    def _keeps(self, name: str) -> list[str]:
-        """Inputs of a forward segment whose gathered copy leaves it for the backward half."""
+    def _keeps(self, name: str) -> list[tuple[str, Layout]]:
+        """Inputs of a forward segment whose gathered copy leaves it for the backward half, and as what.
+
+        Classes of parameters that share an input but are kept in different layouts are gathered in main.
+        """
         if self.backward[name]:
             return []
-        inputs = [v for v, _ in self.folded.segments[name].inputs]
-        return [v for v in inputs if self._keeper((name, v)) != ("", "")]
+        found = [(v, self._kept_uses((name, v))) for v, _ in self.folded.segments[name].inputs]
+        return [(v, next(iter(uses))) for v, uses in found if len(uses) == 1]
 
-    def _keeper(self, target: Place) -> Place:
-        """The kept parameter class of which this input is the first forward use, or no place."""
-        for source in self.sources.get(target, ()):
-            state = self.plan.params.get(source)
-            if state is not None and state.keep and self.first_use[source] == target:
-                return source
-        return ("", "")
+    def _kept_uses(self, target: Place) -> set[Layout]:
+        """The layouts in which parameters are kept of which this input is the first forward use."""
+        kept = [s for s in self.sources.get(target, ()) if self._keeps_at(s, target)]
+        return {self.plan.params[s].use for s in kept}
+
+    def _keeps_at(self, source: Place, target: Place) -> bool:
+        """Whether a parameter is kept from this input on, its first forward use."""
+        state = self.plan.params.get(source)
+        return state is not None and state.keep and self.first_use[source] == target
 
     # -- main --------------------------------------------------------------------------------------
 
@@ -257,6 +261,7 @@ class _Inserter:
         main: list[Instruction] = []
         for call in self.folded.calls:
             graph = self.folded.segments[call.segment]
+            self._keep_apart(emitter, call)
             args = tuple(
                 emitter.get(value, self.incoming[call.segment, inner], Origin(call.label), call.backward)
                 for value, (inner, _) in zip(call.args, graph.inputs, strict=True)
@@ -265,7 +270,7 @@ class _Inserter:
             emitter.nodes.clear()
             for value, inner in zip(call.outs, graph.outputs, strict=True):
                 emitter.define(value, self.types[call.segment][inner], self.exported[call.segment, inner])
-            kept = tuple(self._kept_copy(emitter, call, inner) for inner in self._keeps(call.segment))
+            kept = tuple(self._kept_copy(emitter, call, *keep) for keep in self._keeps(call.segment))
             main.append(replace(call, args=args, outs=call.outs + kept))
         results = []
         for number, result in enumerate(joint.results):
@@ -277,16 +282,23 @@ class _Inserter:
         values = {n: Placed(emitter.types[n], emitter.layouts[n]) for n in emitter.layouts}
         return Lowered(segments, _forward_first(main), values, tuple(results))
 
-    def _kept_copy(self, emitter: Emitter, call: Call, inner: str) -> str:
+    def _keep_apart(self, emitter: Emitter, call: Call) -> None:
+        """Gather in main what a forward call's segment cannot keep alike for all its calls."""
+        if call.backward:
+            return
+        for port, (inner, _) in zip(call.args, self.folded.segments[call.segment].inputs, strict=True):
+            target, source = (call.segment, inner), self.flow.class_of.get(port)
+            if source is not None and self._keeps_at(source, target) and len(self._kept_uses(target)) > 1:
+                emitter.get(port, self.plan.params[source].use, Origin(call.label), False)
+
+    def _kept_copy(self, emitter: Emitter, call: Call, inner: str, use: Layout) -> str:
         """The main name of a gathered parameter that a forward call hands to the backward half."""
         inputs = [v for v, _ in self.folded.segments[call.segment].inputs]
         port = call.args[inputs.index(inner)]
-        source = self.flow.class_of[port]
-        state = self.plan.params[source]
         out = emitter.fresh(port)
-        if state.keep and self.first_use[source] == (call.segment, inner):
-            emitter.have[port][state.use] = out
-        emitter.layouts[out], emitter.types[out] = state.use, emitter.types[port]
+        if self._keeps_at(self.flow.class_of[port], (call.segment, inner)):
+            emitter.have[port][use] = out
+        emitter.layouts[out], emitter.types[out] = use, emitter.types[port]
         return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,14 +12,15 @@ from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.decompose import decompose
+from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.repeat_views import repeat_views
+from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
-from autoshard.rules.registry import RULES
 from autoshard.search.plan import Plan
 
 G = TypeVar("G", Folded, Lowered)
@@ -29,12 +30,16 @@ Watch = Callable[[str, "Folded | Lowered"], None]
 
 @dataclass(frozen=True)
 class Lowering:
-    """What the passes after the search need besides the graph."""
+    """What the passes after the search need besides the graph.
+
+    rules: the rule of every op, the user's own among them.
+    """
 
     flow: Flow
     plan: Plan
     mesh: MeshShape
     reshard: ReshardCost
+    rules: Mapping[str, RuleFn]
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -48,9 +53,10 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     """The passes after the search."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
-    lowered = _watched("050_localize", localize(lowered, RULES, how.mesh), watch)
+    lowered = _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-    return _watched("070_fuse_bias", fuse_bias(lowered), watch)
+    lowered = _watched("070_defer_reductions", defer_reductions(lowered), watch)
+    return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
 
 #: names of the passes, for ``inspect --after``
@@ -61,7 +67,8 @@ PASSES = (
     "040_insert_collectives",
     "050_localize",
     "060_bucket",
-    "070_fuse_bias",
+    "070_defer_reductions",
+    "080_fuse_bias",
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,8 @@ def outputs_and_their_gradients() -> None:
         check(relative_error(found.grad.full_tensor(), reference.grad) < 1e-5, name)
     raises(autoshard.UsageError, lambda: parallel(x, 0.25), "0.25")
     raises(autoshard.UsageError, lambda: parallel(x[:, :5], 0.5), "global shape")
-    raises(autoshard.UsageError, lambda: parallel(x=x, scale=0.5), "arguments")
+    raises(autoshard.UsageError, lambda: parallel(x, 0.5, x), "arguments")
+    check(torch.equal(parallel(scale=0.5, x=x)[0].full_tensor(), head.full_tensor()), "by keyword")
 
 
 def ways_to_give_inputs() -> None:
@@ -85,6 +88,119 @@ def ways_to_give_inputs() -> None:
     check(float(parallel(**laid).loss.detach()) == whole, "DTensor")
     replicated = {k: distribute_tensor(v, mesh, [Replicate(), Replicate()]) for k, v in inputs.items()}
     check(float(parallel(**replicated).loss.detach()) == whole, "replicated DTensor")
+
+
+class Loss(nn.Module):
+    """Called by keyword, with running statistics that the loss reads too."""
+
+    def __init__(self, seed: int = 3, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down = nn.Linear(12, width), nn.Linear(width, 12)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("average", torch.ones(width))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.up(x))
+        loss = (self.down(torch.relu(h * self.average)) - y).square().mean()
+        self.average = 0.5 * self.average + h.detach().mean(0)
+        return loss
+
+
+def loss_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(8, 12, generator=generator), torch.randn(8, 12, generator=generator)
+
+
+def same_gradients(found: nn.Module, wanted: nn.Module, what: str) -> None:
+    for (name, p), q in zip(found.named_parameters(), wanted.parameters(), strict=True):
+        check(relative_error(p.grad.full_tensor(), q.grad) < 1e-4, f"{what}: {name}")
+
+
+def buffers_and_accumulation() -> None:
+    """Buffers are whole on every rank; two forwards before two backwards add up as in eager mode."""
+    x, y = loss_inputs()
+    for mesh in ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4"):
+        plain, parallel = Loss(), autoshard.parallelize(Loss(), mesh, example_inputs={"x": x, "y": y})
+        for model in (plain, parallel):
+            first, second = model(x=x, y=y), model(y=y, x=2 * x)
+            first.backward()
+            (3 * second).backward()
+        same_gradients(parallel, plain, mesh)
+        for (name, found), wanted in zip(parallel.named_buffers(), plain.buffers(), strict=True):
+            check(relative_error(found.double(), wanted.double()) < 1e-5, f"{mesh}: {name}")
+
+
+def gradients_of_inputs() -> None:
+    """They come in the form in which the input was given."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x, y = loss_inputs()
+    parallel = autoshard.parallelize(Loss(), mesh, example_inputs=(x.clone().requires_grad_(), y))
+    reference = x.clone().requires_grad_()
+    Loss()(reference, y).backward()
+    wanted, dp = reference.grad, mesh.get_local_rank("dp")
+    assert wanted is not None
+    own, whole = x.chunk(2)[dp].clone().requires_grad_(), x.clone().requires_grad_()
+    laid = distribute_tensor(x, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    for given, part in ((whole, wanted), (own, wanted.chunk(2)[dp]), (laid, wanted)):
+        parallel.average.fill_(1.0)
+        parallel(given, y).backward()
+        found = given.grad
+        assert found is not None
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        check(relative_error(found, part) < 1e-4, "gradient of an input")
+    blind = autoshard.parallelize(Loss(), mesh, example_inputs=(x, y))
+    raises(autoshard.UsageError, lambda: blind(whole, y), "requires a gradient")
+
+
+def misuse() -> None:
+    """What would give wrong numbers or an error from deep inside is refused in words."""
+    x, y = loss_inputs()
+    parallel = autoshard.parallelize(Loss(), "dp=4", example_inputs={"x": x, "y": y})
+    raises(autoshard.UsageError, lambda: parallel(x=x.double(), y=y), "torch.float64")
+    raises(autoshard.UsageError, lambda: parallel(x=x, y=y.long()), "torch.int64")
+    raises(autoshard.UsageError, lambda: parallel(x=x, y=None), "NoneType")
+    raises(autoshard.UsageError, lambda: pickle.dumps(parallel), "pickled")
+    raises(autoshard.UsageError, lambda: autoshard.parallelize(parallel, "tp=4"), "already")
+    loss = parallel(x=x, y=y)
+    loss.backward(retain_graph=True)
+    raises(autoshard.UsageError, loss.backward, "second time")
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    loss = parallel(x=x, y=y)
+    optimizer.step()
+    raises(autoshard.UsageError, loss.backward, "changed in place")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = parallel(x=x, y=y)
+    loss.backward()
+    parallel.double()
+    raises(autoshard.UsageError, lambda: parallel(x=x, y=y), "torch.float64 on cpu")
+
+
+def copies_and_whole_weights() -> None:
+    """A deep copy is a model of its own, and whole weights can be loaded, also from within a wrapper."""
+    x, y = loss_inputs()
+    parallel = autoshard.parallelize(Loss(), "fsdp=2,tp=2", example_inputs={"x": x, "y": y})
+    twin = copy.deepcopy(parallel)
+    twin.load_state_dict(Loss(seed=5).state_dict())
+    for model, seed in ((parallel, 3), (twin, 5)):
+        wanted = float(Loss(seed)(x, y).detach())
+        check(abs(float(model(x=x, y=y).detach()) - wanted) < 1e-5, f"copy with seed {seed}")
+    outer = nn.ModuleDict({"inner": parallel})
+    outer.load_state_dict({f"inner.{k}": v for k, v in Loss(seed=7).state_dict().items()})
+    wanted = float(Loss(7)(x, y).detach())
+    check(abs(float(parallel(x=x, y=y).detach()) - wanted) < 1e-5, "loaded through a wrapper")
+
+
+def lazily_in_inference_mode() -> None:
+    """A first call for inference does not keep the model from being trained."""
+    x, y = loss_inputs()
+    lazy, plain = autoshard.parallelize(Loss(), "dp=2,tp=2"), Loss()
+    with torch.inference_mode():
+        lazy(x=x, y=y)
+    plain(x, y)
+    lazy(x=x, y=y).backward()
+    plain(x, y).backward()
+    same_gradients(lazy, plain, "after inference")
 
 
 def lazily_and_decorated() -> None:
@@ -172,6 +288,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     outputs_and_their_gradients()
     ways_to_give_inputs()
+    buffers_and_accumulation()
+    gradients_of_inputs()
+    misuse()
+    copies_and_whole_weights()
+    lazily_in_inference_mode()
     lazily_and_decorated()
     dropout()
     checkpoint(folder / "checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,6 +33,7 @@ def compile_command(
     memory: opt.MemoryOption = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
+    rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -50,7 +52,7 @@ def compile_command(
                 )
             options = options_of(target, batch, seq)
             planned = make_plan(
-                target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, say
+                target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, rules, say
             )
             say("emitting programs")
             program = api.compile_analysed(planned)
@@ -59,24 +61,32 @@ def compile_command(
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, say)
+            program, options = _from_plan(plan, cluster, rules, say)
         program = api.with_options(program, **{k: str(v) for k, v in options.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
 
-def _from_plan(folder: Path, cluster: str | None, say: Progress) -> tuple[Program, dict[str, int]]:
+def _from_plan(
+    folder: Path, cluster: str | None, rules: Path | None, say: Progress
+) -> tuple[Program, dict[str, int]]:
     """The program of a stored plan; the model is captured again."""
     from autoshard import api
     from autoshard.cli.folders import read_plan
-    from autoshard.interop.targets import build
+    from autoshard.interop.targets import build, load_rules
 
     stored, request = read_plan(folder)
     options = dict(request.options)
+    own = load_rules(rules)
     say(f"building {request.target}")
     built = build(request.target, batch=options.get("batch"), seq=options.get("seq"))
     compiled = api.compile(
-        built.model, stored, example_inputs=built.inputs, cluster=cluster or stored.cluster, progress=say
+        built.model,
+        stored,
+        example_inputs=built.inputs,
+        cluster=cluster or stored.cluster,
+        rules=own,
+        progress=say,
     )
     return compiled.program, options
 
@@ -99,7 +109,9 @@ def _report(program: Program, out: Path, json: bool) -> None:
         print_json(document)
         return
     console = stdout()
-    console.print(f"[bold]{program.mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to {out}")
-    console.print(f"verify   autoshard verify {out}", markup=False)
-    console.print(f"read     autoshard inspect {out} --rank 0", markup=False)
-    console.print(f"run      torchrun --nproc-per-node {ranks} -m autoshard run {out}", markup=False)
+    console.print(f"[bold]{program.mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
+    console.print(str(out), markup=False)
+    word = quote(str(out))
+    console.print(f"verify   autoshard verify {word}", markup=False)
+    console.print(f"read     autoshard inspect {word} --rank 0", markup=False)
+    console.print(f"run      torchrun --nproc-per-node {ranks} -m autoshard run {word}", markup=False)

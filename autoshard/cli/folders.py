@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.errors import UsageError, VerificationError
+from autoshard.program.store import staging_folder
 from autoshard.search.plan import Plan
 from autoshard.search.plan_json import plan_from_json, plan_to_json
 
@@ -42,8 +42,7 @@ def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
 def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -> None:
     """Write both files; the folder appears complete or not at all."""
     check_plan_folder(folder, overwrite=overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    staging = staging_folder(folder)
     document = {
         "schema": 1,
         "target": request.target,

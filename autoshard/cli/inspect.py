@@ -38,7 +38,7 @@ def inspect_command(
         from autoshard.program.store import load_program
         from autoshard.report.inspect import View, annotated, as_json, dump_after, pass_name
 
-        program = load_program(folder)
+        program = load_program(folder, only_read=True)
         if after is not None:
             if rank is not None:
                 raise UsageError(

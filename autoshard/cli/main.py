@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from autoshard._version import __version__
+from autoshard.cli.check import check_command
 from autoshard.cli.compile import compile_command
 from autoshard.cli.inspect import inspect_command
 from autoshard.cli.plan import plan_command
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("check")(check_command)
 app.command("plan")(plan_command)
 app.command("compile")(compile_command)
 app.command("verify")(verify_command)

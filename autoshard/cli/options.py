@@ -42,6 +42,10 @@ MemoryOption = Annotated[
 ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
+RulesOption = Annotated[
+    Path | None,
+    typer.Option("--rules", metavar="FILE.py", help="your own sharding rules; this file is run"),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="replace an older folder of the same kind")
 ]

@@ -9,6 +9,8 @@ from autoshard.cli.output import Progress, memory_of, print_json, print_table, r
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from autoshard.api import Planned
     from autoshard.cluster import Cluster, Mesh
     from autoshard.report.summary import Decision, Summary
@@ -29,6 +31,7 @@ def plan_command(
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
+    rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -42,7 +45,7 @@ def plan_command(
             check_plan_folder(out, overwrite=overwrite)
         options = options_of(target, batch, seq)
         planned = make_plan(
-            target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, Progress()
+            target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, rules, Progress()
         )
         if out is not None:
             write_plan(out, planned.plan, Request(target, options, replicate_unknown), overwrite=overwrite)
@@ -63,13 +66,15 @@ def make_plan(
     options: dict[str, int],
     memory: int | None,
     replicate_unknown: bool,
+    rules: Path | None,
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it."""
     where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
     from autoshard import api
-    from autoshard.interop.targets import build
+    from autoshard.interop.targets import build, load_rules
 
+    own = load_rules(rules)
     say(f"building {target}")
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))
     for note in built.notes:
@@ -82,6 +87,7 @@ def make_plan(
         memory=memory,
         devices=gpus,
         replicate_unknown=replicate_unknown,
+        rules=own,
         target=target,
         progress=say,
     )

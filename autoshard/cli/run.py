@@ -38,6 +38,7 @@ def run_command(
     seed: opt.SeedOption = 0,
     clip: ClipOption = 1.0,
     target: opt.OtherTarget = None,
+    rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -45,11 +46,13 @@ def run_command(
     with reporting(debug):
         from autoshard import api
         from autoshard.cluster import Mesh
+        from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
         from autoshard.runtime.corpus import load_corpus
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
-        program = load_program(folder)
+        own = load_rules(rules)
+        program = load_program(folder, rules=own)
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
         with _process_group(Mesh.parse(program.mesh), folder):
@@ -57,7 +60,7 @@ def run_command(
             built = model_of(program, folder, target, seed)
             example = api.split_inputs(built.inputs)
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
-            model = api.load(folder, built.model, seed=seed)
+            model = api.load(folder, built.model, seed=seed, rules=own)
             held, whole = parameter_bytes(model)
             say(f"training on {source}")
             show = _printer(steps, first, say if json else None)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from autoshard.interop.targets import Built
     from autoshard.program.program import Program
     from autoshard.program.verify import Verification
+    from autoshard.rules.user import Rules
 
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="AdamW steps after the first backward")]
 LimitOption = Annotated[
@@ -28,22 +29,25 @@ def verify_command(
     seed: opt.SeedOption = 0,
     limit: LimitOption = "2GiB",
     target: opt.OtherTarget = None,
+    rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
     """Run all ranks of a program in this process on real data and compare with eager PyTorch."""
     with reporting(debug):
         from autoshard.api import split_inputs
+        from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
         from autoshard.program.verify import has_dropout, verify
 
         say = Progress()
         say(f"reading {folder}")
-        program = load_program(folder)
+        own = load_rules(rules)
+        program = load_program(folder, rules=own)
         _check_size(program, memory_of(limit) or 0)
         say(f"building {target or program.target} with real weights")
         built = model_of(program, folder, target, seed)
-        one_rank = _for_one_rank(built, say) if has_dropout(program) else None
+        one_rank = _for_one_rank(built, own, say) if has_dropout(program) else None
         args, kwargs = split_inputs(built.inputs)
         outcome = verify(
             program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say
@@ -71,12 +75,19 @@ def _check_size(program: Program, limit: int) -> None:
         )
 
 
-def _for_one_rank(built: Built, say: Progress) -> Program:
+def _for_one_rank(built: Built, rules: Rules, say: Progress) -> Program:
     """The program of the same model on one rank: it drops the same elements."""
     from autoshard import api
 
     say("the program has dropout: comparing with a program for one rank")
-    planned = api.plan(built.model, "dp=1", example_inputs=built.inputs, replicate_unknown=True, progress=say)
+    planned = api.plan(
+        built.model,
+        "dp=1",
+        example_inputs=built.inputs,
+        replicate_unknown=True,
+        rules=rules,
+        progress=say,
+    )
     return api.compile_analysed(planned)
 
 

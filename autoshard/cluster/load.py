@@ -56,6 +56,8 @@ def catalog_names() -> list[str]:
 
 def load_cluster(name_or_path: str | PathLike[str]) -> Cluster:
     """The cluster of that name in the catalog, or of that ``.toml`` file."""
+    if not isinstance(name_or_path, str | PathLike):
+        raise UsageError(f"{type(name_or_path).__name__} is not a cluster", hint=_catalog_hint(""))
     text = fspath(name_or_path)
     if not text.endswith(".toml"):
         return parse_cluster(_catalog_text(text), where=f"catalog entry {text!r}")

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError, UsageError
+from autoshard.rules.user import user_rules
 
 BATCH, SEQ = 8, 128
 _FORMS = "write module:callable, file.py:callable, or hf:path/to/config.json"
@@ -115,9 +116,27 @@ def find_callable(target: str) -> Callable[[], Any]:
     return result
 
 
+def load_rules(path: Path | None) -> ModuleType | None:
+    """The user's file of rules, run once: a model that imports the same file gets the same module.
+
+    Raises UsageError if there is no such file, it fails, or it holds no rule.
+    """
+    if path is None:
+        return None
+    module = _load_file(path, f"--rules {path}")
+    if not user_rules(module):
+        raise UsageError(
+            f"{path} holds no rule", hint="decorate functions with @autoshard.rule('mine.op.default')"
+        )
+    return module
+
+
 def _load_file(path: Path, target: str) -> ModuleType:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", hint=_FORMS)
+    known = sys.modules.get(path.stem)
+    if known is not None and _is_from(known, path) and user_rules(known):
+        return known  # the ops that stand beside rules may not be defined twice
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -131,6 +150,11 @@ def _load_file(path: Path, target: str) -> ModuleType:
     except Exception as error:
         raise _failed(target, error) from error
     return module
+
+
+def _is_from(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def _load_module(name: str, target: str) -> ModuleType:

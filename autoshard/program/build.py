@@ -8,7 +8,8 @@ from autoshard.ir import Call, Folded, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.program.names import port_names
-from autoshard.program.program import Note, Program, Signature
+from autoshard.program.notes import notes_of_segment
+from autoshard.program.program import Program, Signature
 from autoshard.report.dump import dump_text
 from autoshard.search.plan import Plan
 from autoshard.search.plan_json import plan_to_json
@@ -38,14 +39,6 @@ def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, st
         texts,
         dict(folded.joint.constants),
         plan.target,
-    )
-
-
-def notes_of_segment(lowered: Lowered, name: str) -> tuple[Note, ...]:
-    """Where each node comes from and why it is as it is."""
-    segment = lowered.segments[name]
-    return tuple(
-        Note(n.origin.fqn, n.origin.source, segment.why.get(n.name, "")) for n in segment.graph.nodes
     )
 
 

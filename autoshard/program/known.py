@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autoshard.rules.registry import RULES
 
 _LOWERED = (
@@ -22,5 +24,6 @@ COLLECTIVES = (
 )
 
 
-def known_ops() -> frozenset[str]:
-    return frozenset((*RULES, *_LOWERED, *COLLECTIVES))
+def known_ops(more: Iterable[str] = ()) -> frozenset[str]:
+    """``more``: ops that the user brings rules for."""
+    return frozenset((*RULES, *_LOWERED, *COLLECTIVES, *more))

@@ -82,6 +82,8 @@ def _placement(word: str, axis: str, shape: tuple[int, ...], node: ast.AST | Non
 class _Reader:
     def __init__(self, names: Sequence[str], ops: Collection[str]) -> None:
         self.names, self.ops = tuple(names), ops
+        #: those of the user's own ops as well
+        self.namespaces = {*NAMESPACES, *(op.split(".")[0] for op in ops)} - {"aten"}
 
     # -- expressions -------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class _Reader:
         if not isinstance(at, ast.Name):
             _fail("only known ops may be called", node)
         words.insert(0, at.id)
-        if words[0] not in NAMESPACES:
+        if words[0] not in self.namespaces:
             words.insert(0, "aten")
         if len(words) == 2:
             words.append("default")

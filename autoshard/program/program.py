@@ -61,7 +61,8 @@ class Program:
 
     mesh: ``dp=2,tp=2``. lowered: segments and main. notes: segment -> one note per node. plan: JSON
     text of the plan it was made from. dumps: pass name -> text of the graph after it. constants:
-    port target -> torch tensor. target: where the model came from (``hf:config.json``), if known.
+    port target -> torch tensor. target: where the model came from (``hf:config.json``), if known. user_ops:
+    ops in it whose rules are the user's own.
     """
 
     mesh: str
@@ -73,3 +74,4 @@ class Program:
     constants: dict[str, object] = field(default_factory=dict)
     target: str = ""
     options: tuple[tuple[str, str], ...] = ()
+    user_ops: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from autoshard.program.known import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import FORMAT, Note, Program, Signature
 from autoshard.program.text import axis_names, program_text
+from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.resolve import torch_dtype
 
 _RECOMPILE = "compile the program again"
@@ -37,8 +38,7 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
     """
     target = Path(folder)
     check_target(target, overwrite=overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    staging = staging_folder(target)
     try:
         _write(program, staging)
         os.chmod(staging, 0o755)
@@ -49,6 +49,19 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return target
+
+
+def staging_folder(target: Path) -> Path:
+    """A fresh folder beside ``target``, to be renamed to it. Raises UsageError if none can be made."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise UsageError(
+            f"{target} cannot be written",
+            why=f"{error.strerror or error}: {error.filename}",
+            hint="choose a folder in a place that can be written to",
+        ) from None
 
 
 def check_target(target: Path, *, overwrite: bool = False) -> None:
@@ -88,6 +101,7 @@ def _write(program: Program, folder: Path) -> None:
         "mesh": program.mesh,
         "target": program.target,
         "options": [list(o) for o in program.options],
+        "user_ops": list(program.user_ops),
         "signature": _signature_out(program.signature),
         "files": {name: _digest(text) for name, text in files.items()},
     }
@@ -120,19 +134,24 @@ def _signature_out(signature: Signature) -> dict[str, Any]:
     return raw
 
 
-def load_program(folder: str | os.PathLike[str]) -> Program:
-    """Read a program folder. Raises VerificationError if anything in it is not as it was written."""
+def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_read: bool = False) -> Program:
+    """Read a program folder. Raises VerificationError if anything in it is not as it was written.
+
+    rules: of the ops of the user's own that the program calls; VerificationError if one is missing, unless
+    ``only_read``: the program is not going to run.
+    """
+    own = frozenset(r.op for r in user_rules(rules))
     root = Path(folder)
     try:
         manifest = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{root} is not a program folder", why="it has no manifest.json") from None
     except (OSError, ValueError, RecursionError) as error:
         raise VerificationError(
             f"{root}/manifest.json cannot be read", why=str(error), hint=_RECOMPILE
         ) from None
     try:
-        return _load(root, manifest)
+        return _load(root, manifest, None if only_read else own)
     except VerificationError:
         raise
     except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -141,16 +160,20 @@ def load_program(folder: str | os.PathLike[str]) -> Program:
         ) from None
 
 
-def _load(root: Path, manifest: dict[str, Any]) -> Program:
+def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> Program:
+    """own: the ops that the user gave rules for; None: whatever the manifest names."""
     if manifest["format"] != FORMAT:
         raise VerificationError(
             f"the program has format {manifest['format']!r}, this version reads {FORMAT}",
             why=f"it was compiled by autoshard {manifest.get('autoshard')!r}",
             hint=_RECOMPILE,
         )
+    user_ops = tuple(map(str, manifest.get("user_ops", ())))
+    if own is not None:
+        _check_rules_given(user_ops, own)
     texts = {name: _checked(root, name, digest) for name, digest in manifest["files"].items()}
     mesh = manifest["mesh"]
-    lowered, ports, returns = parse_program(texts["program.py"], axis_names(mesh), known_ops())
+    lowered, ports, returns = parse_program(texts["program.py"], axis_names(mesh), known_ops(user_ops))
     notes = json.loads(texts["notes.json"])
     signature = _signature_in(manifest["signature"], ports)
     _check_returns(signature, returns)
@@ -165,7 +188,19 @@ def _load(root: Path, manifest: dict[str, Any]) -> Program:
         {k: _constant_in(v) for k, v in json.loads(texts["constants.json"]).items()},
         manifest["target"],
         tuple((str(a), str(b)) for a, b in manifest["options"]),
+        user_ops,
     )
+
+
+def _check_rules_given(user_ops: tuple[str, ...], own: frozenset[str]) -> None:
+    missing = [op for op in user_ops if op not in own]
+    if missing:
+        raise VerificationError(
+            f"the program calls {', '.join(missing)}, which is not an op that autoshard knows",
+            why="it was compiled with a rule of the user's own, and a stored text alone is not trusted to "
+            "name what runs",
+            hint="hand over the same rules: load(..., rules=[...]), or --rules FILE",
+        )
 
 
 def _checked(root: Path, name: str, digest: str) -> str:

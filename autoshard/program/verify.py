@@ -41,7 +41,7 @@ class Tolerance:
     floor: float
 
 
-FLOAT32 = Tolerance(1e-4, 1e-3)
+FLOAT32 = Tolerance(1e-4, 1e-2)
 #: half precision only shows gross mistakes: verify a float32 model of the same architecture too
 HALF = Tolerance(5e-2, 1e-1)
 

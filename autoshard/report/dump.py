@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.ir import Folded, Graph
 from autoshard.ir.lowered import Lowered
+from autoshard.program.notes import notes_of_segment
 from autoshard.program.text import axis_names, call_text, segment_lines
 
 
@@ -15,8 +16,6 @@ def dump_text(name: str, graph: Folded | Lowered, mesh: str) -> str:
         for segment in graph.segments.values():
             lines += ["", f"# {segment.name} (called {counts[segment.name]} times)", *folded_lines(segment)]
         return "\n".join(lines) + "\n"
-    from autoshard.program.build import notes_of_segment
-
     names = axis_names(mesh)
     for key, lowered in graph.segments.items():
         lines += ["", *segment_lines(lowered, notes_of_segment(graph, key), names)]

@@ -13,12 +13,12 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds
+from autoshard.cost.on_mesh import cost_model
 from autoshard.ir import DTYPES, Call, Node, TensorType, refs_of
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.placement import Layout, R, Shard, is_even, local_shape
 from autoshard.program.program import Program
 from autoshard.rules import attention, experts, matmul
-from autoshard.search.decide import cost_model
 
 #: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
 _WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0, "slice": 0.0}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autoshard.ir import Node, Ref, TensorType
@@ -74,6 +75,24 @@ class Factored:
                 continue
             found.append(factor)
         return tuple(found)
+
+    def check(self, ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> None:
+        """ValueError unless every dim of every tensor is the product of its factors."""
+        for kind, laid, types in (("input", self.inputs, ins), ("output", self.outputs, outs)):
+            if len(laid) != len(types):
+                raise ValueError(f"the call has {len(types)} {kind}s, the rule {len(laid)}")
+            for number, (dims, type_) in enumerate(zip(laid, types, strict=True)):
+                if not _fits(dims, type_, self.sizes):
+                    raise ValueError(f"{kind} {number} is {type_}, which {dims} of {self.sizes} does not fit")
+
+
+def _fits(dims: Dims | None, type_: TensorType | None, sizes: Sequence[int]) -> bool:
+    if dims is None or type_ is None:
+        return dims is None and type_ is None
+    return len(dims) == len(type_.shape) and all(
+        not factors or prod(sizes[f] for f in factors) == n
+        for factors, n in zip(dims, type_.shape, strict=True)
+    )
 
 
 def _has(dims: Dims, factor: int) -> bool:

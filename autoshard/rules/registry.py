@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from autoshard.errors import NoRuleError
-from autoshard.ir import Folded, refs_of
+from autoshard.errors import AutoshardError, NoRuleError
+from autoshard.ir import Folded, Node, TensorType, refs_of
 from autoshard.rules import (
     attention,
     create,
@@ -45,32 +46,85 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class OpCalls:
+    """One op. count: its calls in a step. sources, modules: the user's lines and modules that call it."""
+
+    op: str
+    count: int
+    sources: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+def missing_rules(folded: Folded, table: Mapping[str, RuleFn] = RULES) -> tuple[OpCalls, ...]:
+    """All ops of a model without a rule, by name."""
+    return calls_of(folded, lambda segment, node: node.op not in table)
+
+
+def calls_of(folded: Folded, chosen: Callable[[str, Node], bool]) -> tuple[OpCalls, ...]:
+    """The ops of those nodes that ``chosen(segment, node)`` says, by name."""
+    times = folded.counts()
+    found: dict[str, OpCalls] = {}
+    for name, graph in folded.segments.items():
+        for node in graph.nodes:
+            if not chosen(name, node):
+                continue
+            old = found.get(node.op, OpCalls(node.op, 0, (), ()))
+            found[node.op] = OpCalls(
+                node.op,
+                old.count + times[name],
+                _with(old.sources, node.origin.source),
+                _with(old.modules, node.origin.fqn),
+            )
+    return tuple(found[op] for op in sorted(found))
+
+
+def _with(known: tuple[str, ...], more: str) -> tuple[str, ...]:
+    return known if not more or more in known else (*known, more)
+
+
 def rules_for(
-    folded: Folded, *, replicate_unknown: bool = False
+    folded: Folded, *, replicate_unknown: bool = False, table: Mapping[str, RuleFn] = RULES
 ) -> tuple[dict[tuple[str, int], Factored], tuple[str, ...]]:
     """The factors of every node, by (segment, node number), and the ops that fell back to replication.
 
     Raises NoRuleError naming every op without a rule and the user's line that calls it, unless
     ``replicate_unknown``: then such an op runs on whole tensors on every rank.
     """
+    unknown = missing_rules(folded, table)
+    if unknown and not replicate_unknown:
+        places = [(m.op, next(iter((*m.sources, *m.modules)), "")) for m in unknown]
+        raise NoRuleError(
+            "no sharding rule for: " + ", ".join(m.op for m in unknown),
+            where="; ".join(f"{op} at {place}" for op, place in places),
+            why="without a rule the op can only run on whole tensors",
+            hint="hand over a rule of your own (autoshard.rule, --rules), or accept replication with "
+            "replicate_unknown=True (--replicate-unknown)",
+        )
     found: dict[tuple[str, int], Factored] = {}
-    unknown: dict[str, str] = {}
     for name, graph in folded.segments.items():
         types = graph.types()
         for number, node in enumerate(graph.nodes):
             ins = [types[r] for r in refs_of(node)]
-            rule = RULES.get(node.op)
-            if rule is None:
-                unknown.setdefault(node.op, node.origin.source or node.origin.fqn)
-                found[name, number] = opaque(ins, node.types)
-            else:
-                found[name, number] = rule(node, ins)
-    if unknown and not replicate_unknown:
+            rule = table.get(node.op)
+            found[name, number] = opaque(ins, node.types) if rule is None else _laid_out(rule, node, ins)
+    return found, tuple(m.op for m in unknown)
+
+
+def _laid_out(rule: RuleFn, node: Node, ins: list[TensorType]) -> Factored:
+    """What a rule says; a rule of a user's may fail or say something impossible."""
+    try:
+        factored = rule(node, ins)
+        if not isinstance(factored, Factored):
+            raise TypeError(f"it gives a {type(factored).__name__}, not a Factored")
+        factored.check(ins, node.types)
+    except AutoshardError:
+        raise
+    except Exception as error:
         raise NoRuleError(
-            "no sharding rule for: " + ", ".join(sorted(unknown)),
-            where="; ".join(f"{op} at {place}" for op, place in sorted(unknown.items())),
-            why="without a rule the op can only run on whole tensors",
-            hint="add a rule (autoshard/rules/), or accept replication with replicate_unknown=True "
-            "(--replicate-unknown)",
-        )
-    return found, tuple(sorted(unknown))
+            f"the rule of {node.op} cannot be used",
+            where=node.origin.source or node.origin.fqn,
+            why=f"{type(error).__name__}: {error}",
+            hint="see autoshard.rules for how rules are written, and check_rule for testing one",
+        ) from error
+    return factored

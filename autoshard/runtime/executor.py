@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Call
+from autoshard.ir import Call, Port
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.resolve import RankView
@@ -48,6 +48,12 @@ class RankProgram:
                 step = Step(item, self.view, slots, collectives(item, self.view))
                 prepared.append(_Item(_uses(item), item.outs, step, 0, dead))
         return prepared[::-1]
+
+    def kept_ports(self) -> tuple[Port, ...]:
+        """Parameters and inputs that the backward half reads as they were given."""
+        used = {a for i in self.program.lowered.main if i.backward for a in _uses(i)}
+        ports = self.program.signature.ports
+        return tuple(p for p in ports if p.name in used and p.kind in ("param", "input"))
 
     def run(self, env: dict[str, Any], backward: bool) -> None:
         """Run one half on the rank's values, dropping what is dead and adding what is made."""

@@ -15,10 +15,15 @@ class LazyModule(nn.Module):
     _autoshard_class: type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        make = self._autoshard_make
+        lazy, make = type(self), self._autoshard_make
         self.__class__ = self._autoshard_class
-        del self._autoshard_make
-        make((args, kwargs))
+        try:
+            make((args, kwargs))
+        except BaseException:
+            # otherwise the next call would quietly run the model as it is
+            self.__class__ = lazy
+            raise
+        del self._autoshard_make, self._autoshard_class
         return self(*args, **kwargs)
 
 

@@ -65,10 +65,18 @@ class Lockstep:
             if isinstance(item, Call):
                 self._call(item, env)
             else:
-                outs = self._apply(
-                    item, [[env[r.name][k] for r in item.args[:1]] for k in range(len(self.views))]
-                )
-                env[item.name] = outs
+                self._collective(item, env)
+
+    def _collective(self, node: Node, env: dict[str, list[Any]]) -> None:
+        """A collective in main, of one value or of a bucket of them."""
+        first = node.args[0]
+        ranks = range(len(self.views))
+        if not isinstance(first, tuple):
+            env[node.name] = self._apply(node, [[env[first.name][k]] for k in ranks])
+            return
+        results = self._apply(node, [[[env[r.name][k] for r in first]] for k in ranks])
+        for position, out in enumerate(node.outs):
+            env[out] = [result[position] for result in results]
 
     def _call(self, call: Call, env: dict[str, list[Any]]) -> None:
         prepared = self.segments[call.segment]

@@ -5,13 +5,15 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -21,9 +23,14 @@ from autoshard.errors import UsageError
 from autoshard.ir import Port
 from autoshard.placement import local_shape
 from autoshard.program.program import Program
+from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.parts import shard_tensor
-from autoshard.torch_adapters.dtensor import as_dtensor
+from autoshard.runtime.resolve import torch_dtype
+from autoshard.torch_adapters.dtensor import as_dtensor, torch_placements
+
+#: an end of a program, the tensor given for it, and its version then
+_Watched = tuple[Port, torch.Tensor, int]
 
 
 class Runner:
@@ -57,7 +64,10 @@ class Runner:
         self.seed_port = next((p for p in program.signature.ports if p.target == "seed"), None)
         self.tangents = [p for p in program.signature.ports if p.kind == "tangent"]
         self.out_spec = pytree.treespec_loads(program.signature.out_tree)
-        self.in_spec = pytree.treespec_loads(program.signature.in_tree)
+        self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
+        self.kept = self.rank_program.kept_ports()
+        self.arguments = Arguments(type(module).forward, program.signature)
+        self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -76,11 +86,16 @@ class Runner:
     def input_shard(self, x: Any, port: Port) -> torch.Tensor:
         """A rank's shard of an argument: of the global shape, of the local one, or a DTensor."""
         placed = self.program.lowered.values[port.name]
-        name = self.program.signature.input_names[int(port.target)]
+        name = self._name(port)
         if isinstance(x, DTensor):
             x = x.full_tensor()
-        if not isinstance(x, torch.Tensor):
-            raise UsageError(f"input {name} is {type(x).__name__}", why="a tensor was given when planning")
+        dtype = torch_dtype(placed.type.dtype)
+        if x.dtype != dtype:
+            raise UsageError(
+                f"input {name} is of type {x.dtype}",
+                why=f"the program was compiled for {dtype}",
+                hint=f"convert it, {name}.to({dtype}), or compile again for this type",
+            )
         local = local_shape(placed.type.shape, placed.layout, self.shape.sizes, self.coords)
         if tuple(x.shape) == placed.type.shape:
             return self._shard(x, port)
@@ -93,36 +108,55 @@ class Runner:
             hint="drop the last incomplete batch, or plan again for this shape",
         )
 
-    def _static(self, leaf: Any, index: int) -> None:
-        wanted = self.program.signature.in_leaves[index][1]
-        if repr(leaf) != wanted:
+    def _name(self, port: Port) -> str:
+        return self.program.signature.input_names[int(port.target)]
+
+    def _check_input(self, x: Any, port: Port) -> None:
+        """What can only be seen before autograd hands the arguments over."""
+        if not isinstance(x, torch.Tensor):
             raise UsageError(
-                f"argument {self.program.signature.input_names[index]} is {leaf!r}",
-                why=f"it was {wanted} when the program was compiled, and is part of the program",
-                hint="compile again with this value",
+                f"input {self._name(port)} is {type(x).__name__}", why="a tensor was given when planning"
+            )
+        if x.requires_grad and port.target not in self.differentiable and torch.is_grad_enabled():
+            raise UsageError(
+                f"input {self._name(port)} requires a gradient, and the program computes none for it",
+                why="the example input it was compiled for did not require one",
+                hint="detach() it, or compile with an example input that requires a gradient",
             )
 
-    def leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The flattened arguments of a call, in the order of the program's inputs."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.in_spec:
-            raise UsageError(
-                "the call's arguments differ from those the program was compiled for",
-                why=f"compiled for: {', '.join(self.program.signature.input_names)}",
-                hint="pass the same arguments, positional or by keyword, as example_inputs had",
-            )
-        for index, ((kind, _), leaf) in enumerate(zip(self.program.signature.in_leaves, leaves, strict=True)):
-            if kind == "static":
-                self._static(leaf, index)
-        return leaves
+    def _check_parameter(self, x: Any, port: Port) -> None:
+        dtype = torch_dtype(port.type.dtype)
+        if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == self.device.type:
+            return
+        what = f"{x.dtype} on {x.device}" if isinstance(x, DTensor) else "not a DTensor any more"
+        raise UsageError(
+            f"parameter {port.target} is {what}",
+            why=f"the program holds it as a DTensor of {dtype} on {self.device.type}",
+            hint="convert or move the model before it is parallelized",
+        )
+
+    def shard_state(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace whole parameters in a state dict by DTensors, in place."""
+        ports = {p.target: p for p in self.params}
+        owners = dict(self.program.signature.tied)
+        for name in [*ports, *owners]:
+            port, found = ports.get(owners.get(name, name)), state.get(prefix + name)
+            if port is None or not isinstance(found, torch.Tensor) or isinstance(found, DTensor):
+                continue
+            if tuple(found.shape) == port.type.shape:
+                state[prefix + name] = self._placed(self._shard(found, port), port.name)
 
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = self.leaves(args, kwargs)
+        leaves = self.arguments.flattened(args, kwargs)
         given = dict(module.named_parameters(remove_duplicate=False))
         params = [given[p.target] for p in self.params]
         inputs = [leaves[int(p.target)] for p in self.inputs]
+        for port, value in zip(self.params, params, strict=True):
+            self._check_parameter(value, port)
+        for port, value in zip(self.inputs, inputs, strict=True):
+            self._check_input(value, port)
         buffers = dict(module.named_buffers(remove_duplicate=False))
         outs = _Run.apply(self, module, buffers, len(params), *params, *inputs)
         flat: list[Any] = []
@@ -142,11 +176,34 @@ class Runner:
             env[port.name] = self.input_shard(value, port)
         for port in self.program.signature.ports:
             if port.kind == "buffer":
-                env[port.name] = buffers[port.target]
+                part = self._shard(buffers[port.target], port)
+                # backward wants the value of before the update
+                env[port.name] = part.clone() if port.target in self.updated else part
         if self.seed_port is not None:
             env[self.seed_port.name] = torch.tensor(self.seed * 1_000_003 + self.steps, device=self.device)
-        self.rank_program.run(env, False)
+        self._run(env, False)
         return env
+
+    def _run(self, env: dict[str, Any], backward: bool) -> None:
+        """One half, in the types that the program was compiled for."""
+        with torch.autocast(self.device.type, enabled=False):
+            self.rank_program.run(env, backward)
+
+    def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[_Watched]:
+        """Parameters and inputs that backward reads, with how often they were changed in place so far."""
+        given = {p.name: x for p, x in zip(self.params, params, strict=True)}
+        values = [(p, given.get(p.name, env[p.name])) for p in self.kept]
+        return [(p, x, x._version) for p, x in values if not x.is_inference()]
+
+    def check_unchanged(self, watched: Sequence[_Watched]) -> None:
+        for port, value, version in watched:
+            if value._version != version:
+                name = self._name(port) if port.kind == "input" else port.target
+                raise UsageError(
+                    f"{port.kind} {name} was changed in place between forward and backward",
+                    why="its gradient needs the value that forward saw",
+                    hint="call backward before optimizer.step(), and do not reuse input tensors",
+                )
 
     def outputs(self, env: dict[str, Any]) -> list[Any]:
         """Outputs as the user sees them: plain scalars, DTensors for everything else."""
@@ -156,31 +213,63 @@ class Runner:
                 placed = self.program.lowered.values[result.value]
                 local = env[result.value]
                 scalar = not placed.type.shape
-                whole = (
-                    local.clone()
-                    if scalar
-                    else as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
-                )
-                found[int(result.target)] = whole
+                found[int(result.target)] = local.clone() if scalar else self._placed(local, result.value)
         return [found[k] for k in sorted(found)]
 
+    def _placed(self, local: torch.Tensor, name: str) -> DTensor:
+        """The rank's part of a value as a DTensor."""
+        placed = self.program.lowered.values[name]
+        return as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
+        """Buffers are whole on every rank, however the program holds them."""
         for result in self.program.signature.results:
             if result.kind == "buffer":
-                buffers[result.target].copy_(env[result.value])
+                buffers[result.target].copy_(self._placed(env[result.value], result.value).full_tensor())
 
     def tangent(self, grad: Any, port: Port) -> torch.Tensor:
         placed = self.program.lowered.values[port.name]
         if grad is None:
             shape = local_shape(placed.type.shape, placed.layout, self.shape.sizes, self.coords)
-            from autoshard.runtime.resolve import torch_dtype
-
             return torch.zeros(shape, dtype=torch_dtype(placed.type.dtype), device=self.device)
         if isinstance(grad, DTensor):
-            from autoshard.torch_adapters.dtensor import torch_placements
-
             return grad.redistribute(self.mesh, torch_placements(placed.layout)).to_local().contiguous()
         return shard_tensor(grad, placed.layout, self.shape.sizes, self.coords)
+
+    def backward(self, env: dict[str, Any]) -> dict[tuple[str, str], DTensor]:
+        """Run the backward half; gradients by kind and target."""
+        self._run(env, True)
+        found: dict[tuple[str, str], DTensor] = {}
+        for result in self.program.signature.results:
+            if result.kind in ("grad", "input_grad"):
+                found[result.kind, result.target] = self._placed(env[result.value], result.value)
+        return found
+
+    def input_grad(self, grad: DTensor | None, port: Port, given: _Given) -> torch.Tensor | None:
+        """The gradient of an input, in the form in which the input was given."""
+        if grad is None:
+            return None
+        if given.placements is not None:
+            return grad.redistribute(given.mesh, given.placements)
+        if given.shape == tuple(port.type.shape):
+            return grad.full_tensor()
+        layout = self.program.lowered.values[port.name].layout
+        return grad.redistribute(self.mesh, torch_placements(layout)).to_local()
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The form of an argument: a DTensor's placements, or the shape of a plain tensor."""
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Given:
+        if isinstance(x, DTensor):
+            return cls(tuple(x.shape), x.device_mesh, tuple(x.placements))
+        return cls(tuple(x.shape))
 
 
 class _Run(torch.autograd.Function):
@@ -198,32 +287,31 @@ class _Run(torch.autograd.Function):
         plain = [o for o, position in zip(outs, positions, strict=True) if position not in tangents]
         ctx.mark_non_differentiable(*plain)
         ctx.set_materialize_grads(False)
-        ctx.runner, ctx.env, ctx.count, ctx.total = runner, env, count, len(tensors)
+        ctx.runner, ctx.env, ctx.watched = runner, env, runner.watched(env, tensors[:count])
+        ctx.given = [_Given.of(x) for x in tensors[count:]]
         ctx.positions = positions
         return tuple(outs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         runner: Runner = ctx.runner
         if ctx.env is None:
-            raise RuntimeError("backward ran already for this call; its saved values were freed")
+            raise UsageError(
+                "backward runs a second time through one call of the model",
+                why="what it needs from forward is freed the first time, also with retain_graph=True",
+                hint="add the losses up and call backward once, or call the model again",
+            )
         env, ctx.env = ctx.env, None
+        runner.check_unchanged(ctx.watched)
         by_position = dict(zip(ctx.positions, grads, strict=True))
         for port in runner.tangents:
             env[port.name] = runner.tangent(by_position[int(port.target)], port)
-        runner.rank_program.run(env, True)
-        found: dict[tuple[str, str], Any] = {}
-        for result in runner.program.signature.results:
-            if result.kind in ("grad", "input_grad"):
-                placed = runner.program.lowered.values[result.value]
-                local = env[result.value]
-                whole = as_dtensor(local, runner.mesh, placed.layout, placed.type.shape)
-                found[result.kind, result.target] = whole
+        found = runner.backward(env)
         back: list[Any] = [None, None, None, None]
         back += [found.get(("grad", p.target)) for p in runner.params]
-        for port in runner.inputs:
-            grad = found.get(("input_grad", port.target))
-            back.append(None if grad is None else grad.full_tensor())
+        for port, given in zip(runner.inputs, ctx.given, strict=True):
+            back.append(runner.input_grad(found.get(("input_grad", port.target)), port, given))
         return tuple(back)
 
 
@@ -245,6 +333,28 @@ class ParallelModule(nn.Module):
             )
         return runner(self, args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A second model with the same program: an average of the weights, for instance."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self._autoshard)] = copy.copy(self._autoshard)
+        for key, value in self.__dict__.items():
+            made.__dict__[key] = copy.deepcopy(value, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a parallelized model cannot be pickled",
+            why="it is bound to the processes that run it",
+            hint="save its state_dict(), with torch.distributed.checkpoint or full tensors",
+        )
+
+
+def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Before load_state_dict: whole tensors are cut into what the ranks hold."""
+    if isinstance(module, ParallelModule):
+        module._autoshard.shard_state(state, prefix)
+
 
 def bind(program: Program, module: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Module:
     """Make ``module`` run ``program``: its parameters become DTensors, its forward the program.
@@ -253,6 +363,12 @@ def bind(program: Program, module: nn.Module, mesh: DeviceMesh, *, seed: int = 0
     was compiled from, or lies on another kind of device than the mesh.
     """
     _check_module(program, module, mesh)
+    # parameters made in inference mode could never be trained
+    with torch.inference_mode(False):
+        return _bound(program, module, mesh, seed)
+
+
+def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> nn.Module:
     runner = Runner(program, module, mesh, seed)
     given = dict(module.named_parameters(remove_duplicate=False))
     made = {p.target: runner.parameter(given[p.target], p) for p in runner.params}
@@ -268,6 +384,7 @@ def bind(program: Program, module: nn.Module, mesh: DeviceMesh, *, seed: int = 0
     cls = type(module)
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
+    module.register_load_state_dict_pre_hook(_shard_loaded)
     return module
 
 
@@ -305,8 +422,3 @@ def _literal(text: str) -> Any:
     import ast
 
     return ast.literal_eval(text)
-
-
-def bound_arguments(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, whatever way they were passed."""
-    return dict(inspect.signature(fn).bind(*args, **kwargs).arguments)

@@ -46,8 +46,6 @@ from autoshard.search.variables import (
     Variable,
 )
 
-#: parameter collectives go out in buckets, so a parameter pays only a part of the latency
-BUCKET_SHARE = 1 / 8
 #: parameter, gradient and the two moments of Adam, all in the parameter's type
 COPIES_TRAINED = 4
 #: a shard that needs padding or a copy to gather is as fast, but simpler is better

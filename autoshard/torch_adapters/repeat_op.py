@@ -19,7 +19,7 @@ REPEAT, REPEAT_BACKWARD = "autoshard.repeat.default", "autoshard.repeat_backward
 
 @dataclass(frozen=True)
 class RepeatKey:
-    """call: number of the call in the model. body: which layer graph. outs: torch dtype name and shape per output.
+    """call: number of the call in the model. body: which layer graph. outs: dtype and shape per output.
 
     grads: positions of the inputs that get a gradient. site: dropout calls before this one.
     """

@@ -1,44 +1,25 @@
-"""From a model and a mesh to a plan: build the problem, solve it, say why."""
+"""From a solution to a plan: every decision with its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 import numpy as np
 
 from autoshard.cluster.cluster import Cluster, usable_memory
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import AxisLink, link_of
-from autoshard.cost.model import CostModel
-from autoshard.cost.reshard import ReshardCost
-from autoshard.errors import InfeasibleError
 from autoshard.placement import Layout
+from autoshard.search.amounts import bytes_up
+from autoshard.search.choose import Settled
 from autoshard.search.marginals import min_marginals
-from autoshard.search.network import InfeasibleNetwork, Marginals, NoFiniteAssignment, Solution
+from autoshard.search.network import Marginals, Solution
 from autoshard.search.plan import Plan, Proof, Why, why_key
-from autoshard.search.problem import BUCKET_SHARE, Model, Problem, build_problem
-from autoshard.search.solve import solve
+from autoshard.search.problem import Problem
 from autoshard.search.variables import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 
 
-def cost_model(cluster: Cluster, mesh: Mesh) -> CostModel:
-    """Prices on a mesh whose rank r is the r-th device of the cluster."""
-    links = tuple(link_of(cluster, mesh, axis) for axis in range(len(mesh.axes)))
-    shared = tuple(
-        AxisLink(x.latency * BUCKET_SHARE, x.bandwidth, x.size, x.device_bandwidth, x.local) for x in links
-    )
-    bandwidth = cluster.device.memory_bandwidth
-    return CostModel(
-        cluster.device,
-        ReshardCost(mesh.sizes, links, bandwidth),
-        ReshardCost(mesh.sizes, shared, bandwidth),
-    )
-
-
-def decide(
-    model: Model,
-    mesh: Mesh,
+def explain(
+    settled: Settled,
     cluster: Cluster,
     fingerprint: str,
     *,
@@ -46,53 +27,32 @@ def decide(
     replicated: Sequence[str] = (),
     target: str = "",
 ) -> Plan:
-    """The best plan for the cost model under a memory budget (bytes per rank; None: no limit).
-
-    Raises InfeasibleError with the smallest feasible budget and what fills it.
-    """
-    warnings = tuple(f"{op} has no rule and runs replicated" for op in replicated)
-    meanings = [axis.meaning for axis in mesh.axes]
-    prices = cost_model(cluster, mesh)
-    problem = build_problem(model, mesh.sizes, meanings, prices)
-    try:
-        try:
-            solution = solve(problem.network, None if budget is None else float(budget))
-        except NoFiniteAssignment:
-            # some op can follow the axes' meanings only alone, not together with its neighbours
-            problem = build_problem(model, mesh.sizes, meanings, prices, strict=False)
-            solution = solve(problem.network, None if budget is None else float(budget))
-            warnings = (*warnings, f"not all work could be divided as the axes of {mesh} mean")
-    except InfeasibleNetwork as error:
-        assert budget is not None
-        raise _infeasible(problem, error, budget, mesh) from None
+    """The plan of a solution: every decision with its reason and the price of the next best."""
+    warnings = [f"{op} has no rule and runs replicated" for op in replicated]
+    mesh, solution = settled.candidate.mesh, settled.solution
+    if not settled.candidate.strict:
+        warnings.append(f"not all work could be divided as the axes of {mesh} mean")
     if budget is None and solution.bytes > usable_memory(cluster.device):
-        held, room = _gib(solution.bytes), _gib(usable_memory(cluster.device))
-        warnings = (*warnings, f"about {held} per rank are held, a {cluster.device.name} has {room}")
-    marginals = min_marginals(problem.network)
-    return _plan(
-        problem, solution, marginals, mesh, cluster, budget, fingerprint, warnings, target, tuple(replicated)
+        held, room = bytes_up(solution.bytes), bytes_up(usable_memory(cluster.device))
+        warnings.append(f"about {held} per rank are held, a {cluster.device.name} has {room}")
+    problem = settled.candidate.problem
+    plan = _plan(
+        problem,
+        solution,
+        min_marginals(problem.network),
+        mesh,
+        cluster,
+        budget,
+        fingerprint,
+        tuple(warnings),
+        target,
+        tuple(replicated),
     )
-
-
-def _infeasible(problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh) -> InfeasibleError:
-    held = {"parameters, gradients and optimizer state": 0.0, "activations kept for backward": 0.0}
-    for variable, memory, state in zip(problem.variables, problem.network.memory, error.states, strict=True):
-        key = list(held)[0 if isinstance(variable, ParamVar) else 1]
-        held[key] += float(memory[state])
-    binding = max(held, key=lambda k: held[k])
-    parts = ", ".join(f"{k} {_gib(v)}" for k, v in held.items())
-    return InfeasibleError(
-        f"no plan for mesh {mesh} fits {_gib(limit)} per rank; the smallest feasible is "
-        f"{_gib(error.smallest_bytes)}",
-        why=f"the binding term is {binding} ({parts})",
-        hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",
-    )
-
-
-def _gib(n: float) -> str:
-    """Rounded up, so that a figure that is printed as enough is enough."""
-    unit, name = (2**30, "GiB") if n >= 2**27 else (2**20, "MiB") if n >= 2**17 else (2**10, "KiB")
-    return f"{ceil(n / unit * 100) / 100:.2f} {name}"
+    if settled.rejected:
+        other, seconds = settled.rejected[0]
+        reason = f"the best of {len(settled.rejected) + 1} mesh shapes"
+        plan.why["mesh"] = Why(reason, other, max(0.0, seconds - solution.seconds))
+    return plan
 
 
 def _plan(

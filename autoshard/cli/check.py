@@ -1,0 +1,89 @@
+"""``autoshard check``: what a model needs that has no rule, all at once and before any search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, print_json, print_table, reporting, stdout, table
+
+if TYPE_CHECKING:
+    from autoshard.report.coverage import Coverage
+    from autoshard.rules.registry import OpCalls
+
+_MOST_PLACES = 3
+_MOST_UNEVEN = 8
+NO_RULE = 3
+
+
+def check_command(
+    target: opt.TargetArgument,
+    batch: opt.BatchOption = None,
+    seq: opt.SeqOption = None,
+    rules: opt.RulesOption = None,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Capture a model and list every op without a sharding rule; exit code 3 if there is one."""
+    with reporting(debug):
+        from autoshard.api import split_inputs
+        from autoshard.interop.targets import build, load_rules, options_of
+        from autoshard.passes.capture import capture
+        from autoshard.report.coverage import coverage
+
+        say = Progress()
+        options = options_of(target, batch, seq)
+        own = load_rules(rules)
+        say(f"building {target}")
+        built = build(target, batch=options.get("batch"), seq=options.get("seq"))
+        for note in built.notes:
+            say.note(note)
+        say("capturing")
+        args, kwargs = split_inputs(built.inputs)
+        found = coverage(capture(built.model, args, kwargs), own)
+        if json:
+            print_json({"command": "check", "target": target, "options": options, **found.as_json()})
+        else:
+            _print(found)
+        if found.missing:
+            raise typer.Exit(NO_RULE)
+
+
+def _print(found: Coverage) -> None:
+    console = stdout()
+    console.print(f"captured  {found.calls} calls of {found.kinds} ops, {found.segments} segments")
+    if found.missing:
+        number = len(found.missing)
+        console.print(f"[bold red]no rule[/]   for {number} op{'s' * (number > 1)}")
+    else:
+        console.print("rules     every op has one")
+    _print_ops("no rule", found.missing)
+    _print_ops("runs on whole tensors", found.whole)
+    if found.uneven:
+        console.print()
+        made = table("uneven", "size", "shape")
+        for row in found.uneven[:_MOST_UNEVEN]:
+            made.add_row(row.name, str(row.size), "x".join(map(str, row.shape)))
+        if len(found.uneven) > _MOST_UNEVEN:
+            made.add_row(f"... {len(found.uneven) - _MOST_UNEVEN} more", "", "")
+        print_table(made)
+        console.print("an odd size can be split, but not into equal shards")
+    if found.missing:
+        console.print("\nhand over rules of your own (--rules FILE.py), or accept --replicate-unknown")
+
+
+def _print_ops(title: str, ops: tuple[OpCalls, ...]) -> None:
+    if not ops:
+        return
+    stdout().print()
+    made = table(title, "calls", "called at", "in", right=(1,))
+    for row in ops:
+        made.add_row(row.op, str(row.count), _some(row.sources), _some(row.modules))
+    print_table(made)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = len(names) - _MOST_PLACES
+    return ", ".join(names[:_MOST_PLACES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,14 @@
+"""What a dump says beside each node."""
+
+from __future__ import annotations
+
+from autoshard.ir.lowered import Lowered
+from autoshard.program.program import Note
+
+
+def notes_of_segment(lowered: Lowered, name: str) -> tuple[Note, ...]:
+    """Where each node comes from and why it is as it is."""
+    segment = lowered.segments[name]
+    return tuple(
+        Note(n.origin.fqn, n.origin.source, segment.why.get(n.name, "")) for n in segment.graph.nodes
+    )
