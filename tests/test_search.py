@@ -17,6 +17,8 @@ from autoshard.search import (
     min_marginals,
     solve,
 )
+from autoshard.search.dive import dive, widen
+from autoshard.search.improve import measure
 from autoshard.search.milp import solve_milp
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
@@ -328,3 +330,31 @@ def test_a_wide_network_gets_an_honest_gap() -> None:
     budget = 0.8 * exact.bytes
     held = solve(network, budget, Limits(table=2_000, total=20_000, mini=500, nodes=300, milp=0))
     assert held.bytes <= budget and held.lower_bound <= held.seconds
+
+
+@given(networks)
+@few
+def test_dive_finds_an_assignment_if_there_is_one(network: CostNetwork) -> None:
+    """Propagation with backtracking is complete on small networks; neighbourhoods never make it worse."""
+    net = Residual.of(network)
+    states = dive(net, list(range(len(network.unary))))
+    try:
+        truth = brute_force(network)
+    except NoFiniteAssignment:
+        assert states is None
+        return
+    assert states is not None
+    first = measure(net, states)[0]
+    better = measure(net, widen(net, states, Limits()))[0]
+    assert np.isfinite(first)
+    assert truth.seconds - 1e-9 <= better <= first + 1e-9
+
+
+def test_neighbourhoods_solve_what_fits_at_once() -> None:
+    """Where the whole network is narrow, one neighbourhood is nearly all of it."""
+    network = layered(60, seed=3, states=(4, 8))
+    net = Residual.of(network)
+    states = dive(net, list(range(60)))
+    assert states is not None
+    best = solve(network).seconds
+    assert measure(net, widen(net, states, Limits()))[0] <= best * 1.02 + 1e-12

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.branch import Criterion, depth_first, mini_buckets
+from autoshard.search.dive import dive, widen
 from autoshard.search.eliminate import Elimination, Order, find_order
 from autoshard.search.improve import descend, measure
 from autoshard.search.milp import entries, solve_milp
@@ -51,14 +52,19 @@ def minimise_pruned(net: Residual, limits: Limits) -> Found:
 
 
 def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
-    """Branch and bound for a while, then HiGHS if the program is small; complete if nothing else is found."""
+    """Branch and bound for a while, neighbourhoods from there, HiGHS if the program is small.
+
+    Complete branch and bound if nothing finite was found.
+    """
     bounds = mini_buckets(net, order, min(limits.mini, _MINI_TOTAL // max(1, len(net.unary))))
     tried = depth_first(order, [Criterion(bounds)], nodes=limits.nodes)
     if tried.complete:
         return Found(tried.states, tried.lower_bound, "branch and bound")
-    states, lower, method = tried.states, tried.lower_bound, "mini-buckets + local search"
+    states, lower, method = tried.states, tried.lower_bound, "mini-buckets + neighbourhoods"
+    if states is None:
+        states = dive(net, order.variables[::-1])
     if states is not None:
-        states = descend(net, states)
+        states = widen(net, descend(net, states), limits)
     seconds = np.inf if states is None else measure(net, states)[0]
     if seconds - lower > ROUNDING * abs(seconds) and entries(net) <= limits.milp:
         outcome = solve_milp(net, scale=seconds)

@@ -1,0 +1,145 @@
+"""Good assignments of networks too wide to eliminate: constraint propagation, then exact neighbourhoods.
+
+`dive` finds some finite assignment: states are tried cheapest first, and after each choice all states that
+no longer have a finite partner are taken out (maintaining arc consistency, Sabin and Freuder 1994). `widen`
+improves it: with some variables held as they are the rest is narrow enough to be solved exactly, and the
+held ones change from round to round (large neighbourhood search, Shaw 1998).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.search.eliminate import Elimination, find_order
+from autoshard.search.improve import measure
+from autoshard.search.network import Array, Limits
+from autoshard.search.prune import Residual
+
+Mask = NDArray[np.bool_]
+#: choices taken back before `dive` gives up
+_FAILURES = 2000
+_ROUNDS = 12
+#: table entries of one neighbourhood
+_TABLE = 2_000_000
+
+
+@dataclass
+class _Dive:
+    net: Residual
+    alive: list[Mask]
+    trail: list[tuple[int, Mask]]
+
+    def keep(self, v: int, mask: Mask) -> None:
+        self.trail.append((v, self.alive[v]))
+        self.alive[v] = mask
+
+    def undo(self, length: int) -> None:
+        while len(self.trail) > length:
+            v, mask = self.trail.pop()
+            self.alive[v] = mask
+
+    def propagate(self, changed: Sequence[int]) -> bool:
+        """Take out states without a finite partner; False if a variable has none left."""
+        todo = deque(changed)
+        while todo:
+            v = todo.popleft()
+            for j, table in self.net.rows[v].items():
+                if (min(v, j), max(v, j)) not in self.net.hard:
+                    continue
+                left = self.alive[j] & np.isfinite(table[self.alive[v]]).any(axis=0)
+                if not left.any():
+                    return False
+                if (left != self.alive[j]).any():
+                    self.keep(j, left)
+                    todo.append(j)
+        return True
+
+    def ranked(self, v: int, states: Sequence[int | None]) -> list[int]:
+        """States left of v, the one that looks cheapest last."""
+        cost: Array = np.where(self.alive[v], self.net.unary[v], np.inf)
+        for j, table in self.net.rows[v].items():
+            chosen = states[j]
+            cost = cost + (table[:, chosen] if chosen is not None else table[:, self.alive[j]].min(axis=1))
+        order = np.argsort(-cost, kind="stable")
+        return [int(s) for s in order if self.alive[v][s]]
+
+
+def dive(net: Residual, path: Sequence[int]) -> list[int] | None:
+    """Some assignment with finite cost, variables in the order of ``path``; None if none was found."""
+    work = _Dive(net, [np.isfinite(u) for u in net.unary], [])
+    if not all(mask.any() for mask in work.alive) or not work.propagate(range(len(net.unary))):
+        return None
+    states: list[int | None] = [None] * len(net.unary)
+    stack: list[tuple[int, list[int], int]] = []
+    failures = 0
+    while len(stack) < len(path):
+        v = path[len(stack)]
+        stack.append((v, work.ranked(v, states), len(work.trail)))
+        while stack:
+            v, left, mark = stack[-1]
+            work.undo(mark)
+            states[v] = None
+            if not left:
+                stack.pop()
+                failures += 1
+                if failures > _FAILURES:
+                    return None
+                continue
+            states[v] = left.pop()
+            only = np.zeros_like(work.alive[v])
+            only[states[v]] = True
+            work.keep(v, only)
+            if work.propagate([v]):
+                break
+            failures += 1
+        if not stack:
+            return None
+    return [s for s in states if s is not None]
+
+
+def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
+    """The assignment improved by solving neighbourhoods exactly, until a round of them gains nothing."""
+    best = list(states)
+    seconds = measure(net, best)[0]
+    rng = np.random.default_rng(0)
+    degrees = np.array([len(r) for r in net.rows], dtype=np.float64)
+    for _ in range(_ROUNDS):
+        scores = degrees * rng.uniform(0.2, 1.0, len(degrees))
+        tried = _solve_beside(net, best, np.argsort(-scores, kind="stable"), limits)
+        now = measure(net, tried)[0]
+        if now < seconds:
+            best, seconds = tried, now
+    return best
+
+
+def _solve_beside(
+    net: Residual, states: Sequence[int], first: NDArray[np.int64], limits: Limits
+) -> list[int]:
+    """The best assignment that agrees with ``states`` on as few of the first variables as are needed."""
+    count = max(1, len(states) // 64)
+    table = min(limits.table, _TABLE)
+    while True:
+        held = set(int(v) for v in first[:count])
+        part = _holding(net, states, held)
+        order = find_order(part.sizes, part.rows)
+        if order.largest <= table and order.total <= 20 * table:
+            _, found = Elimination(part, order).solve()
+            return [states[v] if v in held else found[v] for v in range(len(states))]
+        count = min(len(states), count * 3 // 2 + 1)
+
+
+def _holding(net: Residual, states: Sequence[int], held: set[int]) -> Residual:
+    """The network with one state left of every held variable."""
+    part = net.copy()
+    for v in held:
+        s = states[v]
+        part.unary[v], part.memory[v] = part.unary[v][s : s + 1], part.memory[v][s : s + 1]
+        for j, table in list(part.rows[v].items()):
+            part.rows[v][j] = table[s : s + 1]
+            part.rows[j][v] = part.rows[j][v][:, s : s + 1]
+    return part
