@@ -83,7 +83,7 @@ def make_plan(
         built.model,
         where,
         example_inputs=built.inputs,
-        cluster=(cluster or "h100-dgx") if mesh else None,
+        cluster=cluster if mesh else None,
         memory=memory,
         devices=gpus,
         replicate_unknown=replicate_unknown,
@@ -120,6 +120,8 @@ def print_summary(summary: Summary) -> None:
         f"prices of {summary.cluster}, {_budget(summary.budget_bytes)}"
     )
     gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
+    if summary.mesh_reason:
+        console.print(f"mesh    {summary.mesh_reason}")
     console.print(f"step    {seconds_text(summary.seconds)} predicted, nothing overlapped")
     console.print(
         f"proof   {gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, "

@@ -13,6 +13,7 @@ from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even, local_shape
 from autoshard.program.text import layout_text
+from autoshard.report.units import seconds_text
 from autoshard.search.plan import Plan, Why, why_key
 
 
@@ -58,6 +59,7 @@ class Summary:
     warnings: tuple[str, ...]
     parameters: tuple[Decision, ...]
     ops: tuple[Decision, ...]
+    mesh_reason: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,7 +96,14 @@ def summarise(plan: Plan, analysis: Analysis) -> Summary:
         warnings,
         tuple(_parameters(plan, classes, mesh)),
         tuple(_ops(plan, analysis, mesh)),
+        _mesh_reason(plan),
     )
+
+
+def _mesh_reason(plan: Plan) -> str:
+    """Why this mesh shape, if it was searched."""
+    why = plan.why.get("mesh")
+    return f"{why.reason}; next best {why.alternative} +{seconds_text(why.margin)}" if why else ""
 
 
 def _local_bytes(group: PortClass, layout: Layout, mesh: Mesh) -> float:
