@@ -150,7 +150,9 @@ class GroupCollectives:
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
     ) -> list[torch.Tensor]:
         """Several all-reduces over one axis as one message."""
-        flat = _wait(_FUNCTIONAL.all_reduce(torch.cat([x.reshape(-1) for x in xs]), op, self.groups[axis]))
+        packed = torch.cat([x.reshape(-1) for x in xs])
+        # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
+        flat = _wait(_FUNCTIONAL.all_reduce_(packed, op, self.groups[axis]))
         pieces = flat.split([x.numel() for x in xs])
         return [p.view(x.shape) for p, x in zip(pieces, xs, strict=True)]
 
