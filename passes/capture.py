@@ -24,6 +24,7 @@ from autoshard.ir import Joint, Port
 from autoshard.ops.lift import Lifter, lifting
 from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
+from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import aot
 from autoshard.torch_adapters.origins import COPY, OriginRecorder, user_line
@@ -54,14 +55,19 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
-        repeats = _repeats_of(model, inputs, differentiate)
-        if repeats is not None:
-            try:
-                return expand_repeats(_joint(model, inputs, differentiate, repeats), repeats.bodies)
-            except (NotRepeated, CaptureError):
-                # the plain trace finds the same fault, if it is one, and names the layer's own line
-                return _joint(model, inputs, differentiate, None)
-        return _joint(model, inputs, differentiate, None)
+        return repeat_views(_whole(model, inputs, differentiate))
+
+
+def _whole(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> Joint:
+    """The joint graph of the whole model, its repeated layers traced once if that can be."""
+    repeats = _repeats_of(model, inputs, differentiate)
+    if repeats is not None:
+        try:
+            return expand_repeats(_joint(model, inputs, differentiate, repeats), repeats.bodies)
+        except (NotRepeated, CaptureError):
+            # the plain trace finds the same fault, if it is one, and names the layer's own line
+            return _joint(model, inputs, differentiate, None)
+    return _joint(model, inputs, differentiate, None)
 
 
 def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> Repeats | None:

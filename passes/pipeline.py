@@ -18,7 +18,6 @@ from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
-from autoshard.passes.repeat_views import repeat_views
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Plan
@@ -43,8 +42,8 @@ class Lowering:
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
-    """The passes before the search; the flat graph is too long to be a dump of its own."""
-    folded = _watched("010_fold", fold(repeat_views(joint)), watch)
+    """The passes before the search, on what `capture` gives (whose last step is `repeat_views`)."""
+    folded = _watched("010_fold", fold(joint), watch)
     folded = _watched("020_decompose", decompose(folded), watch)
     return _watched("030_normalize", normalize(folded), watch)
 

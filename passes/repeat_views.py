@@ -41,7 +41,9 @@ def repeat_views(joint: Joint) -> Joint:
         if name not in copies:
             node = substitute(makers[name], lambda source: Ref(copied(source)))
             copies[name] = _fresh(name, taken)
-            nodes.append(replace(node, outs=(copies[name],), backward=True))
+            nodes.append(
+                Node(node.op, node.args, node.kwargs, (copies[name],), node.types, node.origin, True)
+            )
         return copies[name]
 
     for node in joint.graph.nodes:

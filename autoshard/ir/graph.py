@@ -8,7 +8,7 @@ new graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autoshard.ir.types import TensorType
@@ -113,17 +113,22 @@ def _collect(args: tuple[Arg, ...], found: list[str]) -> None:
 
 
 def _map(arg: Arg, fn: Callable[[str], Arg]) -> Arg:
-    if isinstance(arg, Ref):
+    if type(arg) is Ref:
         return fn(arg.name)
-    if isinstance(arg, tuple):
-        return tuple(_map(item, fn) for item in arg)
+    if type(arg) is tuple:
+        return tuple([_map(item, fn) for item in arg])
     return arg
 
 
 def substitute(node: Node, fn: Callable[[str], Arg]) -> Node:
     """The node with every use replaced by ``fn(name)``."""
-    return replace(
-        node,
-        args=tuple(_map(a, fn) for a in node.args),
-        kwargs=tuple((k, _map(v, fn)) for k, v in node.kwargs),
+    # built directly: dataclasses.replace takes several times as long, and big graphs have many nodes
+    return Node(
+        node.op,
+        tuple([_map(a, fn) for a in node.args]),
+        tuple([(k, _map(v, fn)) for k, v in node.kwargs]) if node.kwargs else (),
+        node.outs,
+        node.types,
+        node.origin,
+        node.backward,
     )
