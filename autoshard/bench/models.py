@@ -31,11 +31,6 @@ def bench_batch(batch: int = 8, seq: int = 64, vocab: int = 1024) -> dict[str, t
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def gpt3_175b() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """GPT-3 175B (96 layers, hidden 12288) on the meta device, and a batch of 16 x 2048."""
-    return gpt2_shape(96, 12288, 96)
-
-
 def gpt2_shape(layers: int, hidden: int, heads: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A GPT-2 architecture of any size on the meta device: no memory."""
     from transformers import GPT2Config, GPT2LMHeadModel

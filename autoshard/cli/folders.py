@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoshard.errors import UsageError, VerificationError
-from autoshard.program.store import staging_folder
+from autoshard.program.store import replaced_whole
 from autoshard.search.plan import Plan
 from autoshard.search.plan_json import plan_from_json, plan_to_json
 
@@ -42,23 +40,15 @@ def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
 def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -> None:
     """Write both files; the folder appears complete or not at all."""
     check_plan_folder(folder, overwrite=overwrite)
-    staging = staging_folder(folder)
     document = {
         "schema": 1,
         "target": request.target,
         "options": dict(request.options),
         "replicate_unknown": request.replicate_unknown,
     }
-    try:
+    with replaced_whole(folder) as staging:
         (staging / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
         (staging / "request.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        os.chmod(staging, 0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(staging, folder)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def read_plan(folder: Path) -> tuple[Plan, Request]:

@@ -27,7 +27,6 @@ from autoshard.ir import (
 )
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.placement import Layout, Partial, Placement, R, Shard
-from autoshard.program.program import Note
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
@@ -363,7 +362,3 @@ def _segment_call(
             _fail("a segment call takes site=N only", node)
         site = constant.value
     return Call(func.id, args, outs, "", backward, site)
-
-
-def notes_of(rows: Sequence[Sequence[str]]) -> tuple[Note, ...]:
-    return tuple(Note(*row) for row in rows)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
-from autoshard.placement import Layout
 
 #: raised when the meaning of a program folder changes
 FORMAT = 1
@@ -41,9 +40,6 @@ class Signature:
             joint.frozen,
             joint.training,
         )
-
-    def port_layouts(self, lowered: Lowered) -> dict[str, Layout]:
-        return {p.name: lowered.values[p.name].layout for p in self.ports}
 
 
 @dataclass(frozen=True)

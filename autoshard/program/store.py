@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +40,17 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
     """
     target = Path(folder)
     check_target(target, overwrite=overwrite)
+    with replaced_whole(target) as staging:
+        _write(program, staging)
+    return target
+
+
+@contextmanager
+def replaced_whole(target: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``target`` at the end or, on any error, vanishes."""
     staging = staging_folder(target)
     try:
-        _write(program, staging)
+        yield staging
         os.chmod(staging, 0o755)
         if target.exists():
             shutil.rmtree(target)
@@ -48,7 +58,6 @@ def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    return target
 
 
 def staging_folder(target: Path) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoshard.ir import Arg, CallSite, Graph, Node, Ref, refs_of
+from autoshard.ir import CallSite, Graph, Node, Ref, refs_of
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 
 Env = list[Any]
@@ -133,8 +133,3 @@ def _plan_frees(graph: Graph, steps: Sequence[Step], slots: Mapping[str, int]) -
         used = {slots[r] for r in refs_of(node)} | set(step.outs)
         step.frees = tuple(sorted(used - seen))
         seen |= used
-
-
-def literal(arg: Arg) -> bool:
-    """Whether an argument holds no value of the program."""
-    return not any(True for _ in refs_of(arg))
