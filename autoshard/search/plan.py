@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout
@@ -40,6 +41,19 @@ class Proof:
     states: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What backward computes again instead of keeping it.
+
+    policy: ``full`` keeps only the inputs of a call; ``selective`` also keeps the results of matrix
+    products and attention, and runs again what is cheap between them. calls: for so many calls of the
+    segment, the first ones of the forward pass (whose activations would be kept longest).
+    """
+
+    policy: Literal["selective", "full"]
+    calls: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """Decisions for one model on one mesh.
@@ -67,6 +81,8 @@ class Plan:
     proof: Proof
     target: str = ""
     replicated: tuple[str, ...] = ()
+    microbatches: int = 1
+    recompute: dict[str, Recompute] = field(default_factory=dict)
 
 
 def why_key(kind: str, *parts: object) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 from autoshard.errors import VerificationError
 from autoshard.placement import Layout, Placement, parse_placement
 from autoshard.rules.states import OpState
-from autoshard.search.plan import Plan, Proof, Why
+from autoshard.search.plan import Plan, Proof, Recompute, Why
 from autoshard.search.variables import ParamState
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -34,6 +34,8 @@ def plan_to_json(plan: Plan) -> str:
         "why": {k: [w.reason, w.alternative, w.margin] for k, w in plan.why.items()},
         "warnings": list(plan.warnings),
         "replicated": list(plan.replicated),
+        "microbatches": plan.microbatches,
+        "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
         "proof": [
             plan.proof.seconds,
             plan.proof.lower_bound,
@@ -72,9 +74,19 @@ def plan_from_json(text: str) -> Plan:
             Proof(*raw["proof"]),
             raw["target"],
             tuple(map(str, raw["replicated"])),
+            int(raw["microbatches"]),
+            {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
         )
     except (ValueError, KeyError, TypeError) as error:
         raise VerificationError(f"not a plan: {error}", hint="plan again") from None
+
+
+def _recompute(policy: str, calls: int) -> Recompute:
+    if policy == "full":
+        return Recompute("full", int(calls))
+    if policy == "selective":
+        return Recompute("selective", int(calls))
+    raise ValueError(f"{policy!r} is no recompute policy")
 
 
 def _out(layout: Layout | None) -> list[str] | None:
