@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 from autoshard.analysis import Analysis, analyse
 from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target, usable_memory
 from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.recipe import recipe_named
 from autoshard.errors import UsageError, VerificationError
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
@@ -24,23 +26,56 @@ from autoshard.program.store import load_program, save_program
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.search.choose import choose
+from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
+from autoshard.search.rebatch import batch_of
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with the arguments and rules it was captured with."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    replicate_unknown: bool = False
+    rules: Rules = None
+
+    def analysed(self, say: Progress) -> Analysis:
+        """Capture the model and find its rules."""
+        say("capturing")
+        joint = capture(self.model, self.args, self.kwargs)
+        return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
+
+    def with_batch(self, analysis: Analysis, batch: int) -> Source:
+        """The same with inputs of ``batch`` sequences; values do not matter to a capture."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        cut = {int(t) for t in analysis.folded.joint.batch_inputs}
+        resized = [
+            x.new_zeros((batch, *x.shape[1:])) if k in cut and isinstance(x, torch.Tensor) else x
+            for k, x in enumerate(leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(resized, spec)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True)
 class Planned:
     """A plan and the analysed model it is for.
 
-    The plan alone is what is stored; the analysis saves `compile` from capturing the model again.
+    The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
+    saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
+    thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
     """
 
     plan: Plan
     analysis: Analysis = field(repr=False)
     cluster: Cluster = field(repr=False)
+    settled: Settled | None = field(default=None, repr=False)
+    source: Source | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -62,6 +97,9 @@ def plan(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     memory: int | None = None,
     devices: int | None = None,
+    global_batch: int | None = None,
+    optimizer: str = "adamw",
+    recompute: bool = True,
     replicate_unknown: bool = False,
     rules: Rules = None,
     target: str = "",
@@ -74,8 +112,11 @@ def plan(
     example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
     pair of both, or a single tensor. cluster: whose prices to use (default: cpu-gloo for a model on
     the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the
-    device where a cluster is named; no limit, but a warning, where only a mesh is). rules: the user's
-    own (see `autoshard.rule`).
+    device where a cluster is named; no limit, but a warning, where only a mesh is). global_batch:
+    sequences per optimizer step, for which the number of microbatches is then chosen (default: the batch
+    of the example inputs, in one piece). optimizer: what is kept per parameter, ``adamw`` or
+    ``adamw-fp32`` (see `cost.recipe`). recompute: whether activations may be computed again in backward.
+    rules: the user's own (see `autoshard.rule`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
@@ -86,11 +127,14 @@ def plan(
     machine = _cluster_of(where, cluster, model)
     named = isinstance(where, Cluster) or cluster is not None
     limit = usable_memory(machine.device) if memory is None and named else memory
-    say("capturing")
-    joint = capture(model, args, kwargs)
-    analysis = analyse(joint, replicate_unknown=replicate_unknown, rules=rules, progress=say)
+    if global_batch is not None and global_batch < 1:
+        raise UsageError(f"global_batch is {global_batch}", hint="give the sequences of one optimizer step")
+    ask = Ask(batch=global_batch, recipe=recipe_named(optimizer), recompute=recompute)
+    source = Source(model, args, kwargs, replicate_unknown, rules)
+    analysis = source.analysed(say)
     meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
-    return plan_analysed(analysis, meshes, machine, memory=limit, target=target, progress=say)
+    planned = plan_analysed(analysis, meshes, machine, memory=limit, ask=ask, target=target, progress=say)
+    return replace(planned, source=source)
 
 
 def plan_analysed(
@@ -99,11 +143,16 @@ def plan_analysed(
     cluster: Cluster,
     *,
     memory: int | None = None,
+    ask: Ask | None = None,
     target: str = "",
     progress: Progress | None = None,
 ) -> Planned:
-    """The best plan over candidate meshes for a model that was analysed already."""
-    settled = choose(analysis.model, meshes, cluster, memory, progress or (lambda _: None))
+    """The best plan over candidate meshes for a model that was analysed already.
+
+    ask: what else is asked of the search; its budget is ``memory``.
+    """
+    ask = replace(ask or Ask(), budget=memory)
+    settled = choose(analysis.model, meshes, cluster, ask, progress or (lambda _: None))
     best = explain(
         settled,
         cluster,
@@ -112,7 +161,7 @@ def plan_analysed(
         replicated=analysis.replicated,
         target=target,
     )
-    return Planned(best, analysis, cluster)
+    return Planned(best, analysis, cluster, settled)
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -176,37 +225,38 @@ def compile(
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
         args, kwargs = split_inputs(example_inputs)
-        say("capturing")
-        analysis = analyse(
-            capture(model, args, kwargs),
-            replicate_unknown=bool(plan.replicated),
-            rules=rules,
-            progress=say,
-        )
-        plan = Planned(
-            plan,
-            analysis,
-            load_cluster(cluster or plan.cluster) if not isinstance(cluster, Cluster) else cluster,
-        )
-    if plan.analysis.fingerprint != plan.plan.fingerprint:
+        source = Source(model, args, kwargs, bool(plan.replicated), rules)
+        machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
+        plan = Planned(plan, source.analysed(say), machine, None, source)
+    return Compiled(compile_analysed(plan, say))
+
+
+def compile_analysed(planned: Planned, progress: Progress | None = None) -> Program:
+    """The program of a plan, from the analysis it was made with.
+
+    The program is one microbatch; a model that was captured with another batch is captured again.
+    """
+    say = progress or (lambda _: None)
+    analysis, plan = planned.analysis, planned.plan
+    captured = batch_of(analysis.folded)
+    if plan.batch and captured != plan.batch:
+        if planned.source is None:
+            raise VerificationError(
+                f"the plan is for microbatches of {plan.batch} sequences, the capture has {captured}",
+                hint="compile with example inputs of one microbatch",
+            )
+        analysis = planned.source.with_batch(analysis, plan.batch).analysed(say)
+    if analysis.fingerprint != plan.fingerprint:
         raise VerificationError(
             "the plan was made for another model or other inputs",
-            why=f"the graph's fingerprint is {plan.analysis.fingerprint}, the plan's {plan.plan.fingerprint}",
+            why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
             hint="plan again",
         )
     say("emitting programs")
-    return Compiled(compile_analysed(plan))
-
-
-def compile_analysed(planned: Planned) -> Program:
-    """The program of a plan, from the analysis it was made with."""
-    mesh = Mesh.parse(planned.plan.mesh)
+    mesh = Mesh.parse(plan.mesh)
     prices = cost_model(planned.cluster, mesh)
-    analysis = planned.analysis
-    how = Lowering(
-        analysis.flow, planned.plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table
-    )
-    program = build_program(analysis.folded, how, planned.plan, analysis.dumps)
+    how = Lowering(analysis.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
+    program = build_program(analysis.folded, how, plan, analysis.dumps)
     return replace(program, user_ops=_user_ops(analysis))
 
 

@@ -54,8 +54,7 @@ def compile_command(
             planned = make_plan(
                 target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, rules, say
             )
-            say("emitting programs")
-            program = api.compile_analysed(planned)
+            program = api.compile_analysed(planned, say)
         else:
             if target or mesh or gpus or batch or seq or memory:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""The best solution over meshes, under a memory budget."""
+"""The best plan over meshes, microbatches, recomputation and placements, under a memory budget."""
 
 from __future__ import annotations
 
@@ -7,133 +7,247 @@ from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.cost.step_time import OVERLAP
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
-from autoshard.search.network import InfeasibleNetwork, NoFiniteAssignment, Solution
-from autoshard.search.problem import Model, Problem, build_problem
+from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.plan import Recompute
+from autoshard.search.problem import Model
+from autoshard.search.problems import Posed, layer_calls, pose
+from autoshard.search.rank import (
+    Configuration,
+    Estimated,
+    Shape,
+    data_ways,
+    microbatch_sizes,
+    parameters_of,
+    rank,
+    shapes_of,
+)
+from autoshard.search.rebatch import batch_of, rebatched
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed
 from autoshard.search.solve import solve
-from autoshard.search.variables import ParamVar
+from autoshard.search.terms import compose
+from autoshard.search.tune import QUICK, tune
+
+#: configurations solved exactly beyond the one that looks best
+_MORE = 3
+#: configurations whose estimate is this much over that of one that was solved are not solved
+_MARGIN = 1.02
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One mesh with its problem, solved as if memory had no limit: no plan on it is faster than that.
+class Ask:
+    """What is asked of the search.
 
-    strict: whether all work is divided as the axes mean.
+    budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
+    with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
+    computing that hides parameter collectives. recipe: what training keeps per parameter.
     """
 
-    mesh: Mesh
-    problem: Problem
-    relaxed: Solution
-    strict: bool
+    budget: int | None = None
+    batch: int | None = None
+    recompute: bool = True
+    overlap: float = OVERLAP
+    recipe: Recipe = ADAMW
 
 
 @dataclass(frozen=True)
 class Settled:
-    """The best solution on the best mesh.
+    """The best found.
 
-    rejected: (mesh, seconds or their lower bound) of the others, best first.
+    bound: seconds; no plan that was considered is faster. rejected: (mesh with microbatches, seconds or
+    their lower bound) of others, best first. interrupted: whether the search was stopped before its end.
     """
 
-    candidate: Candidate
-    solution: Solution
+    posed: Posed
+    placed: Placed
+    configuration: Configuration
+    bound: float
     rejected: tuple[tuple[str, float], ...] = ()
-
-
-def consider(model: Model, mesh: Mesh, cluster: Cluster) -> Candidate:
-    """The problem on one mesh and its solution without a memory limit.
-
-    Raises UsageError if the mesh cannot be used for the model at all.
-    """
-    meanings = [axis.meaning for axis in mesh.axes]
-    prices = cost_model(cluster, mesh)
-    problem = build_problem(model, mesh.sizes, meanings, prices)
-    try:
-        return Candidate(mesh, problem, solve(problem.network), True)
-    except NoFiniteAssignment:
-        # some op can follow the axes' meanings only alone, not together with its neighbours
-        problem = build_problem(model, mesh.sizes, meanings, prices, strict=False)
-        return Candidate(mesh, problem, solve(problem.network), False)
-
-
-def settle(candidate: Candidate, budget: int | None) -> Solution:
-    """The best solution on a mesh under a memory budget in bytes per rank.
-
-    Raises InfeasibleError with the smallest feasible budget and what fills it.
-    """
-    if budget is None or candidate.relaxed.bytes <= budget:
-        return candidate.relaxed
-    try:
-        return solve(candidate.problem.network, float(budget))
-    except InfeasibleNetwork as error:
-        raise _infeasible(candidate.problem, error, budget, candidate.mesh) from None
+    interrupted: bool = False
 
 
 def choose(
     model: Model,
     meshes: Sequence[Mesh],
     cluster: Cluster,
-    budget: int | None = None,
+    ask: Ask | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Settled:
-    """The best solution over all meshes.
+    """The best plan over all meshes, and over microbatches if a global batch is asked for.
 
-    Meshes are tried in the order of what they could reach without a memory limit; once that is no
-    better than the best solution found, the rest is ruled out by it. If nothing fits, the error is
-    that of the mesh that needs least.
+    Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
+    fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
     """
-    candidates, failures = _candidates(model, meshes, cluster, progress)
-    best: Settled | None = None
-    others: list[tuple[str, float]] = []
-    for candidate in sorted(candidates, key=lambda c: c.relaxed.seconds):
-        if best is not None and candidate.relaxed.seconds >= best.solution.seconds:
-            others.append((str(candidate.mesh), candidate.relaxed.seconds))
-            continue
-        progress(f"meeting memory on {candidate.mesh}")
-        try:
-            solution = settle(candidate, budget)
-        except InfeasibleError as error:
-            failures.append(error)
-            continue
-        if best is None or solution.seconds < best.solution.seconds:
-            if best is not None:
-                others.append((str(best.candidate.mesh), best.solution.seconds))
-            best = Settled(candidate, solution)
-        else:
-            others.append((str(candidate.mesh), solution.seconds))
-    if best is None:
-        raise min(failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
-    return replace(best, rejected=tuple(sorted(others, key=lambda pair: pair[1])))
-
-
-def _candidates(
-    model: Model, meshes: Sequence[Mesh], cluster: Cluster, progress: Callable[[str], None]
-) -> tuple[list[Candidate], list[AutoshardError]]:
-    found: list[Candidate] = []
-    failures: list[AutoshardError] = []
-    for mesh in meshes:
-        progress(f"searching {mesh}")
-        try:
-            found.append(consider(model, mesh, cluster))
-        except UsageError as error:
-            failures.append(error)
+    ask = ask or Ask()
     if not meshes:
-        failures.append(UsageError("no mesh shape fits the cluster", hint="use another number of devices"))
-    return found, failures
+        raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
+    search = _Search(model, cluster, ask, progress)
+    if len(meshes) == 1 and ask.batch is None:
+        return search.one(meshes[0])
+    return search.many(meshes)
 
 
-def _infeasible(problem: Problem, error: InfeasibleNetwork, limit: int, mesh: Mesh) -> InfeasibleError:
-    held = {"parameters, gradients and optimizer state": 0.0, "activations kept for backward": 0.0}
-    for variable, memory, state in zip(problem.variables, problem.network.memory, error.states, strict=True):
-        key = list(held)[0 if isinstance(variable, ParamVar) else 1]
-        held[key] += float(memory[state])
-    binding = max(held, key=lambda k: held[k])
-    parts = ", ".join(f"{k} {bytes_up(v)}" for k, v in held.items())
+class _Search:
+    def __init__(self, model: Model, cluster: Cluster, ask: Ask, progress: Callable[[str], None]) -> None:
+        self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
+        self.captured = batch_of(model.folded)
+        self.total = ask.batch or self.captured
+        self.setting = Setting(1, layer_calls(model.folded), overlap=ask.overlap)
+        self.failures: list[AutoshardError] = []
+
+    def one(self, mesh: Mesh) -> Settled:
+        """A mesh that was given, the batch in one piece."""
+        self.progress(f"searching {mesh}")
+        posed = pose(self.model, mesh, self.cluster, self.setting, recipe=self.ask.recipe)
+        placed = self.tune(posed, self.setting)
+        return Settled(posed, placed, Configuration(mesh, self.captured, 1), placed.lower_bound)
+
+    def many(self, meshes: Sequence[Mesh]) -> Settled:
+        shapes = []
+        for group in shapes_of(meshes):
+            try:
+                shapes.append(self.shape(group))
+            except UsageError as error:
+                self.failures.append(error)
+        ranked = [
+            e
+            for shape in shapes
+            for e in rank(shape, self.total, self.cluster, self.setting, self.ask.budget, self.ask.recipe)
+        ]
+        if not ranked:
+            return self.nothing(shapes)
+        return self.exact(sorted(ranked, key=lambda e: (e.seconds, str(e.configuration.mesh))))
+
+    def shape(self, meshes: tuple[Mesh, ...]) -> Shape:
+        """Solve the shape at its smallest and its largest microbatch."""
+        mesh = meshes[0]
+        sizes = [b for b in self.sizes(mesh) if b > 1] or self.sizes(mesh)
+        if not sizes:
+            raise UsageError(
+                f"a batch of {self.total} does not divide over {data_ways(mesh)} batch shards",
+                where=f"mesh {mesh}",
+                hint="choose a global batch that is a multiple of the data-parallel ranks",
+            )
+        self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences")
+        ends = []
+        for batch in dict.fromkeys((sizes[0], sizes[-1])):
+            posed = self.pose(mesh, batch)
+            ends.append((batch, posed.free.taken, self.least(posed)))
+        return Shape(meshes, ends[0], ends[-1], parameters_of(posed))
+
+    def sizes(self, mesh: Mesh) -> list[int]:
+        """Possible microbatches, in sequences over the whole mesh."""
+        if self.ask.batch is None:
+            return [self.captured]
+        return microbatch_sizes(mesh, self.total)
+
+    def pose(self, mesh: Mesh, batch: int) -> Posed:
+        model = rebatched(self.model, batch)
+        merge = len(mesh.axes) > 1
+        return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge)
+
+    def least(self, posed: Posed) -> float:
+        """Seconds of computing and talking that no placements go below, for one microbatch."""
+        network = compose(
+            posed.problem.terms, lambda key: float(key.kind in ("work", "talk")), lambda key: 0.0
+        )
+        return solve(network, limits=QUICK).lower_bound
+
+    def tune(self, posed: Posed, setting: Setting) -> Placed:
+        budget = self.ask.budget
+        try:
+            return tune(posed.problem, setting, budget, recompute=self.ask.recompute)
+        except InfeasibleNetwork as error:
+            assert budget is not None
+            raise _infeasible(posed, setting, error, budget) from None
+
+    def exact(self, ranked: Sequence[Estimated]) -> Settled:
+        """Solve the configurations that look best, until the others are ruled out or far behind."""
+        best: Settled | None = None
+        solved: dict[Configuration, float] = {}
+        interrupted = False
+        limit = float("inf")
+        for estimated in ranked:
+            where = estimated.configuration
+            if best is not None and (
+                estimated.bound >= best.placed.seconds or estimated.seconds > limit or len(solved) > _MORE
+            ):
+                continue
+            self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
+            try:
+                posed = self.pose(where.mesh, where.batch)
+                placed = self.tune(posed, replace(self.setting, microbatches=where.microbatches))
+            except (InfeasibleError, UsageError) as error:
+                self.failures.append(error)
+                solved[where] = float("inf")
+                continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                interrupted = True
+                break
+            solved[where] = placed.seconds
+            # estimates err alike, so they are compared with each other
+            limit = min(limit, _MARGIN * estimated.seconds)
+            if best is None or placed.seconds < best.placed.seconds:
+                best = Settled(posed, placed, where, placed.lower_bound)
+        if best is None:
+            raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
+        return self.finished(best, ranked, solved, interrupted)
+
+    def finished(
+        self,
+        best: Settled,
+        ranked: Sequence[Estimated],
+        solved: dict[Configuration, float],
+        interrupted: bool,
+    ) -> Settled:
+        others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
+        bounds = [e.bound for c, e in others if c not in solved]
+        bound = min([best.bound, *bounds, *(s for s in solved.values())])
+        named = sorted(
+            ((_name(c), solved.get(c, e.seconds)) for c, e in others), key=lambda pair: (pair[1], pair[0])
+        )
+        return replace(best, bound=bound, rejected=tuple(named), interrupted=interrupted)
+
+    def nothing(self, shapes: Sequence[Shape]) -> Settled:
+        """Nothing fits by the estimates: let the shape that needs least say so exactly."""
+        for shape in sorted(shapes, key=lambda s: s.low[0]):
+            mesh = shape.meshes[0]
+            try:
+                posed = self.pose(mesh, shape.low[0])
+                setting = replace(self.setting, microbatches=self.total // shape.low[0])
+                placed = self.tune(posed, setting)
+            except InfeasibleError as error:
+                self.failures.append(error)
+                continue
+            return Settled(
+                posed, placed, Configuration(mesh, shape.low[0], setting.microbatches), placed.lower_bound
+            )
+        raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
+
+
+def _name(where: Configuration) -> str:
+    pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
+    return f"{where.mesh}{pieces}"
+
+
+def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:
+    from autoshard.search.terms import profile
+
+    everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
+    held = replace(setting, recompute=everything).held(profile(posed.problem.terms, error.states))
+    parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
+    binding = max(parts, key=lambda k: parts[k])
+    text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
     failure = InfeasibleError(
-        f"no plan for mesh {mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
+        f"no plan for mesh {posed.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
         f"{bytes_up(error.smallest_bytes)}",
-        why=f"the binding term is {binding} ({parts})",
+        why=f"the binding term is {binding} ({text})",
         hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",
     )
     failure.smallest_bytes = error.smallest_bytes

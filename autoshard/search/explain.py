@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.cluster.cluster import Cluster, usable_memory
 from autoshard.cluster.mesh import Mesh
 from autoshard.placement import Layout
+from autoshard.rules.states import OpState
 from autoshard.search.amounts import bytes_up
+from autoshard.search.axes import SearchAxes
 from autoshard.search.choose import Settled
 from autoshard.search.marginals import min_marginals
-from autoshard.search.network import Marginals, Solution
 from autoshard.search.plan import Plan, Proof, Why, why_key
-from autoshard.search.problem import Problem
 from autoshard.search.variables import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
 
 
@@ -28,126 +29,124 @@ def explain(
     target: str = "",
 ) -> Plan:
     """The plan of a solution: every decision with its reason and the price of the next best."""
-    warnings = [f"{op} has no rule and runs replicated" for op in replicated]
-    mesh, solution = settled.candidate.mesh, settled.solution
-    if not settled.candidate.strict:
-        warnings.append(f"not all work could be divided as the axes of {mesh} mean")
-    if budget is None and solution.bytes > usable_memory(cluster.device):
-        held, room = bytes_up(solution.bytes), bytes_up(usable_memory(cluster.device))
-        warnings.append(f"about {held} per rank are held, a {cluster.device.name} has {room}")
-    problem = settled.candidate.problem
-    plan = _plan(
-        problem,
-        solution,
-        min_marginals(problem.network),
-        mesh,
-        cluster,
-        budget,
-        fingerprint,
-        tuple(warnings),
-        target,
-        tuple(replicated),
+    placed, problem = settled.placed, settled.posed.problem
+    mesh, where = settled.configuration.mesh, settled.configuration
+    proof = Proof(
+        placed.seconds,
+        settled.bound,
+        max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
+        placed.solution.method,
+        len(problem.variables),
+        sum(len(v.states) for v in problem.variables),
     )
+    plan = Plan(
+        mesh=str(mesh),
+        cluster=cluster.name,
+        budget=budget,
+        fingerprint=fingerprint,
+        nodes={},
+        values={},
+        params={},
+        ports={},
+        results={},
+        why={},
+        warnings=_warnings(settled, cluster, budget, replicated),
+        proof=proof,
+        target=target,
+        replicated=tuple(replicated),
+        microbatches=where.microbatches,
+        batch=where.batch,
+        recompute=dict(placed.setting.recompute),
+    )
+    marginals = min_marginals(placed.network)
+    for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
+        key = _record(plan, variable, state, problem.axes)
+        plan.why[key] = _why(variable, state, marginals.costs[number], mesh, problem.axes)
     if settled.rejected:
         other, seconds = settled.rejected[0]
-        reason = f"the best of {len(settled.rejected) + 1} mesh shapes"
-        plan.why["mesh"] = Why(reason, other, max(0.0, seconds - solution.seconds))
+        reason = f"the best of {len(settled.rejected) + 1} configurations"
+        plan.why["mesh"] = Why(reason, other, max(0.0, seconds - placed.seconds))
     return plan
 
 
-def _plan(
-    problem: Problem,
-    solution: Solution,
-    marginals: Marginals,
-    mesh: Mesh,
-    cluster: Cluster,
-    budget: int | None,
-    fingerprint: str,
-    warnings: tuple[str, ...],
-    target: str,
-    replicated: tuple[str, ...],
-) -> Plan:
-    plan = Plan(
-        str(mesh),
-        cluster.name,
-        budget,
-        fingerprint,
-        {},
-        {},
-        {},
-        {},
-        {},
-        {},
-        warnings,
-        Proof(
-            solution.seconds,
-            solution.lower_bound,
-            solution.gap,
-            solution.method,
-            len(problem.variables),
-            sum(len(v.states) for v in problem.variables),
-        ),
-        target,
-        replicated,
-    )
-    for number, (variable, state) in enumerate(zip(problem.variables, solution.states, strict=True)):
-        key = _record(plan, variable, state)
-        plan.why[key] = _why(variable, state, marginals.costs[number], mesh)
-    return plan
+def _warnings(
+    settled: Settled, cluster: Cluster, budget: int | None, replicated: Sequence[str]
+) -> tuple[str, ...]:
+    warnings = [f"{op} has no rule and runs replicated" for op in replicated]
+    if settled.interrupted:
+        warnings.append("the search was interrupted: this is the best plan found until then")
+    if not settled.posed.strict:
+        warnings.append(f"not all work could be divided as the axes of {settled.posed.mesh} mean")
+    room = usable_memory(cluster.device)
+    if budget is None and settled.placed.bytes > room:
+        held = bytes_up(settled.placed.bytes)
+        warnings.append(f"about {held} per rank are held, a {cluster.device.name} has {bytes_up(room)}")
+    return tuple(warnings)
 
 
-def _record(plan: Plan, variable: Variable, state: int) -> str:
-    """Put one decision into the plan's tables; the key of its reason."""
+def _record(plan: Plan, variable: Variable, state: int, axes: SearchAxes) -> str:
+    """Put one decision into the plan's tables, over the axes of the mesh; the key of its reason."""
     match variable:
         case NodeVar():
-            plan.nodes[variable.segment, variable.number] = variable.states[state]
+            plan.nodes[variable.segment, variable.number] = _op_on_mesh(variable.states[state], axes)
             return why_key("node", variable.segment, variable.number)
         case ValueVar():
-            plan.values[variable.place] = variable.states[state]
+            plan.values[variable.place] = axes.to_mesh(variable.states[state])
             return why_key("value", *variable.place)
         case ParamVar():
-            plan.params[variable.place] = variable.states[state]
+            life = variable.states[state]
+            plan.params[variable.place] = replace(life, use=axes.to_mesh(life.use))
             return why_key("param", variable.place[1])
         case PortVar():
-            plan.ports[variable.place] = variable.states[state]
+            plan.ports[variable.place] = axes.to_mesh(variable.states[state])
             return why_key("port", variable.place[1])
         case ResultVar():
-            plan.results[variable.number] = variable.states[state]
+            plan.results[variable.number] = axes.to_mesh(variable.states[state])
             return why_key("result", variable.number)
 
 
-def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh) -> Why:
+def _op_on_mesh(state: OpState, axes: SearchAxes) -> OpState:
+    return replace(
+        state,
+        inputs=tuple(map(axes.to_mesh, state.inputs)),
+        outputs=tuple(None if x is None else axes.to_mesh(x) for x in state.outputs),
+    )
+
+
+def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: SearchAxes) -> Why:
     """The reason of a choice: forced, free, or what the next best different choice would cost."""
-    own = _face(variable, state, mesh)
+    own = _face(variable, state, mesh, axes)
     others = [
         (float(costs[k]), k)
         for k in range(len(variable.states))
-        if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh) != own
+        if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh, axes) != own
     ]
     if not others:
         return Why("the only way")
     best, index = min(others)
     margin = max(0.0, best - float(costs[state]))
     reason = "solver" if margin > 0 else "solver (a tie)"
-    return Why(reason, _face(variable, index, mesh), margin)
+    return Why(reason, _face(variable, index, mesh, axes), margin)
 
 
-def _face(variable: Variable, state: int, mesh: Mesh) -> str:
+def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
     """What a reader sees of a state: the layout of the result, or the life of a parameter."""
     match variable:
         case NodeVar():
             chosen = variable.states[state]
-            layout = next((lay for lay in chosen.outputs if lay is not None), ())
-            return _layout(layout, mesh)
+            layout = next((lay for lay in chosen.outputs if lay is not None), None)
+            return "" if layout is None else _layout(axes.to_mesh(layout), mesh)
         case ParamVar():
             life = variable.states[state]
-            kept = " kept" if life.keep else ""
-            if life.stored == life.use:
+            use = axes.to_mesh(life.use)
+            if life.stored == use:
                 return _layout(life.stored, mesh)
-            return f"{_layout(life.stored, mesh)} used as {_layout(life.use, mesh)}{kept}"
+            stage = {(False, False): "ZeRO-3", (True, False): "ZeRO-2", (True, True): "ZeRO-1"}
+            stored, way = _layout(life.stored, mesh), stage.get((life.keep, life.late), "")
+            return f"{stored} used as {_layout(use, mesh)}, {way}"
         case _:
-            return _layout(variable.states[state], mesh)
+            return _layout(axes.to_mesh(variable.states[state]), mesh)
 
 
 def _layout(layout: Layout, mesh: Mesh) -> str:
-    return " ".join(f"{n}:{p}" for n, p in zip(mesh.names, layout, strict=False))
+    return " ".join(f"{n}:{p}" for n, p in zip(mesh.names, layout, strict=True))

@@ -82,6 +82,7 @@ class Plan:
     target: str = ""
     replicated: tuple[str, ...] = ()
     microbatches: int = 1
+    batch: int = 0
     recompute: dict[str, Recompute] = field(default_factory=dict)
 
 

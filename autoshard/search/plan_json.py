@@ -28,13 +28,14 @@ def plan_to_json(plan: Plan) -> str:
             for (seg, number), s in plan.nodes.items()
         ],
         "values": [[*place, _out(layout)] for place, layout in plan.values.items()],
-        "params": [[*place, _out(p.stored), _out(p.use), p.keep] for place, p in plan.params.items()],
+        "params": [[*place, _out(p.stored), _out(p.use), p.keep, p.late] for place, p in plan.params.items()],
         "ports": [[*place, _out(layout)] for place, layout in plan.ports.items()],
         "results": [[number, _out(layout)] for number, layout in plan.results.items()],
         "why": {k: [w.reason, w.alternative, w.margin] for k, w in plan.why.items()},
         "warnings": list(plan.warnings),
         "replicated": list(plan.replicated),
         "microbatches": plan.microbatches,
+        "batch": plan.batch,
         "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
         "proof": [
             plan.proof.seconds,
@@ -66,7 +67,10 @@ def plan_from_json(text: str) -> Plan:
                 for seg, n, i, o, w in raw["nodes"]
             },
             {(a, b): _in(x) for a, b, x in raw["values"]},
-            {(a, b): ParamState(_in(s), _in(u), bool(k)) for a, b, s, u, k in raw["params"]},
+            {
+                (a, b): ParamState(_in(s), _in(u), bool(k), bool(late))
+                for a, b, s, u, k, late in raw["params"]
+            },
             {(a, b): _in(x) for a, b, x in raw["ports"]},
             {int(n): _in(x) for n, x in raw["results"]},
             {k: Why(r, a, float(m)) for k, (r, a, m) in raw["why"].items()},
@@ -75,6 +79,7 @@ def plan_from_json(text: str) -> Plan:
             raw["target"],
             tuple(map(str, raw["replicated"])),
             int(raw["microbatches"]),
+            int(raw["batch"]),
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
         )
     except (ValueError, KeyError, TypeError) as error:

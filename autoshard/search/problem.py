@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cluster.axes import AxisMeaning
-from autoshard.cost.model import CostModel
 from autoshard.errors import UsageError
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, PortClass
@@ -28,28 +27,25 @@ from autoshard.placement import (
     Placement,
     R,
     Shard,
-    is_even,
     layout_ok,
     shard_of_digit,
 )
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import op_states
-from autoshard.search.network import CostNetwork
+from autoshard.search.axes import SearchAxes
+from autoshard.search.kept import kept_activations
+from autoshard.search.lives import lives_of
+from autoshard.search.prices import Prices
+from autoshard.search.terms import Bytes, Terms, Time
 from autoshard.search.variables import (
     NodeVar,
-    ParamState,
     ParamVar,
     PortVar,
     ResultVar,
     ValueVar,
     Variable,
 )
-
-#: parameter, gradient and the two moments of Adam, all in the parameter's type
-COPIES_TRAINED = 4
-#: a shard that needs padding or a copy to gather is as fast, but simpler is better
-TIE = 1e-10
 
 Array = NDArray[np.float64]
 
@@ -66,45 +62,32 @@ class Model:
 
 @dataclass(frozen=True)
 class Problem:
-    """The network and what its variables stand for."""
+    """What there is to decide and what its costs are made of (see `compose` for the network)."""
 
-    network: CostNetwork
+    axes: SearchAxes
+    terms: Terms
     variables: tuple[Variable, ...]
     index: dict[object, int]
 
 
-def build_problem(
-    model: Model,
-    sizes: Sequence[int],
-    meanings: Sequence[AxisMeaning],
-    cost: CostModel,
-    *,
-    strict: bool = True,
-) -> Problem:
-    """The cost network of a model on a mesh with these axis sizes and meanings.
+def build_problem(model: Model, axes: SearchAxes, prices: Prices, *, strict: bool = True) -> Problem:
+    """The decisions about a model on a mesh.
 
     strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
     products inside layers over tp); otherwise that is left to the costs.
     """
-    return _Builder(model, tuple(sizes), tuple(meanings), cost, strict).build()
+    return _Builder(model, axes, prices, strict).build()
 
 
 class _Builder:
-    def __init__(
-        self,
-        model: Model,
-        sizes: tuple[int, ...],
-        meanings: tuple[AxisMeaning, ...],
-        cost: CostModel,
-        strict: bool,
-    ) -> None:
-        self.model, self.sizes, self.meanings, self.cost, self.strict = model, sizes, meanings, cost, strict
+    def __init__(self, model: Model, axes: SearchAxes, prices: Prices, strict: bool) -> None:
+        self.model, self.axes, self.prices, self.strict = model, axes, prices, strict
+        self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
-        self.unary: list[Array] = []
-        self.memory: list[Array] = []
-        self.edges: dict[tuple[int, int], Array] = {}
+        self.terms = Terms()
         self.index: dict[object, int] = {}
         self.counts = model.folded.counts()
+        self.backward = model.folded.is_backward()
         self.types = {name: g.types() for name, g in model.folded.segments.items()}
         self.producer: dict[Place, tuple[int, int]] = {}
         labelled = {c.segment for c in model.folded.calls if c.label}
@@ -126,9 +109,10 @@ class _Builder:
         for name in self.model.folded.segments:
             self._edges_inside(name)
         self._edges_between()
-        self._activation_memory()
-        network = CostNetwork(tuple(self.unary), tuple(self.memory), self.edges)
-        return Problem(network, tuple(self.variables), self.index)
+        for key, place, count in kept_activations(self.model.folded, self.model.flow, self.model.rules):
+            if place in self.producer:
+                self._hold(key, place, count)
+        return Problem(self.axes, self.terms, tuple(self.variables), self.index)
 
     def _check_batch(self) -> None:
         ways = 1
@@ -163,11 +147,9 @@ class _Builder:
     def _input_name(self, target: str) -> str:
         return self.model.folded.joint.input_names[int(target)] if target.isdigit() else target
 
-    def _add(self, key: object, variable: Variable, unary: Array, memory: Array | None = None) -> int:
-        number = len(self.variables)
+    def _add(self, key: object, variable: Variable) -> int:
+        number = self.terms.variable(len(variable.states))
         self.variables.append(variable)
-        self.unary.append(unary)
-        self.memory.append(np.zeros(len(unary)) if memory is None else memory)
         self.index[key] = number
         return number
 
@@ -189,9 +171,9 @@ class _Builder:
             must = self._must_divide(name, rule)
             states = tuple(op_states(rule, ins, node.types, digits, self.sizes, self._allowed, must))
             seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
-            var = self._add(
-                ("node", name, number), NodeVar(name, number, states), seconds * self.counts[name]
-            )
+            var = self._add(("node", name, number), NodeVar(name, number, states))
+            kind = Time("work", self.backward[name], name, rule.kind != "matmul")
+            self.terms.add(kind, var, seconds * self.counts[name])
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
 
@@ -220,10 +202,11 @@ class _Builder:
             if value not in inputs:
                 layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
             place = (name, value)
-            var_number = self._add(place, ValueVar(place, layouts), np.zeros(len(layouts)))
+            var_number = self._add(place, ValueVar(place, layouts))
             if value not in inputs:
                 made, position = self.producer[place]
-                self._connect(made, position, var_number, layouts, type_, self.counts[name])
+                talk = Time("talk", self.backward[name], name, True)
+                self._connect(talk, made, position, var_number, layouts, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
     def _produced(self, name: str, value: str) -> list[Layout]:
@@ -234,22 +217,30 @@ class _Builder:
         return [layout for layout in found if layout is not None]
 
     def _layouts(
-        self, place: Place, type_: TensorType, axes: Sequence[bool], *, plain: bool = False
+        self,
+        place: Place,
+        type_: TensorType,
+        axes: Sequence[bool],
+        sizes: Sequence[int],
+        meanings: Sequence[AxisMeaning],
+        *,
+        plain: bool = False,
     ) -> list[Layout]:
         """All layouts of a value that only split the given axes; plain: as torch's own Shard."""
         per_axis: list[list[Placement]] = []
-        for axis, size in enumerate(self.sizes):
+        for axis, size in enumerate(sizes):
             found: dict[Placement, frozenset[int]] = {}
             for dim in range(len(type_.shape)) if axes[axis] and size > 1 else ():
                 for outer, part, cls in self.model.digits.values.get((*place, dim), ()):
                     placed = shard_of_digit(type_.shape[dim], dim, outer, part, size)
                     if placed is not None and not (plain and (placed.outer > 1 or placed.inner > 1)):
                         found[placed] = found.get(placed, frozenset()) | {cls}
-            per_axis.append([R, *(p for p, classes in found.items() if self._layout_allowed(axis, classes))])
-        return [c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes)]
+            meaning = meanings[axis]
+            per_axis.append([R, *(p for p, c in found.items() if self._layout_allowed(meaning, c))])
+        return [c for c in product(*per_axis) if layout_ok(type_.shape, c, sizes)]
 
-    def _layout_allowed(self, axis: int, classes: frozenset[int]) -> bool:
-        return self.meanings[axis].stores_sharded or self._allowed(axis, classes)
+    def _layout_allowed(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
+        return meaning.stores_sharded or meaning.allows(bool(classes & self.model.digits.batch))
 
     def _port(self, group: PortClass) -> None:
         kind = group.first.kind
@@ -257,11 +248,9 @@ class _Builder:
             self._param(group)
             return
         type_ = group.first.type
-        if kind == "input":
-            layouts = [self._input_layout(group)]
-        else:
-            layouts = self._layouts(group.key, type_, [True] * len(self.sizes), plain=True)
-        self._add(group.key, PortVar(group.key, tuple(layouts)), np.zeros(len(layouts)))
+        given = kind == "input"
+        layouts = [self._input_layout(group)] if given else self._plain_layouts(group.key, type_)
+        self._add(group.key, PortVar(group.key, tuple(layouts)))
 
     def _input_layout(self, group: PortClass) -> Layout:
         port = group.first
@@ -269,61 +258,31 @@ class _Builder:
         return self._batch_layout() if is_batch else (R,) * len(self.sizes)
 
     def _param(self, group: PortClass) -> None:
-        port = group.first
-        trained = port.kind == "param" and bool(group.grads)
-        stored = self._stored_layouts(group)
         uses: dict[Layout, None] = dict.fromkeys([(R,) * len(self.sizes)])
-        for (source, target), _ in self.model.flow.edges.items():
+        phases: set[bool] = set()
+        for source, target in self.model.flow.edges:
             if source == group.key:
                 var = self.variables[self.index[target]]
                 assert isinstance(var, ValueVar)
+                phases.add(self.backward[target[0]])
                 uses.update(
                     dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
                 )
-        uses_list = list(uses)
-        table = self.cost.bucketed.table(port.type, [*stored, *uses_list])
-        twice = self._used_in_both_phases(group)
-        states: list[ParamState] = []
-        seconds: list[float] = []
-        held: list[float] = []
-        copies = COPIES_TRAINED if trained else 1
-        for s, u in product(stored, uses_list):
-            once = float(table.seconds[table.index[s], table.index[u]])
-            if not np.isfinite(once):
-                continue
-            own = self.cost.local_bytes(port.type, s, self.sizes)
-            gathered = self.cost.local_bytes(port.type, u, self.sizes)
-            gathers = gathered > own
-            for keep in (False, True) if twice and gathers else (False,):
-                states.append(ParamState(s, u, keep))
-                times = 1 if keep or not twice else 2
-                seconds.append(
-                    len(group.ports) * (once * times + TIE * (self._untidy(port.type, s) + 10 * gathers))
-                )
-                held.append(len(group.ports) * (copies * own + (gathered if keep else 0.0)))
-        self._add(group.key, ParamVar(group.key, tuple(states)), np.array(seconds), np.array(held))
-
-    def _untidy(self, type_: TensorType, layout: Layout) -> float:
-        score = 0.0
-        for placed, size in zip(layout, self.sizes, strict=True):
-            if isinstance(placed, Shard):
-                score += 0.01 * placed.dim + 0.1 * (placed.outer > 1)
-                score += 1.0 * (not is_even(type_.shape[placed.dim], placed, size))
-        return score
-
-    def _used_in_both_phases(self, group: PortClass) -> bool:
-        backward = self.model.folded.is_backward()
-        return len({backward[t[0]] for s, t in self.model.flow.edges if s == group.key}) == 2
+        lives = lives_of(group, self._stored_layouts(group), list(uses), phases, self.axes, self.prices)
+        number = self._add(group.key, ParamVar(group.key, lives.states))
+        for key, seconds in lives.seconds.items():
+            self.terms.add(key, number, seconds)
+        self.terms.hold(lives.kind, number, lives.held)
 
     def _stored_layouts(self, group: PortClass) -> list[Layout]:
-        port = group.first
+        """Layouts over the mesh that a parameter may have between steps."""
+        port, meanings = group.first, self.axes.mesh_meanings
         if port.kind != "param" or not group.grads:
-            free = [m.name == "tp" or m.is_free for m in self.meanings]
+            free = [m.name == "tp" or m.is_free for m in meanings]
             free = [f and port.kind == "param" for f in free]
             return self._representable(group.key, port.type, free)
-        axes = [m.may_store_sharded for m in self.meanings]
-        layouts = self._representable(group.key, port.type, axes)
-        for axis, meaning in enumerate(self.meanings):
+        layouts = self._representable(group.key, port.type, [m.may_store_sharded for m in meanings])
+        for axis, meaning in enumerate(meanings):
             if meaning.stores_sharded or (
                 self.strict and meaning.divides_products and self._is_matrix(group)
             ):
@@ -339,7 +298,8 @@ class _Builder:
     def _representable(self, place: Place, type_: TensorType, axes: Sequence[bool]) -> list[Layout]:
         """Layouts that a DTensor can have: plain shards, or evenly split parts of a fused dim."""
         found = []
-        for layout in self._layouts(place, type_, axes):
+        mesh = self.axes
+        for layout in self._layouts(place, type_, axes, mesh.mesh_sizes, mesh.mesh_meanings):
             shards = [p for p in layout if isinstance(p, Shard)]
             fused = [p for p in shards if p.outer > 1]
             if any(p.inner > 1 for p in shards):
@@ -351,9 +311,14 @@ class _Builder:
 
     def _result(self, number: int, place: Place) -> None:
         type_ = self._type(place)
-        layouts = self._layouts(place, type_, [True] * len(self.sizes), plain=True)
-        var = self._add(("result", number), ResultVar(number, tuple(layouts)), np.zeros(len(layouts)))
-        self._connect_place(place, var, layouts, type_, 1)
+        layouts = self._plain_layouts(place, type_)
+        var = self._add(("result", number), ResultVar(number, tuple(layouts)))
+        backward = bool(place[0]) and self.backward[place[0]]
+        self._connect_place(Time("talk", backward), place, var, layouts, type_, 1)
+
+    def _plain_layouts(self, place: Place, type_: TensorType) -> list[Layout]:
+        every = [True] * len(self.sizes)
+        return self._layouts(place, type_, every, self.sizes, self.meanings, plain=True)
 
     def _type(self, place: Place) -> TensorType:
         if place[0] == "":
@@ -372,80 +337,70 @@ class _Builder:
 
     def _connect(
         self,
+        kind: Time,
         source: int,
         position: int,
         target: int,
         wanted: Sequence[Layout],
         type_: TensorType,
         count: int,
-        reverse: bool = False,
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times."""
         given = self._source_layouts(source, position)
-        cost = self.cost.bucketed if reverse else self.cost.plain
-        table = cost.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
+        table = self.cost.plain.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
         rows = [table.index[g] if g is not None else 0 for g in given]
         cols = [table.index[w] for w in wanted]
-        matrix = count * table.seconds[np.ix_(rows, cols)]
-        if source < target:
-            key = (source, target)
-        else:
-            key, matrix = (target, source), matrix.T
-        self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
+        self.terms.join(kind, source, target, count * table.seconds[np.ix_(rows, cols)])
 
     def _connect_place(
-        self, place: Place, target: int, wanted: Sequence[Layout], type_: TensorType, count: int
+        self, kind: Time, place: Place, target: int, wanted: Sequence[Layout], type_: TensorType, count: int
     ) -> None:
         source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
-        self._connect(source, position, target, wanted, type_, count)
+        self._connect(kind, source, position, target, wanted, type_, count)
 
     def _edges_inside(self, name: str) -> None:
         graph = self.model.folded.segments[name]
+        kind = Time("talk", self.backward[name], name, True)
         for number, node in enumerate(graph.nodes):
             target = self.index["node", name, number]
             var = self.variables[target]
             assert isinstance(var, NodeVar)
             for position, ref in enumerate(refs_of(node)):
                 wanted = [s.inputs[position] for s in var.states]
-                self._connect_place((name, ref), target, wanted, self.types[name][ref], self.counts[name])
+                type_ = self.types[name][ref]
+                self._connect_place(kind, (name, ref), target, wanted, type_, self.counts[name])
 
     def _edges_between(self) -> None:
         for (source, target), count in self.model.flow.edges.items():
             var = self.index[target]
-            layouts = self._source_layouts(var, 0)
-            self._connect_place(source, var, [x for x in layouts if x is not None], self._type(target), count)
+            layouts = [x for x in self._source_layouts(var, 0) if x is not None]
+            kind = Time("talk", self.backward[target[0]])
+            self._connect_place(kind, source, var, layouts, self._type(target), count)
         for group in self.model.flow.classes.values():
-            var = self.index[group.key]
             for grad in group.grads:
-                variable = self.variables[var]
-                assert isinstance(variable, ParamVar)
-                maker, position = self.producer[grad]
-                stored = [s.stored for s in variable.states]
-                self._connect(maker, position, var, stored, self._type(grad), len(group.ports), reverse=True)
+                self._gradient(group, grad)
 
-    def _activation_memory(self) -> None:
-        """Bytes of values kept from forward to backward, each storage once."""
-        backward = self.model.folded.is_backward()
-        roots: dict[Place, int] = {}
-        for (source, target), count in self.model.flow.edges.items():
-            if source[0] and not backward[source[0]] and backward[target[0]]:
-                roots[self._root(source)] = max(count, roots.get(self._root(source), 0))
-        for place, count in roots.items():
-            if place not in self.producer:
-                continue
-            var, position = self.producer[place]
-            type_ = self._type(place)
-            held = [
-                0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes)
-                for lay in self._source_layouts(var, position)
-            ]
-            self.memory[var] = self.memory[var] + count * np.array(held)
+    def _gradient(self, group: PortClass, grad: Place) -> None:
+        """The reduction of a gradient from where it is made to where the parameter is stored."""
+        target = self.index[group.key]
+        variable = self.variables[target]
+        assert isinstance(variable, ParamVar)
+        maker, position = self.producer[grad]
+        whole = (R,) * len(self.sizes)
+        given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
+        stored = [life.stored for life in variable.states]
+        table = self.prices.params.bucketed.table(self._type(grad), list(dict.fromkeys([*given, *stored])))
+        rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
+        matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
+        late = np.array([life.late for life in variable.states])
+        infinite = np.isinf(matrix)
+        for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
+            if wanted.any():
+                self.terms.join(kind, maker, target, np.where(wanted | infinite, matrix, 0.0))
 
-    def _root(self, place: Place) -> Place:
-        """The value whose storage a view shares."""
-        graph = self.model.folded.segments[place[0]]
-        makers = {out: k for k, node in enumerate(graph.nodes) for out in node.outs}
-        value = place[1]
-        while value in makers and self.model.rules[place[0], makers[value]].kind == "view":
-            value = next(refs_of(graph.nodes[makers[value]]), value)
-        return (place[0], value)
+    def _hold(self, key: Bytes, place: Place, count: int) -> None:
+        var, position = self.producer[place]
+        type_ = self._type(place)
+        layouts = self._source_layouts(var, position)
+        held = [0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes) for lay in layouts]
+        self.terms.hold(key, var, count * np.array(held))

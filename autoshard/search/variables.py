@@ -14,14 +14,17 @@ from autoshard.rules.states import OpState
 class ParamState:
     """How a parameter lives.
 
-    stored: between steps (and so its gradient and optimizer state). use: gathered for computing.
-    keep: whether the gathered copy stays from forward to backward (ZeRO-2) or is gathered again
-        (ZeRO-3); of no meaning when stored and use are the same.
+    stored: between steps (and so its optimizer state). use: gathered for computing.
+    keep: whether the gathered copy stays for the whole step (ZeRO-1, ZeRO-2) or is gathered again for
+        every use (ZeRO-3); of no meaning when stored and use are the same.
+    late: whether the gradient is added up as it is made and reduced once, in the last microbatch
+        (ZeRO-1, and data parallelism), or reduced in each of them (ZeRO-2, ZeRO-3).
     """
 
     stored: Layout
     use: Layout
     keep: bool
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

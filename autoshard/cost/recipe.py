@@ -1,0 +1,50 @@
+"""What training keeps per parameter: the bytes of its gradient and of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autoshard.cluster.load import nearest
+from autoshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Copies that a trained parameter has, for Adam or AdamW.
+
+    gradient, optimizer: bytes per element; None: as wide as the parameter (two moments for the
+    optimizer). touched: bytes per element that the update reads and writes, None: seven times the width
+    (parameter, gradient and moments are read; parameter and moments are written).
+    """
+
+    name: str
+    gradient: int | None = None
+    optimizer: int | None = None
+    touched: int | None = None
+
+    def gradient_bytes(self, width: int) -> int:
+        """Per element of a parameter that has ``width`` bytes per element."""
+        return width if self.gradient is None else self.gradient
+
+    def optimizer_bytes(self, width: int) -> int:
+        return 2 * width if self.optimizer is None else self.optimizer
+
+    def update_bytes(self, width: int) -> int:
+        return 7 * width if self.touched is None else self.touched
+
+
+#: everything in the type of the parameter: what torch.optim.AdamW does, and what our runtime runs
+ADAMW = Recipe("adamw")
+#: 16-bit parameters with gradients, master copy and moments in fp32: 18 bytes per parameter
+#: (Narayanan et al., SC'21, and Rajbhandari et al., ZeRO, SC'20, section 3.1, with fp32 gradients)
+MIXED = Recipe("adamw-fp32", gradient=4, optimizer=12, touched=2 + 4 + 12 + 12)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({r.name: r for r in (ADAMW, MIXED)})
+
+
+def recipe_named(name: str) -> Recipe:
+    """Raises UsageError if there is none of that name."""
+    if name not in RECIPES:
+        raise UsageError(f"no optimizer is called {name!r}", hint=nearest(name, RECIPES))
+    return RECIPES[name]

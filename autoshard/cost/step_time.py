@@ -1,0 +1,140 @@
+"""From sums over a program to the time of a whole step: microbatches, and what overlaps with what.
+
+Collectives of parameters (gathers before use, reductions of gradients) do not depend on the activations
+beside them, so they run behind computing; collectives of activations stand in its way. The first
+microbatch of a step also gathers what is kept for the whole step, the last one also reduces what waited,
+so those two take longer than the ones between (Zhu et al., "Mist", EuroSys 2025, section 4, keep the same
+distinction).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+#: share of a parameter collective that hides behind as much computing: NCCL's kernels take multiprocessors
+#: and memory bandwidth from it (assumed; 10 to 30 % slow-down is what overlapped training reports)
+OVERLAP = 0.8
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Seconds on the fullest rank, of one microbatch unless said otherwise.
+
+    work: computing, in forward and in backward (which holds what is computed again). talk: collectives of
+    activations. gather: of parameters, before each use. reduce: of gradients in every microbatch.
+    first: gathers that last for the whole step. last: reductions of gradients once a step. update: of the
+    optimizer, once a step.
+    """
+
+    work_forward: float = 0.0
+    work_backward: float = 0.0
+    talk_forward: float = 0.0
+    talk_backward: float = 0.0
+    gather_forward: float = 0.0
+    gather_backward: float = 0.0
+    reduce: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step in seconds. exposed: communication that nothing hides; hidden: what computing hides."""
+
+    total: float
+    compute: float
+    exposed: float
+    hidden: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How a step of ``microbatches`` is pieced together.
+
+    share: of computing that hides parameter collectives (0: nothing overlaps). edge: share of the parameter
+    collectives with nothing to hide behind: those of the first layer, before, and of the last, after.
+    """
+
+    microbatches: int = 1
+    share: float = OVERLAP
+    edge: float = 0.0
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """Which of the four overlaps are bound by communication (1) or by computing (0), or between.
+
+    forward, backward: of all microbatches but the first, or but the last. first, last: of those.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    first: float = 1.0
+    last: float = 1.0
+
+
+def step_time(sums: Sums, how: Overlap) -> StepTime:
+    """Seconds of a step: m (work + talk), what communication is exposed, and the update.
+
+    A window of computing w hides at most ``share * w`` of the parameter collectives of the same phase.
+    """
+    m, others = how.microbatches, how.microbatches - 1
+    windows = _windows(sums, how)
+    times = (others, others, 1, 1)
+    compute = m * (sums.work_forward + sums.work_backward)
+    talk = m * (sums.talk_forward + sums.talk_backward)
+    moved = sum(n * comm for n, (comm, _) in zip(times, windows, strict=True))
+    bare = sum(n * max(0.0, comm - room) for n, (comm, room) in zip(times, windows, strict=True))
+    edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
+    exposed = talk + bare + edges
+    return StepTime(compute + exposed + sums.update, compute, exposed, moved - bare, sums.update)
+
+
+def exposure_of(sums: Sums, how: Overlap) -> Exposure:
+    """Which overlaps are bound by communication at these sums."""
+    forward, backward, first, last = (float(comm > room) for comm, room in _windows(sums, how))
+    return Exposure(forward, backward, first, last)
+
+
+def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
+    """(collectives, how much computing could hide) of forward, backward, first forward, last backward."""
+    inner = 1 - how.edge
+    room_forward, room_backward = how.share * sums.work_forward, how.share * sums.work_backward
+    ahead = inner * sums.gather_forward
+    behind = inner * (sums.gather_backward + sums.reduce)
+    return (
+        (ahead, room_forward),
+        (behind, room_backward),
+        (ahead + inner * sums.first, room_forward),
+        (behind + inner * sums.last, room_backward),
+    )
+
+
+def weights(how: Overlap, bound: Exposure) -> Sums:
+    """The step as a weighted sum, with the four overlaps replaced by ``bound * (collectives - room)``.
+
+    For any exposure in [0, 1] that is at most the step itself, as max(0, z) >= bound * z, so the least
+    weighted sum is a lower bound; it is equal to the step where the exposure is right (`exposure_of`).
+    """
+    m, others, inner = how.microbatches, how.microbatches - 1, 1 - how.edge
+    forward = others * bound.forward + bound.first
+    backward = others * bound.backward + bound.last
+    return Sums(
+        work_forward=m - how.share * forward,
+        work_backward=m - how.share * backward,
+        talk_forward=m,
+        talk_backward=m,
+        gather_forward=m * how.edge + inner * forward,
+        gather_backward=m * how.edge + inner * backward,
+        reduce=m * how.edge + inner * backward,
+        first=how.edge + inner * bound.first,
+        last=how.edge + inner * bound.last,
+        update=1.0,
+    )
+
+
+def dot(weight: Sums, sums: Sums) -> float:
+    """The weighted sum."""
+    return float(sum(getattr(weight, f.name) * getattr(sums, f.name) for f in fields(Sums)))

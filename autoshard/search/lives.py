@@ -1,0 +1,118 @@
+"""The lives that a parameter may lead: how it is stored, gathered and reduced, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.ir import DTYPES, TensorType
+from autoshard.ir.flow import PortClass
+from autoshard.placement import Layout, Shard, is_even
+from autoshard.search.axes import SearchAxes
+from autoshard.search.network import Array
+from autoshard.search.prices import Prices
+from autoshard.search.terms import Bytes, Time
+from autoshard.search.variables import ParamState
+
+#: a shard that needs padding or a copy to gather is as fast, but simpler is better
+TIE = 1e-10
+#: layers whose parameters are gathered at once: the one that computes and the one that is fetched
+GATHERED = 2
+
+
+@dataclass(frozen=True)
+class Lives:
+    """States of one class of parameters with their seconds and bytes, over all its members."""
+
+    states: tuple[ParamState, ...]
+    seconds: dict[Time, Array]
+    kind: Bytes
+    held: Array
+
+
+def lives_of(
+    group: PortClass,
+    stored: Sequence[Layout],
+    uses: Sequence[Layout],
+    phases: Collection[bool],
+    axes: SearchAxes,
+    prices: Prices,
+) -> Lives:
+    """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
+
+    phases: whether forward, backward or both use it.
+    """
+    type_ = group.first.type
+    trained = group.first.kind == "param" and bool(group.grads)
+    table = prices.params.bucketed.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)])
+    states: list[ParamState] = []
+    gathers: list[float] = []
+    held: list[float] = []
+    updates: list[float] = []
+    for s in stored:
+        own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
+        for u in uses:
+            once = float(table.seconds[table.index[s], table.index[axes.to_mesh(u)]])
+            if not np.isfinite(once):
+                continue
+            whole = prices.ops.local_bytes(type_, u, axes.sizes)
+            for keep, late in _ways(gathered=whole > own, trained=trained):
+                states.append(ParamState(s, u, keep, late))
+                gathers.append(once)
+                held.append(_bytes(type_, own, whole, keep, late, trained, len(group.ports), prices))
+                updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
+    count = len(group.ports)
+    costs = count * np.array(gathers)
+    keeps = np.array([s.keep for s in states], dtype=bool)
+    seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
+    seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    return Lives(tuple(states), seconds, Bytes("state"), np.array(held))
+
+
+def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
+    """(keep, late): ZeRO-3, ZeRO-2 and ZeRO-1 where there is something to gather."""
+    if not gathered:
+        return ((False, True),)
+    return ((False, False), (True, False), (True, True)) if trained else ((False, False), (True, False))
+
+
+def _bytes(
+    type_: TensorType,
+    own: float,
+    whole: float,
+    keep: bool,
+    late: bool,
+    trained: bool,
+    count: int,
+    prices: Prices,
+) -> float:
+    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies."""
+    width = DTYPES[type_.dtype][1]
+    held = count * own
+    if trained:
+        per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
+        held += count * own / width * per_element
+    if whole > own:
+        held += (count if keep else min(count, GATHERED)) * whole
+        if keep and late:
+            held += count * (whole - own) / width * prices.recipe.gradient_bytes(width)
+    return held
+
+
+def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> float:
+    """Seconds of the optimizer: it is bound by memory."""
+    if not trained:
+        return 0.0
+    width = DTYPES[type_.dtype][1]
+    return own / width * prices.recipe.update_bytes(width) / prices.params.device.memory_bandwidth
+
+
+def _tie(type_: TensorType, stored: Layout, axes: SearchAxes, gathered: bool) -> float:
+    score = 10.0 * gathered
+    for placed, size in zip(stored, axes.mesh_sizes, strict=True):
+        if isinstance(placed, Shard):
+            score += 0.01 * placed.dim + 0.1 * (placed.outer > 1)
+            score += 1.0 * (not is_even(type_.shape[placed.dim], placed, size))
+    return TIE * score

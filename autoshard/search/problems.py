@@ -1,0 +1,66 @@
+"""Problems of meshes: their axes, prices, and whether all work can be divided as the axes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.ir import Folded
+from autoshard.search.axes import merged_axes, merged_mesh, plain_axes
+from autoshard.search.network import NoFiniteAssignment
+from autoshard.search.prices import Prices
+from autoshard.search.problem import Model, Problem, build_problem
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A problem on a mesh that has a solution. strict: all work is divided as the axes mean.
+
+    free: the best placements without recomputation or a memory limit.
+    """
+
+    model: Model
+    mesh: Mesh
+    prices: Prices
+    problem: Problem
+    strict: bool
+    free: Placed
+
+
+def pose(
+    model: Model,
+    mesh: Mesh,
+    cluster: Cluster,
+    setting: Setting,
+    *,
+    recipe: Recipe = ADAMW,
+    merge: bool = False,
+) -> Posed:
+    """The problem of a model on a mesh.
+
+    merge: see neighbouring batch axes as one (`SearchAxes`). Raises UsageError if the mesh cannot be used
+    for the model at all.
+    """
+    axes = merged_axes(mesh) if merge else plain_axes(mesh)
+    params = cost_model(cluster, mesh)
+    ops = cost_model(cluster, merged_mesh(axes, mesh.names)) if axes.merged else params
+    prices = Prices(ops, params, recipe)
+    problem = build_problem(model, axes, prices)
+    try:
+        return Posed(model, mesh, prices, problem, True, place(problem, setting, None))
+    except NoFiniteAssignment:
+        # some op can follow the axes' meanings only alone, not together with its neighbours
+        problem = build_problem(model, axes, prices, strict=False)
+        return Posed(model, mesh, prices, problem, False, place(problem, setting, None))
+
+
+def layer_calls(folded: Folded) -> Mapping[str, int]:
+    """How often each forward segment of a layer is called."""
+    counts = folded.counts()
+    return {c.segment: counts[c.segment] for c in folded.calls if c.label and not c.backward}

@@ -1,0 +1,232 @@
+"""Which configurations are worth solving exactly: an estimate for each, and a bound that no plan beats.
+
+Two exact solutions per shape of the mesh, at the smallest and the largest microbatch, give everything else
+by interpolation. What is least over all placements is concave in the batch (a least of sums of concave
+costs), so the chord between the two is a lower bound for every microbatch between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.collective import seconds
+from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.recipe import Recipe
+from autoshard.ir import DTYPES
+from autoshard.placement import Layout, Shard
+from autoshard.search.again import fill
+from autoshard.search.lives import GATHERED
+from autoshard.search.network import Array
+from autoshard.search.problems import Posed
+from autoshard.search.setting import Setting
+from autoshard.search.terms import Bytes, Profile, Time
+from autoshard.search.variables import ParamVar
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A mesh and a number of microbatches. batch: sequences of one microbatch over the whole mesh."""
+
+    mesh: Mesh
+    batch: int
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A configuration with an estimated setting and seconds, and a lower bound in seconds."""
+
+    configuration: Configuration
+    setting: Setting
+    seconds: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The trained parameters of a shape, as they are used. Arrays over classes.
+
+    count: members. whole: bytes of one member in use. ways: over how many of the data ranks its use is
+    split, which need no gather. width: bytes per element. both: whether forward and backward use it.
+    """
+
+    count: Array
+    whole: Array
+    split: Array
+    width: Array
+    phases: Array
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Meshes that differ only in how the data axes are divided, solved at two microbatches.
+
+    low, high: (sequences per microbatch over the mesh, profile, least seconds of computing and talking).
+    """
+
+    meshes: tuple[Mesh, ...]
+    low: tuple[int, Profile, float]
+    high: tuple[int, Profile, float]
+    parameters: Parameters
+
+    def profile(self, batch: int) -> Profile:
+        """Interpolated between the two solutions, without what belongs to parameters."""
+        (small, a, _), (large, b, _) = self.low, self.high
+        t = 0.0 if small == large else (batch - small) / (large - small)
+        times = {k: v for k, v in _mixed(a.seconds, b.seconds, t).items() if k.kind in ("work", "talk")}
+        held = {k: v for k, v in _mixed(a.bytes, b.bytes, t).items() if k.kind != "state"}
+        return Profile(times, held)
+
+    def least(self, batch: int) -> float:
+        """Seconds that one microbatch takes at least."""
+        (small, _, a), (large, _, b) = self.low, self.high
+        t = 0.0 if small == large else (batch - small) / (large - small)
+        return a + t * (b - a)
+
+
+def parameters_of(posed: Posed) -> Parameters:
+    """The parameters of a solved problem, in the layouts that the solution uses."""
+    rows = []
+    axes = posed.problem.axes
+    groups = posed.model.flow.classes
+    backward = posed.model.folded.is_backward()
+    for variable, state in zip(posed.problem.variables, posed.free.states, strict=True):
+        if not isinstance(variable, ParamVar):
+            continue
+        group = groups[variable.place]
+        if not group.grads:
+            continue
+        life = variable.states[state]
+        type_ = group.first.type
+        phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
+        rows.append(
+            (
+                len(group.ports),
+                posed.prices.ops.local_bytes(type_, life.use, axes.sizes),
+                _data_ways(life.use, posed),
+                DTYPES[type_.dtype][1],
+                len(phases),
+            )
+        )
+    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+    return Parameters(*table.T)
+
+
+def _data_ways(use: Layout, posed: Posed) -> float:
+    """Over how many of the ranks that split the batch a parameter in use is split."""
+    axes = posed.problem.axes
+    ways = 1
+    for placed, size, meaning in zip(use, axes.sizes, axes.meanings, strict=True):
+        if meaning.splits_batch and isinstance(placed, Shard):
+            ways *= size
+    return float(ways)
+
+
+def rank(
+    shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
+) -> list[Estimated]:
+    """All configurations of a shape that seem to fit, for a global batch of ``total`` sequences."""
+    found = []
+    for mesh in shape.meshes:
+        lives = _lives(shape.parameters, mesh, cluster, recipe)
+        for batch in microbatch_sizes(mesh, total):
+            if not shape.low[0] <= batch <= shape.high[0]:
+                continue
+            how = replace(setting, microbatches=total // batch)
+            bare = shape.profile(batch)
+            bound = how.microbatches * shape.least(batch)
+            best: Estimated | None = None
+            for extra in lives:
+                taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
+                filled = how if budget is None else fill(taken, how, budget)
+                if filled is not None:
+                    time = filled.step(taken).total
+                    if best is None or time < best.seconds:
+                        best = Estimated(
+                            Configuration(mesh, batch, how.microbatches), filled, time, min(bound, time)
+                        )
+            if best is not None:
+                found.append(best)
+    return found
+
+
+def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
+    """Sequences per microbatch over the whole mesh that divide the global batch evenly."""
+    ways = data_ways(mesh)
+    if total % ways:
+        return []
+    each = total // ways
+    return [ways * b for b in range(1, each + 1) if each % b == 0]
+
+
+def data_ways(mesh: Mesh) -> int:
+    """How many ranks split the batch."""
+    ways = 1
+    for axis in mesh.axes:
+        ways *= axis.size if axis.meaning.splits_batch else 1
+    return ways
+
+
+def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> list[Profile]:
+    """What parameters take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded."""
+    links = cost_model(cluster, mesh).bucketed.links
+    stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
+    spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
+    ways = float(np.prod([mesh.sizes[k] for k in stored]))
+    missing = np.maximum(1.0, ways / given.split)
+    own = given.whole / missing
+    gather = sum((seconds("all_gather", given.whole, links[k]) for k in stored), np.zeros(len(own)))
+    gather = given.count * np.where(missing > 1, gather, 0.0)
+    reduce = gather + given.count * sum(
+        (seconds("all_reduce", own, links[k]) for k in spread), np.zeros(len(own))
+    )
+    grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
+    optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
+    touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * given.width
+    elements = given.count * own / given.width
+    update = float((elements * touched).sum()) / cluster.device.memory_bandwidth
+    state = float((given.count * own + elements * (grad + optimizer)).sum())
+    whole = given.count * given.whole
+    windows = float((np.minimum(given.count, GATHERED) * np.where(missing > 1, given.whole, 0.0)).sum())
+    fixed = {Time("update"): update}
+    if not stored:
+        return [Profile({**fixed, Time("last", True): float(reduce.sum())}, {Bytes("state"): state})]
+    forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
+    ahead = {Time("gather"): forward, Time("gather", True): backward}
+    first = {Time("first"): forward}
+    each, once = {Time("reduce", True): float(reduce.sum())}, {Time("last", True): float(reduce.sum())}
+    gathered = float(np.where(missing > 1, whole, 0.0).sum())
+    full_grads = float(((whole / given.width - elements) * grad).sum())
+    return [
+        Profile({**fixed, **ahead, **each}, {Bytes("state"): state + windows}),
+        Profile({**fixed, **first, **each}, {Bytes("state"): state + gathered}),
+        Profile({**fixed, **first, **once}, {Bytes("state"): state + gathered + full_grads}),
+    ]
+
+
+def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:
+    return {k: (1 - t) * a.get(k, 0.0) + t * b.get(k, 0.0) for k in dict.fromkeys((*a, *b))}
+
+
+def shapes_of(meshes: Sequence[Mesh]) -> list[tuple[Mesh, ...]]:
+    """Meshes that differ only in how the data axes are divided, together; most sharded first."""
+    groups: dict[object, list[Mesh]] = {}
+    for mesh in meshes:
+        rest = tuple((a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch)
+        groups.setdefault((data_ways(mesh), rest), []).append(mesh)
+    return [tuple(sorted(group, key=lambda m: -_sharded(m))) for group in groups.values()]
+
+
+def _sharded(mesh: Mesh) -> int:
+    ways = 1
+    for axis in mesh.axes:
+        ways *= axis.size if axis.meaning.stores_sharded else 1
+    return ways

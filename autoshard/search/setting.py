@@ -1,0 +1,120 @@
+"""What is decided beside placements: microbatches and recomputation, as weights on the terms of a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.cost.step_time import OVERLAP, Exposure, Overlap, StepTime, Sums, step_time, weights
+from autoshard.search.network import Array, CostNetwork
+from autoshard.search.plan import Recompute
+from autoshard.search.terms import Bytes, Profile, Terms, Time, TimeWeight, compose
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes per rank. state: of parameters, gradients, optimizer and gathered copies."""
+
+    state: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is run.
+
+    microbatches: how many make a step. calls: how often each forward segment of a layer is called in one.
+    recompute: what of a segment runs again. optimistic: prices without recomputation but memory as if all
+    of it were used, which bounds every choice of it from below. overlap: see `cost.step_time.Overlap`.
+    """
+
+    microbatches: int
+    calls: Mapping[str, int]
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    optimistic: bool = False
+    overlap: float = OVERLAP
+
+    @property
+    def how(self) -> Overlap:
+        return Overlap(self.microbatches, self.overlap, 1 / (1 + sum(self.calls.values())))
+
+    def again(self, segment: str, cheap: bool) -> float:
+        """Which part of the calls of a forward segment runs again."""
+        chosen = self.recompute.get(segment)
+        if self.optimistic or chosen is None or (chosen.policy == "selective" and not cheap):
+            return 0.0
+        return chosen.calls / self.calls[segment]
+
+    def bytes_weight(self, key: Bytes) -> float:
+        """How much of these bytes is held at the peak.
+
+        While a call runs again, what it makes is held once.
+        """
+        calls = self.calls.get(key.segment, 0)
+        if key.kind in ("state", "held") or not calls:
+            return 0.0 if key.kind == "input" else 1.0
+        if self.optimistic:
+            return 0.0 if key.kind == "input" else 1 / calls
+        chosen = self.recompute.get(key.segment)
+        if chosen is None or not chosen.calls:
+            return 0.0 if key.kind == "input" else 1.0
+        if key.kind == "input":
+            return chosen.calls / calls if chosen.policy == "full" else 0.0
+        if chosen.policy == "selective" and not key.cheap:
+            return 1.0
+        return min(1.0, (calls - chosen.calls + 1) / calls)
+
+    def time_weight(self, bound: Exposure) -> TimeWeight:
+        """The weight of every kind of seconds; see `cost.step_time.weights`."""
+        w = weights(self.how, bound)
+
+        def weight(key: Time) -> float:
+            match key.kind:
+                case "work":
+                    if key.backward:
+                        return w.work_backward
+                    return w.work_forward + self.again(key.segment, key.cheap) * w.work_backward
+                case "talk":
+                    if key.backward:
+                        return w.talk_backward
+                    return w.talk_forward + self.again(key.segment, key.cheap) * w.talk_backward
+                case "gather":
+                    return w.gather_backward if key.backward else w.gather_forward
+                case "reduce":
+                    return w.reduce
+                case "first":
+                    return w.first
+                case "last":
+                    return w.last
+                case "update":
+                    return w.update
+
+        return weight
+
+    def network(self, terms: Terms, bound: Exposure, allowed: Sequence[Array | None] = ()) -> CostNetwork:
+        """The cost network of this setting for a given exposure."""
+        return compose(terms, self.time_weight(bound), self.bytes_weight, allowed)
+
+    def sums(self, taken: Profile) -> Sums:
+        """Seconds by what they overlap with."""
+        found = dict.fromkeys(Sums.__dataclass_fields__, 0.0)
+        for key, seconds in taken.seconds.items():
+            if key.kind in ("work", "talk", "gather"):
+                found[f"{key.kind}_{'backward' if key.backward else 'forward'}"] += seconds
+                if key.kind != "gather" and not key.backward:
+                    found[f"{key.kind}_backward"] += self.again(key.segment, key.cheap) * seconds
+            else:
+                found[key.kind] += seconds
+        return Sums(**found)
+
+    def step(self, taken: Profile) -> StepTime:
+        return step_time(self.sums(taken), self.how)
+
+    def held(self, taken: Profile) -> Held:
+        """Bytes at the peak."""
+        parts = [(key.kind == "state", self.bytes_weight(key) * size) for key, size in taken.bytes.items()]
+        return Held(sum(n for state, n in parts if state), sum(n for state, n in parts if not state))

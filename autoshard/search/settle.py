@@ -1,0 +1,80 @@
+"""The best placements for one setting on one mesh, under a memory budget.
+
+A step is a sum with four overlaps in it (see `cost.step_time`). For a fixed exposure it is an ordinary
+cost network, whose least value bounds the step from below; the exposure is moved to what the solution
+shows until it agrees, and the best step over all of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.cost.step_time import Exposure, StepTime, exposure_of
+from autoshard.search.network import Array, CostNetwork, InfeasibleNetwork, Limits, Solution
+from autoshard.search.problem import Problem
+from autoshard.search.setting import Setting
+from autoshard.search.solve import solve
+from autoshard.search.terms import Profile, profile
+
+#: exposures tried; most settings agree at the first or second
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    """States of all variables for a setting, with what they take, the step they give and what is proven.
+
+    lower_bound: seconds; no placements within the budget give a shorter step in this setting. network: the
+    one that the solution came from, whose marginals say what other choices cost.
+    """
+
+    setting: Setting
+    states: tuple[int, ...]
+    taken: Profile
+    step: StepTime
+    bytes: float
+    lower_bound: float
+    solution: Solution
+    network: CostNetwork
+
+    @property
+    def seconds(self) -> float:
+        return self.step.total
+
+
+def place(
+    problem: Problem,
+    setting: Setting,
+    budget: float | None,
+    *,
+    allowed: Sequence[Array | None] = (),
+    limits: Limits | None = None,
+    start: Exposure | None = None,
+) -> Placed:
+    """Raises InfeasibleNetwork if nothing fits, NoFiniteAssignment if everything is forbidden."""
+    best: Placed | None = None
+    lower = 0.0
+    bound = start or Exposure(0.0, 0.0, 0.0, 0.0)
+    tried: set[Exposure] = set()
+    while bound not in tried and len(tried) < _ROUNDS:
+        tried.add(bound)
+        network = setting.network(problem.terms, bound, allowed)
+        solution = solve(network, budget, limits)
+        taken = profile(problem.terms, solution.states)
+        step = setting.step(taken)
+        lower = max(lower, solution.lower_bound)
+        if best is None or step.total < best.seconds:
+            best = Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
+        bound = exposure_of(setting.sums(taken), setting.how)
+    assert best is not None
+    return replace(best, lower_bound=min(lower, best.seconds))
+
+
+def least_bytes(problem: Problem, setting: Setting, allowed: Sequence[Array | None] = ()) -> float:
+    """The smallest memory of any placements, in bytes; a bound where that is hard to prove."""
+    network = setting.network(problem.terms, Exposure(0.0, 0.0, 0.0, 0.0), allowed)
+    try:
+        return solve(network, 0.0).bytes
+    except InfeasibleNetwork as error:
+        return error.smallest_bytes

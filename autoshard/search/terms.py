@@ -1,0 +1,137 @@
+"""What the costs of a problem are made of, so that one problem serves many questions.
+
+Time and bytes are stored by what they are (computing of a segment, a gather, ...); a question (so many
+microbatches, this recomputation, that overlap) is a weight for each, and the weighted sum is an ordinary
+cost network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from autoshard.search.network import Array, CostNetwork
+
+TimeKind: TypeAlias = Literal["work", "talk", "gather", "reduce", "first", "last", "update"]
+ByteKind: TypeAlias = Literal["state", "held", "kept", "input"]
+
+
+class Time(NamedTuple):
+    """A kind of seconds.
+
+    segment: of work and talk. backward: the phase. cheap: whether selective recomputation would run it
+    again (what is neither a matrix product nor attention).
+    """
+
+    kind: TimeKind
+    backward: bool = False
+    segment: str = ""
+    cheap: bool = False
+
+
+class Bytes(NamedTuple):
+    """A kind of bytes.
+
+    state: of parameters, gradients, optimizer. held: activations that backward reads and that cross
+    between segments. kept: other activations of a segment, which could be computed again. input: what a
+    segment would have to keep for that, and does not keep otherwise.
+    """
+
+    kind: ByteKind
+    segment: str = ""
+    cheap: bool = False
+
+
+@dataclass
+class Terms:
+    """Sums under construction. states: of every variable."""
+
+    states: list[int] = field(default_factory=list)
+    alone: dict[Time, dict[int, Array]] = field(default_factory=dict)
+    pairs: dict[Time, dict[tuple[int, int], Array]] = field(default_factory=dict)
+    bytes: dict[Bytes, dict[int, Array]] = field(default_factory=dict)
+    #: pairs of states that cannot be: 0 or inf
+    hard: dict[tuple[int, int], Array] = field(default_factory=dict)
+
+    def variable(self, states: int) -> int:
+        self.states.append(states)
+        return len(self.states) - 1
+
+    def add(self, key: Time, variable: int, seconds: Array) -> None:
+        table = self.alone.setdefault(key, {})
+        table[variable] = table[variable] + seconds if variable in table else seconds
+
+    def hold(self, key: Bytes, variable: int, held: Array) -> None:
+        table = self.bytes.setdefault(key, {})
+        table[variable] = table[variable] + held if variable in table else held
+
+    def join(self, key: Time, source: int, target: int, matrix: Array) -> None:
+        """Seconds [source states, target states]; inf where the two cannot go together."""
+        pair = (source, target)
+        if source > target:
+            pair, matrix = (target, source), matrix.T
+        infinite = np.isinf(matrix)
+        if infinite.any():
+            wall = np.where(infinite, np.inf, 0.0)
+            self.hard[pair] = self.hard[pair] + wall if pair in self.hard else wall
+            matrix = np.where(infinite, 0.0, matrix)
+        table = self.pairs.setdefault(key, {})
+        table[pair] = table[pair] + matrix if pair in table else matrix
+
+
+TimeWeight: TypeAlias = Callable[[Time], float]
+ByteWeight: TypeAlias = Callable[[Bytes], float]
+
+
+def compose(
+    terms: Terms, seconds: TimeWeight, held: ByteWeight, allowed: Sequence[Array | None] = ()
+) -> CostNetwork:
+    """The network of a weighted sum. allowed: per variable 0 or inf for each state, None for all."""
+    unary = [np.zeros(n) for n in terms.states]
+    memory = [np.zeros(n) for n in terms.states]
+    edges = dict(terms.hard)
+    for key, table in terms.alone.items():
+        weight = seconds(key)
+        if weight:
+            for variable, costs in table.items():
+                unary[variable] = unary[variable] + weight * costs
+    for key, matrices in terms.pairs.items():
+        weight = seconds(key)
+        if not weight:
+            continue
+        for pair, matrix in matrices.items():
+            part = weight * matrix
+            edges[pair] = edges[pair] + part if pair in edges else part
+    for kind, sizes in terms.bytes.items():
+        weight = held(kind)
+        if weight:
+            for variable, size in sizes.items():
+                memory[variable] = memory[variable] + weight * size
+    for variable, mask in enumerate(allowed):
+        if mask is not None:
+            unary[variable] = unary[variable] + mask
+    return CostNetwork(tuple(unary), tuple(memory), edges)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one assignment takes: seconds and bytes by kind."""
+
+    seconds: Mapping[Time, float]
+    bytes: Mapping[Bytes, float]
+
+
+def profile(terms: Terms, states: Sequence[int]) -> Profile:
+    """Sums over an assignment of all variables."""
+    seconds = {}
+    for key in dict.fromkeys((*terms.alone, *terms.pairs)):
+        total = sum(float(costs[states[v]]) for v, costs in terms.alone.get(key, {}).items())
+        total += sum(float(m[states[u], states[v]]) for (u, v), m in terms.pairs.get(key, {}).items())
+        seconds[key] = total
+    held = {
+        key: sum(float(size[states[v]]) for v, size in table.items()) for key, table in terms.bytes.items()
+    }
+    return Profile(seconds, held)
