@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,8 +28,10 @@ from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
+from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
 from autoshard.search.rebatch import batch_of
+from autoshard.search.tactics import Tactic, parse_tactics
 
 Progress = Callable[[str], None]
 
@@ -100,6 +102,9 @@ def plan(
     global_batch: int | None = None,
     optimizer: str = "adamw",
     recompute: bool = True,
+    pins: Sequence[str] = (),
+    tactics: str = "",
+    rivals: bool = False,
     replicate_unknown: bool = False,
     rules: Rules = None,
     target: str = "",
@@ -116,6 +121,9 @@ def plan(
     sequences per optimizer step, for which the number of microbatches is then chosen (default: the batch
     of the example inputs, in one piece). optimizer: what is kept per parameter, ``adamw`` or
     ``adamw-fp32`` (see `cost.recipe`). recompute: whether activations may be computed again in backward.
+    pins: placements that are decided already, as ``"model.layers.*.q_proj.weight=tp:S(0)"``. tactics: what to
+    decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. rivals: also price what a user
+    would have picked by hand (see `Planned.settled`).
     rules: the user's own (see `autoshard.rule`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
@@ -129,7 +137,14 @@ def plan(
     limit = usable_memory(machine.device) if memory is None and named else memory
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"global_batch is {global_batch}", hint="give the sequences of one optimizer step")
-    ask = Ask(batch=global_batch, recipe=recipe_named(optimizer), recompute=recompute)
+    ask = Ask(
+        batch=global_batch,
+        recipe=recipe_named(optimizer),
+        recompute=recompute,
+        rivals=rivals,
+        pins=tuple(map(Pin.parse, pins)),
+        tactics=_tactics(tactics, where),
+    )
     source = Source(model, args, kwargs, replicate_unknown, rules)
     analysis = source.analysed(say)
     meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
@@ -162,6 +177,14 @@ def plan_analysed(
         target=target,
     )
     return Planned(best, analysis, cluster, settled)
+
+
+def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
+    if not text.strip():
+        return ()
+    if not isinstance(where, Mesh):
+        raise UsageError("tactics need a mesh", hint="give the mesh whose axes they use, as dp=4,tp=2")
+    return parse_tactics(text, where)
 
 
 def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

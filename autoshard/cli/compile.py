@@ -10,7 +10,7 @@ import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, memory_of, print_json, reporting, stdout
-from autoshard.cli.plan import make_plan
+from autoshard.cli.plan import Wishes, make_plan
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ def compile_command(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
             options = options_of(target, batch, seq)
-            planned = make_plan(
-                target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, rules, say
-            )
+            wishes = Wishes(memory_of(memory), replicate_unknown=replicate_unknown, rules=rules)
+            planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
             program = api.compile_analysed(planned, say)
         else:
             if target or mesh or gpus or batch or seq or memory:

@@ -35,6 +35,23 @@ GpusOption = Annotated[
     int | None, typer.Option("--gpus", min=1, help="how many devices of the cluster to use")
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
+GlobalBatchOption = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, help="sequences per optimizer step; microbatches are chosen"),
+]
+OptimizerOption = Annotated[
+    str, typer.Option("--optimizer", help="adamw: all in the type of the parameters; adamw-fp32: master copy")
+]
+RecomputeOption = Annotated[
+    bool, typer.Option("--recompute/--no-recompute", help="whether activations may be computed again")
+]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option("--pin", metavar="GLOB=tp:S(0)", help="decide a tensor's placement; may be repeated"),
+]
+TacticsOption = Annotated[
+    str, typer.Option("--tactics", metavar="'dp on batch; auto on tp'", help="decide axis by axis, in order")
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", metavar="16GiB", help="bytes per rank [default: 94 % of the device]")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, memory_of, print_json, print_table, reporting, stdout, table
@@ -16,8 +20,25 @@ if TYPE_CHECKING:
     from autoshard.report.summary import Decision, Summary
 
 _MOST_PARAMETERS = 16
+#: what a shell gives for a command that Ctrl-C ended
+INTERRUPTED = 130
 #: choices this close differ by nothing that a clock could show
 TIE_SECONDS = 5e-8
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a plan beside the target and the machine."""
+
+    memory: int | None = None
+    global_batch: int | None = None
+    optimizer: str = "adamw"
+    recompute: bool = True
+    pins: tuple[str, ...] = ()
+    tactics: str = ""
+    rivals: bool = False
+    replicate_unknown: bool = False
+    rules: Path | None = None
 
 
 def plan_command(
@@ -25,9 +46,14 @@ def plan_command(
     mesh: opt.MeshOption = None,
     cluster: opt.ClusterOption = None,
     gpus: opt.GpusOption = None,
+    global_batch: opt.GlobalBatchOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
     memory: opt.MemoryOption = None,
+    optimizer: opt.OptimizerOption = "adamw",
+    recompute: opt.RecomputeOption = True,
+    pin: opt.PinOption = None,
+    tactics: opt.TacticsOption = "",
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
@@ -35,27 +61,54 @@ def plan_command(
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Decide how a model runs on a mesh, without allocating it, and print why."""
+    """Decide how a model runs on a mesh, without allocating it, and print why.
+
+    Ctrl-C ends the search with the best plan found until then, and exit code 130.
+    """
     with reporting(debug):
         from autoshard.cli.folders import Request, check_plan_folder, write_plan
-        from autoshard.interop.targets import options_of
         from autoshard.report.summary import summarise
 
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
-        options = options_of(target, batch, seq)
-        planned = make_plan(
-            target, mesh, cluster, gpus, options, memory_of(memory), replicate_unknown, rules, Progress()
+        options = batch_options(target, batch, global_batch, seq)
+        wishes = Wishes(
+            memory_of(memory),
+            global_batch,
+            optimizer,
+            recompute,
+            tuple(pin or ()),
+            tactics,
+            True,
+            replicate_unknown,
+            rules,
         )
+        planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
         if out is not None:
             write_plan(out, planned.plan, Request(target, options, replicate_unknown), overwrite=overwrite)
-        summary = summarise(planned.plan, planned.analysis)
+        summary = summarise(planned.plan, planned.analysis, planned.settled)
         if json:
             print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})
-            return
-        print_summary(summary)
-        if out is not None:
-            stdout().print(f"\nplan written to {out}", markup=False)
+        else:
+            print_summary(summary)
+            if out is not None:
+                stdout().print(f"\nplan written to {out}", markup=False)
+        if planned.settled is not None and planned.settled.interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+
+def batch_options(
+    target: str, batch: int | None, global_batch: int | None, seq: int | None
+) -> dict[str, int]:
+    """Options of the target; a global batch is what a config is first captured with."""
+    from autoshard.interop.targets import is_config, options_of
+
+    if batch is not None and global_batch is not None:
+        raise UsageError(
+            "--batch and --global-batch exclude each other",
+            why="--batch is run in one piece, --global-batch in as many microbatches as is best",
+        )
+    return options_of(target, batch or (global_batch if is_config(target) else None), seq)
 
 
 def make_plan(
@@ -64,9 +117,7 @@ def make_plan(
     cluster: str | None,
     gpus: int | None,
     options: dict[str, int],
-    memory: int | None,
-    replicate_unknown: bool,
-    rules: Path | None,
+    wishes: Wishes,
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it."""
@@ -74,7 +125,7 @@ def make_plan(
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
 
-    own = load_rules(rules)
+    own = load_rules(wishes.rules)
     say(f"building {target}")
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))
     for note in built.notes:
@@ -84,9 +135,15 @@ def make_plan(
         where,
         example_inputs=built.inputs,
         cluster=cluster if mesh else None,
-        memory=memory,
+        memory=wishes.memory,
         devices=gpus,
-        replicate_unknown=replicate_unknown,
+        global_batch=wishes.global_batch,
+        optimizer=wishes.optimizer,
+        recompute=wishes.recompute,
+        pins=wishes.pins,
+        tactics=wishes.tactics,
+        rivals=wishes.rivals,
+        replicate_unknown=wishes.replicate_unknown,
         rules=own,
         target=target,
         progress=say,
@@ -112,33 +169,100 @@ def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh
 
 def print_summary(summary: Summary) -> None:
     """The plan as people read it."""
-    from autoshard.report.units import bytes_text, seconds_text
-
     console = stdout()
     console.print(
         f"[bold]{summary.mesh}[/]  {summary.ranks} rank{'s' * (summary.ranks > 1)}, "
         f"prices of {summary.cluster}, {_budget(summary.budget_bytes)}"
     )
-    gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
-    if summary.mesh_reason:
-        console.print(f"mesh    {summary.mesh_reason}")
-    console.print(f"step    {seconds_text(summary.seconds)} predicted, nothing overlapped")
-    console.print(
-        f"proof   {gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, "
-        f"gap {summary.gap:.2%} ({summary.method}, {summary.variables} decisions, {summary.states} choices)"
-    )
-    share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
-    console.print(
-        f"rank    parameters {bytes_text(summary.parameter_bytes)} ({share:.0%} of the model's "
-        f"{summary.parameter_count:,}) + gradients {bytes_text(summary.gradient_bytes)} "
-        f"+ optimizer {bytes_text(summary.optimizer_bytes)}"
-    )
+    for name, text in summary_lines(summary):
+        console.print(f"{name:<8}", end="")
+        console.print(text, markup=False)
     for warning in summary.warnings:
         console.print("[yellow]warning[/] ", end="")
         console.print(warning, markup=False)
+    _print_stages(summary)
+    _print_rivals(summary)
     _print_decisions("parameters", summary.parameters, _MOST_PARAMETERS)
     if summary.ops:
         _print_decisions("ops that matter most", summary.ops, len(summary.ops))
+
+
+def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """(name, text) of what is decided for the whole model, and what it comes to."""
+    from autoshard.report.units import bytes_text, seconds_text
+
+    if summary.mesh_reason:
+        yield "mesh", summary.mesh_reason
+    if summary.microbatch:
+        pieces = f"{summary.microbatches} microbatches of " if summary.microbatches > 1 else ""
+        yield (
+            "batch",
+            f"{summary.microbatches * summary.microbatch} sequences a step: {pieces}{summary.microbatch}",
+        )
+    stages = ", ".join(
+        f"{'ZeRO-' + str(z.stage) if z.stage else 'whole on every data rank'} for {z.parameters} parameters "
+        f"({bytes_text(z.bytes)})"
+        for z in summary.zero
+    )
+    if stages:
+        yield "zero", stages
+    again = ", ".join(f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute)
+    yield "again", again or "nothing is computed again"
+    step = summary.step
+    if step is not None:
+        yield (
+            "step",
+            f"{seconds_text(step.seconds)} predicted: computing {seconds_text(step.compute)} + communication "
+            f"{seconds_text(step.exposed)} (another {seconds_text(step.hidden)} hidden) + optimizer "
+            f"{seconds_text(step.update)}; MFU {step.mfu:.1%}",
+        )
+    gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
+    yield (
+        "proof",
+        f"{gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, gap {summary.gap:.2%} "
+        f"({summary.method}, {summary.variables} decisions, {summary.states} choices)",
+    )
+    share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
+    yield (
+        "rank",
+        f"parameters {bytes_text(summary.parameter_bytes)} ({share:.0%} of the model's "
+        f"{summary.parameter_count:,}) + gradients {bytes_text(summary.gradient_bytes)} "
+        f"+ optimizer {bytes_text(summary.optimizer_bytes)}",
+    )
+    if summary.memory is not None:
+        yield (
+            "memory",
+            f"{bytes_text(summary.memory.total)} at the peak: parameters and what belongs to them, with "
+            f"gathered copies, {bytes_text(summary.memory.state)} + activations "
+            f"{bytes_text(summary.memory.activations)}",
+        )
+
+
+def _print_stages(summary: Summary) -> None:
+    from autoshard.report.units import bytes_text, seconds_text
+
+    if not summary.stages:
+        return
+    stdout().print()
+    made = table("after the tactic", "mesh", "step", "bytes per rank", right=(2, 3))
+    for row in summary.stages:
+        made.add_row(row.tactic, row.mesh, seconds_text(row.seconds), bytes_text(row.bytes))
+    print_table(made)
+
+
+def _print_rivals(summary: Summary) -> None:
+    from autoshard.report.units import seconds_text
+
+    if not summary.rivals:
+        return
+    stdout().print()
+    made = table("by hand, at its best", "mesh", "microbatches", "step", "against this plan", right=(2, 3, 4))
+    for r in summary.rivals:
+        if r.seconds is None or r.ratio is None:
+            made.add_row(r.name, r.mesh, "", "", r.why)
+        else:
+            made.add_row(r.name, r.mesh, str(r.microbatches), seconds_text(r.seconds), f"{r.ratio:.2f} x")
+    print_table(made)
 
 
 def _budget(budget: int | None) -> str:

@@ -23,6 +23,7 @@ StepKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all
 
 #: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
 SLICE_SECONDS = 1e-9
+_REPLICATE = Replicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +130,21 @@ class ReshardCost:
     """Prices of steps on one mesh.
 
     links: per axis. memory_bandwidth: bytes/s, for the copies around a collective. known: closures
-    already made, by everything they depend on.
+    already made, by everything they depend on; priced: collectives, likewise.
     """
 
     sizes: tuple[int, ...]
     links: tuple[AxisLink, ...]
     memory_bandwidth: float
     known: dict[object, ReshardTable] = field(default_factory=dict, compare=False, repr=False)
+    priced: dict[object, float] = field(default_factory=dict, compare=False, repr=False)
 
     def step_seconds(self, type_: TensorType, source: Layout, step: Step) -> float:
         """Seconds of one step taken from ``source``."""
-        if step.kind == "slice":
-            return SLICE_SECONDS
         whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
         nbytes = local_numel(type_.shape, whole, self.sizes) * width
-        if step.kind == "all_to_all":
-            nbytes /= self.sizes[step.axis]
-        time = float(seconds(step.kind, nbytes, self.links[step.axis]))
-        for placed in (step.source, step.target):
-            if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
-                time += 2 * nbytes / self.memory_bandwidth
-        return time
+        return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
     def table(self, type_: TensorType, layouts: Iterable[Layout]) -> ReshardTable:
         """The closure over all layouts that mix the axis placements of ``layouts`` and Replicate."""
@@ -166,23 +160,44 @@ class ReshardCost:
         """Floyd-Warshall over single steps."""
         nodes = tuple(c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes))
         index = {layout: i for i, layout in enumerate(nodes)}
+        width = type_.nbytes / max(1, type_.numel)
+        held = {layout: local_numel(type_.shape, layout, self.sizes) * width for layout in nodes}
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
         hop = np.tile(np.arange(len(nodes)), (len(nodes), 1))
         for i, source in enumerate(nodes):
             for axis, options in enumerate(per_axis):
+                own = source[axis]
+                if isinstance(own, Shard) and not _alone(source, axis):
+                    continue
+                before, after = source[:axis], source[axis + 1 :]
+                whole = held[*before, _REPLICATE, *after]
                 for placed in options:
-                    target = (*source[:axis], placed, *source[axis + 1 :])
-                    step = (
-                        None
-                        if placed == source[axis]
-                        else step_between(type_.shape, source, target, self.sizes)
-                    )
-                    if step is not None and target in index:
-                        cost[i, index[target]] = self.step_seconds(type_, source, step)
+                    target = (*before, placed, *after)
+                    j = index.get(target)
+                    if j is None or j == i or (isinstance(placed, Shard) and not _alone(target, axis)):
+                        continue
+                    kind = _kind(type_.shape, source, target, axis, self.sizes)
+                    if kind is not None:
+                        cost[i, j] = self._price(kind, axis, whole, own, placed)
         for k in range(len(nodes)):
             via = cost[:, k : k + 1] + cost[k : k + 1, :]
             better = via < cost
-            cost = np.where(better, via, cost)
-            hop = np.where(better, hop[:, k : k + 1], hop)
+            if better.any():
+                cost = np.where(better, via, cost)
+                hop = np.where(better, hop[:, k : k + 1], hop)
         return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)
+
+    def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
+        """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
+        if kind == "slice":
+            return SLICE_SECONDS
+        nbytes = whole / self.sizes[axis] if kind == "all_to_all" else whole
+        key = (kind, axis, nbytes)
+        time = self.priced.get(key)
+        if time is None:
+            time = self.priced[key] = float(seconds(kind, nbytes, self.links[axis]))
+        for placed in (source, target):
+            if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
+                time += 2 * nbytes / self.memory_bandwidth
+        return time

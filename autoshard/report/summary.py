@@ -14,7 +14,9 @@ from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even, local_shape
 from autoshard.program.text import layout_text
 from autoshard.report.units import seconds_text
+from autoshard.search.choose import Settled
 from autoshard.search.plan import Plan, Why, why_key
+from autoshard.search.problem import model_flop
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,75 @@ class Decision:
     reason: str
     alternative: str
     margin: float
+
+
+@dataclass(frozen=True)
+class ZeroGroup:
+    """Parameters that share a ZeRO stage. stage: 0 to 3. bytes: of the whole model's parameters in it."""
+
+    stage: int
+    parameters: int
+    bytes: float
+
+
+@dataclass(frozen=True)
+class RecomputeRow:
+    """calls of ``of`` calls of a kind of layer whose activations are computed again."""
+
+    segment: str
+    policy: str
+    calls: int
+    of: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The predicted step in seconds. exposed: communication nothing hides; hidden: what computing hides.
+
+    mfu: FLOP of the model (recomputation not counted) over what the devices could do at their peak.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    hidden: float
+    update: float
+    mfu: float
+    model_flop: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes on the fullest rank. state: parameters, gradients, optimizer and gathered copies."""
+
+    state: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations
+
+
+@dataclass(frozen=True)
+class RivalRow:
+    """A strategy that a user would have picked. ratio: its step over ours, None if it cannot be used."""
+
+    name: str
+    mesh: str
+    microbatches: int
+    seconds: float | None
+    ratio: float | None
+    why: str
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """What a tactic reached: seconds of a step, bytes on the fullest rank."""
+
+    tactic: str
+    mesh: str
+    seconds: float
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -60,13 +131,21 @@ class Summary:
     parameters: tuple[Decision, ...]
     ops: tuple[Decision, ...]
     mesh_reason: str = ""
+    microbatches: int = 1
+    microbatch: int = 0
+    zero: tuple[ZeroGroup, ...] = ()
+    recompute: tuple[RecomputeRow, ...] = ()
+    step: Step | None = None
+    memory: Memory | None = None
+    rivals: tuple[RivalRow, ...] = ()
+    stages: tuple[StageRow, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarise(plan: Plan, analysis: Analysis) -> Summary:
-    """The summary of a plan for the model it was made for."""
+def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) -> Summary:
+    """The summary of a plan for the model it was made for; with costs if the search is given, too."""
     mesh = Mesh.parse(plan.mesh)
     classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
     own = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
@@ -97,6 +176,72 @@ def summarise(plan: Plan, analysis: Analysis) -> Summary:
         tuple(_parameters(plan, classes, mesh)),
         tuple(_ops(plan, analysis, mesh)),
         _mesh_reason(plan),
+        plan.microbatches,
+        plan.batch,
+        _zero(plan, classes, mesh),
+        _recompute(plan, analysis),
+        None if settled is None else _step(settled),
+        None if settled is None else _memory(settled),
+        () if settled is None else _rivals(settled),
+        ()
+        if settled is None
+        else tuple(StageRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
+    )
+
+
+def _zero(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> tuple[ZeroGroup, ...]:
+    """ZeRO stages of the trained parameters, over the axes that split the batch."""
+    data = [k for k, axis in enumerate(mesh.axes) if axis.meaning.splits_batch]
+    found: dict[int, tuple[int, float]] = {}
+    for group in classes:
+        if group.grads:
+            life = plan.params[group.key]
+            sharded = any(life.stored[k] != life.use[k] for k in data)
+            stage = (1 if life.late else 2) if life.keep else 3
+            stage = stage if sharded else 0
+            count, size = found.get(stage, (0, 0.0))
+            members = len(group.ports)
+            found[stage] = (count + members, size + members * group.first.type.nbytes)
+    return tuple(ZeroGroup(stage, n, size) for stage, (n, size) in sorted(found.items()))
+
+
+def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
+    counts = analysis.folded.counts()
+    return tuple(
+        RecomputeRow(name, again.policy, again.calls, counts[name]) for name, again in plan.recompute.items()
+    )
+
+
+def _step(settled: Settled) -> Step:
+    step, m = settled.placed.step, settled.configuration.microbatches
+    model, device = settled.posed.model, settled.cluster.device
+    flop, dtype = model_flop(model)
+    possible = (
+        step.total
+        * settled.configuration.mesh.world_size
+        * device.peak_flops.get(dtype, device.peak_flops["f32"])
+    )
+    mfu = m * flop / possible if possible else 0.0
+    return Step(step.total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
+
+
+def _memory(settled: Settled) -> Memory:
+    held = settled.placed.setting.held(settled.placed.taken)
+    return Memory(held.state, held.activations)
+
+
+def _rivals(settled: Settled) -> tuple[RivalRow, ...]:
+    own = settled.placed.seconds
+    return tuple(
+        RivalRow(
+            r.name,
+            r.mesh,
+            r.microbatches,
+            r.seconds,
+            None if r.seconds is None or not own else r.seconds / own,
+            r.why,
+        )
+        for r in settled.rivals
     )
 
 

@@ -42,9 +42,9 @@ class SearchAxes:
         return tuple(placed[axis] for axis in range(len(self.mesh_sizes)))
 
 
-def plain_axes(mesh: Mesh) -> SearchAxes:
-    """Every axis of the mesh on its own."""
-    meanings = tuple(axis.meaning for axis in mesh.axes)
+def plain_axes(mesh: Mesh, meanings: tuple[AxisMeaning, ...] = ()) -> SearchAxes:
+    """Every axis of the mesh on its own; meanings: other than those of the axes' names."""
+    meanings = meanings or tuple(axis.meaning for axis in mesh.axes)
     alone = tuple((axis,) for axis in range(len(mesh.axes)))
     return SearchAxes(mesh.sizes, meanings, alone, mesh.sizes, meanings)
 

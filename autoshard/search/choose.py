@@ -12,6 +12,7 @@ from autoshard.cost.step_time import OVERLAP
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
 from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.pins import Pin
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed, layer_calls, pose
@@ -26,9 +27,11 @@ from autoshard.search.rank import (
     shapes_of,
 )
 from autoshard.search.rebatch import batch_of, rebatched
+from autoshard.search.rivals import Rival, rivals
 from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed
+from autoshard.search.settle import Placed, place
 from autoshard.search.solve import solve
+from autoshard.search.tactics import Stage, Tactic, run_tactics
 from autoshard.search.terms import compose
 from autoshard.search.tune import QUICK, tune
 
@@ -44,7 +47,9 @@ class Ask:
 
     budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
     with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
-    computing that hides parameter collectives. recipe: what training keeps per parameter.
+    computing that hides parameter collectives. recipe: what training keeps per parameter. rivals: whether to
+    price what a user would have picked by hand. pins: placements that are decided already.
+    tactics: what to decide axis by axis, on a mesh that is given.
     """
 
     budget: int | None = None
@@ -52,6 +57,9 @@ class Ask:
     recompute: bool = True
     overlap: float = OVERLAP
     recipe: Recipe = ADAMW
+    rivals: bool = False
+    pins: tuple[Pin, ...] = ()
+    tactics: tuple[Tactic, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,15 +67,18 @@ class Settled:
     """The best found.
 
     bound: seconds; no plan that was considered is faster. rejected: (mesh with microbatches, seconds or
-    their lower bound) of others, best first. interrupted: whether the search was stopped before its end.
+    an estimate) of others, best first. interrupted: whether the search was stopped before its end.
     """
 
     posed: Posed
     placed: Placed
     configuration: Configuration
+    cluster: Cluster
     bound: float
     rejected: tuple[tuple[str, float], ...] = ()
     interrupted: bool = False
+    rivals: tuple[Rival, ...] = ()
+    stages: tuple[Stage, ...] = ()
 
 
 def choose(
@@ -86,9 +97,15 @@ def choose(
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     search = _Search(model, cluster, ask, progress)
-    if len(meshes) == 1 and ask.batch is None:
-        return search.one(meshes[0])
-    return search.many(meshes)
+    if ask.tactics:
+        found = search.by_tactics(meshes)
+    elif len(meshes) == 1 and ask.batch is None:
+        found = search.one(meshes[0])
+    else:
+        found = search.many(meshes)
+    if not ask.rivals or found.interrupted:
+        return found
+    return replace(found, rivals=search.rivals(found.configuration.mesh.world_size))
 
 
 class _Search:
@@ -98,29 +115,72 @@ class _Search:
         self.total = ask.batch or self.captured
         self.setting = Setting(1, layer_calls(model.folded), overlap=ask.overlap)
         self.failures: list[AutoshardError] = []
+        self.shapes: list[Shape] = []
+        self.interrupted = False
 
     def one(self, mesh: Mesh) -> Settled:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        posed = pose(self.model, mesh, self.cluster, self.setting, recipe=self.ask.recipe)
+        posed = pose(self.model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, pins=self.ask.pins)
         placed = self.tune(posed, self.setting)
-        return Settled(posed, placed, Configuration(mesh, self.captured, 1), placed.lower_bound)
+        where = Configuration(mesh, self.captured, 1)
+        return Settled(posed, placed, where, self.cluster, placed.lower_bound)
+
+    def by_tactics(self, meshes: Sequence[Mesh]) -> Settled:
+        """Axis by axis on a mesh that was given, the batch in one piece."""
+        if len(meshes) != 1 or self.ask.batch is not None:
+            raise UsageError(
+                "tactics decide the axes of one mesh and one batch",
+                hint="give --mesh and --batch in place of --cluster alone and --global-batch",
+            )
+        mesh = meshes[0]
+
+        def solve(posed: Posed, last: bool) -> Placed:
+            self.progress(f"searching {posed.mesh}")
+            return (
+                self.tune(posed, self.setting)
+                if last
+                else place(posed.problem, self.setting, None, allowed=posed.allowed)
+            )
+
+        posed, placed, stages = run_tactics(
+            self.model, mesh, self.cluster, self.setting, self.ask.tactics, self.ask.recipe, solve
+        )
+        where = Configuration(mesh, self.captured, 1)
+        return Settled(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
 
     def many(self, meshes: Sequence[Mesh]) -> Settled:
-        shapes = []
-        for group in shapes_of(meshes):
-            try:
-                shapes.append(self.shape(group))
-            except UsageError as error:
-                self.failures.append(error)
-        ranked = [
-            e
-            for shape in shapes
-            for e in rank(shape, self.total, self.cluster, self.setting, self.ask.budget, self.ask.recipe)
-        ]
+        try:
+            for group in shapes_of(meshes):
+                try:
+                    self.shapes.append(self.shape(group))
+                except UsageError as error:
+                    self.failures.append(error)
+        except KeyboardInterrupt:
+            if not self.shapes:
+                raise
+            self.interrupted = True  # what is known by now still gives a plan
+        ranked = [e for shape in self.shapes for e in self.ranked(shape)]
         if not ranked:
-            return self.nothing(shapes)
+            return self.nothing(self.shapes)
         return self.exact(sorted(ranked, key=lambda e: (e.seconds, str(e.configuration.mesh))))
+
+    def ranked(self, shape: Shape) -> list[Estimated]:
+        return rank(shape, self.total, self.cluster, self.setting, self.ask.budget, self.ask.recipe)
+
+    def rivals(self, devices: int) -> tuple[Rival, ...]:
+        """What a user would have picked on as many devices."""
+        self.progress("pricing the rivals")
+
+        def ranked(mesh: Mesh) -> list[Estimated]:
+            known = next((s for s in self.shapes if mesh in s.meshes), None)
+            found = self.ranked(known or self.shape((mesh,)))
+            return sorted((e for e in found if e.configuration.mesh == mesh), key=lambda e: e.seconds)
+
+        def pose(where: Configuration) -> Posed:
+            return self.pose(where.mesh, where.batch)
+
+        return rivals(devices, self.cluster, self.ask.budget, self.setting, ranked, pose)
 
     def shape(self, meshes: tuple[Mesh, ...]) -> Shape:
         """Solve the shape at its smallest and its largest microbatch."""
@@ -135,7 +195,7 @@ class _Search:
         self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences")
         ends = []
         for batch in dict.fromkeys((sizes[0], sizes[-1])):
-            posed = self.pose(mesh, batch)
+            posed = self.pose(mesh, batch, self.ask.pins)
             ends.append((batch, posed.free.taken, self.least(posed)))
         return Shape(meshes, ends[0], ends[-1], parameters_of(posed))
 
@@ -145,22 +205,25 @@ class _Search:
             return [self.captured]
         return microbatch_sizes(mesh, self.total)
 
-    def pose(self, mesh: Mesh, batch: int) -> Posed:
+    def pose(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = ()) -> Posed:
         model = rebatched(self.model, batch)
         merge = len(mesh.axes) > 1
-        return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge)
+        return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge, pins=pins)
 
     def least(self, posed: Posed) -> float:
         """Seconds of computing and talking that no placements go below, for one microbatch."""
         network = compose(
-            posed.problem.terms, lambda key: float(key.kind in ("work", "talk")), lambda key: 0.0
+            posed.problem.terms,
+            lambda key: float(key.kind in ("work", "talk")),
+            lambda key: 0.0,
+            posed.allowed,
         )
         return solve(network, limits=QUICK).lower_bound
 
     def tune(self, posed: Posed, setting: Setting) -> Placed:
         budget = self.ask.budget
         try:
-            return tune(posed.problem, setting, budget, recompute=self.ask.recompute)
+            return tune(posed.problem, setting, budget, recompute=self.ask.recompute, allowed=posed.allowed)
         except InfeasibleNetwork as error:
             assert budget is not None
             raise _infeasible(posed, setting, error, budget) from None
@@ -169,17 +232,19 @@ class _Search:
         """Solve the configurations that look best, until the others are ruled out or far behind."""
         best: Settled | None = None
         solved: dict[Configuration, float] = {}
-        interrupted = False
         limit = float("inf")
         for estimated in ranked:
             where = estimated.configuration
             if best is not None and (
-                estimated.bound >= best.placed.seconds or estimated.seconds > limit or len(solved) > _MORE
+                self.interrupted
+                or estimated.bound >= best.placed.seconds
+                or estimated.seconds > limit
+                or len(solved) > _MORE
             ):
                 continue
             self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
             try:
-                posed = self.pose(where.mesh, where.batch)
+                posed = self.pose(where.mesh, where.batch, self.ask.pins)
                 placed = self.tune(posed, replace(self.setting, microbatches=where.microbatches))
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
@@ -188,23 +253,22 @@ class _Search:
             except KeyboardInterrupt:
                 if best is None:
                     raise
-                interrupted = True
+                self.interrupted = True
                 break
             solved[where] = placed.seconds
             # estimates err alike, so they are compared with each other
             limit = min(limit, _MARGIN * estimated.seconds)
             if best is None or placed.seconds < best.placed.seconds:
-                best = Settled(posed, placed, where, placed.lower_bound)
+                best = Settled(posed, placed, where, self.cluster, placed.lower_bound)
         if best is None:
             raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
-        return self.finished(best, ranked, solved, interrupted)
+        return self.finished(best, ranked, solved)
 
     def finished(
         self,
         best: Settled,
         ranked: Sequence[Estimated],
         solved: dict[Configuration, float],
-        interrupted: bool,
     ) -> Settled:
         others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
         bounds = [e.bound for c, e in others if c not in solved]
@@ -212,22 +276,21 @@ class _Search:
         named = sorted(
             ((_name(c), solved.get(c, e.seconds)) for c, e in others), key=lambda pair: (pair[1], pair[0])
         )
-        return replace(best, bound=bound, rejected=tuple(named), interrupted=interrupted)
+        return replace(best, bound=bound, rejected=tuple(named), interrupted=self.interrupted)
 
     def nothing(self, shapes: Sequence[Shape]) -> Settled:
         """Nothing fits by the estimates: let the shape that needs least say so exactly."""
         for shape in sorted(shapes, key=lambda s: s.low[0]):
             mesh = shape.meshes[0]
             try:
-                posed = self.pose(mesh, shape.low[0])
+                posed = self.pose(mesh, shape.low[0], self.ask.pins)
                 setting = replace(self.setting, microbatches=self.total // shape.low[0])
                 placed = self.tune(posed, setting)
             except InfeasibleError as error:
                 self.failures.append(error)
                 continue
-            return Settled(
-                posed, placed, Configuration(mesh, shape.low[0], setting.microbatches), placed.lower_bound
-            )
+            where = Configuration(mesh, shape.low[0], setting.microbatches)
+            return Settled(posed, placed, where, self.cluster, placed.lower_bound)
         raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
 
 

@@ -11,7 +11,7 @@ copy also serves a use that wants a shard, since slicing is free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -32,7 +32,7 @@ from autoshard.placement import (
 )
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
-from autoshard.rules.states import op_states
+from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.kept import kept_activations
 from autoshard.search.lives import lives_of
@@ -60,6 +60,18 @@ class Model:
     digits: DigitTable
 
 
+def model_flop(model: Model) -> tuple[float, str]:
+    """(FLOP of one forward and backward, the type that most of them are done in)."""
+    counts = model.folded.counts()
+    done: dict[str, float] = {}
+    for (name, number), rule in model.rules.items():
+        if rule.flops:
+            types = model.folded.segments[name].nodes[number].types
+            dtype = next((t.dtype for t in types if t is not None and t.is_float), "f32")
+            done[dtype] = done.get(dtype, 0.0) + counts[name] * rule.flops
+    return sum(done.values()), max(done, key=lambda d: done[d], default="f32")
+
+
 @dataclass(frozen=True)
 class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network)."""
@@ -85,6 +97,7 @@ class _Builder:
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
         self.terms = Terms()
+        self.alike: dict[object, tuple[OpState, ...]] = {}
         self.index: dict[object, int] = {}
         self.counts = model.folded.counts()
         self.backward = model.folded.is_backward()
@@ -169,13 +182,29 @@ class _Builder:
             ins = [types[r] for r in refs_of(node)]
             digits = self.model.digits.factors[name, number]
             must = self._must_divide(name, rule)
-            states = tuple(op_states(rule, ins, node.types, digits, self.sizes, self._allowed, must))
+            states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
             seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
             var = self._add(("node", name, number), NodeVar(name, number, states))
             kind = Time("work", self.backward[name], name, rule.kind != "matmul")
             self.terms.add(kind, var, seconds * self.counts[name])
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
+
+    def _states(
+        self,
+        rule: Factored,
+        ins: tuple[TensorType, ...],
+        outs: tuple[TensorType | None, ...],
+        digits: tuple[tuple[Digit, ...], ...],
+        must: tuple[bool, ...],
+    ) -> tuple[OpState, ...]:
+        """The states of a call; many calls are alike."""
+        same = replace(rule, flops=0.0, local=None, kind="pointwise")
+        key = (same, ins, outs, digits, must)
+        if key not in self.alike:
+            found = op_states(rule, ins, outs, digits, self.sizes, self._allowed, must)
+            self.alike[key] = tuple(found)
+        return self.alike[key]
 
     def _values(self, name: str) -> None:
         """A variable for every segment input and every value with more than one use."""

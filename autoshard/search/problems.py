@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.errors import UsageError
 from autoshard.ir import Folded
-from autoshard.search.axes import merged_axes, merged_mesh, plain_axes
-from autoshard.search.network import NoFiniteAssignment
+from autoshard.search.axes import SearchAxes, merged_axes, merged_mesh, plain_axes
+from autoshard.search.network import Array, NoFiniteAssignment
+from autoshard.search.pins import Pin, check_pins, combined, pin_masks
 from autoshard.search.prices import Prices
 from autoshard.search.problem import Model, Problem, build_problem
 from autoshard.search.setting import Setting
@@ -22,7 +24,8 @@ from autoshard.search.settle import Placed, place
 class Posed:
     """A problem on a mesh that has a solution. strict: all work is divided as the axes mean.
 
-    free: the best placements without recomputation or a memory limit.
+    free: the best placements without recomputation or a memory limit. allowed: what pins leave of each
+    variable's states.
     """
 
     model: Model
@@ -31,6 +34,7 @@ class Posed:
     problem: Problem
     strict: bool
     free: Placed
+    allowed: tuple[Array | None, ...] = ()
 
 
 def pose(
@@ -41,23 +45,36 @@ def pose(
     *,
     recipe: Recipe = ADAMW,
     merge: bool = False,
+    pins: Sequence[Pin] = (),
+    axes: SearchAxes | None = None,
 ) -> Posed:
     """The problem of a model on a mesh.
 
-    merge: see neighbouring batch axes as one (`SearchAxes`). Raises UsageError if the mesh cannot be used
-    for the model at all.
+    merge: see neighbouring batch axes as one (`SearchAxes`). axes: in their place. pins: what is decided
+    already. Raises UsageError if the mesh cannot be used for the model at all, or with these pins.
     """
-    axes = merged_axes(mesh) if merge else plain_axes(mesh)
+    axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
     params = cost_model(cluster, mesh)
     ops = cost_model(cluster, merged_mesh(axes, mesh.names)) if axes.merged else params
     prices = Prices(ops, params, recipe)
-    problem = build_problem(model, axes, prices)
-    try:
-        return Posed(model, mesh, prices, problem, True, place(problem, setting, None))
-    except NoFiniteAssignment:
-        # some op can follow the axes' meanings only alone, not together with its neighbours
-        problem = build_problem(model, axes, prices, strict=False)
-        return Posed(model, mesh, prices, problem, False, place(problem, setting, None))
+    reasons: list[UsageError] = []
+    for strict in (True, False):
+        # some op may follow the axes' meanings only alone, not together with its neighbours
+        problem = build_problem(model, axes, prices, strict=strict)
+        try:
+            masks = pin_masks(pins, model, mesh, problem)
+            allowed = tuple(combined(masks, len(problem.variables)))
+            free = place(problem, setting, None, allowed=allowed)
+        except NoFiniteAssignment:
+            if not strict:
+                check_pins(pins, masks, problem)
+                raise
+            continue
+        except UsageError as error:
+            reasons.append(error)
+            continue
+        return Posed(model, mesh, prices, problem, strict, free, allowed)
+    raise reasons[-1]
 
 
 def layer_calls(folded: Folded) -> Mapping[str, int]:

@@ -1,0 +1,151 @@
+"""What a user would have picked by hand, at its best, priced by the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.cluster.axes import AxisMeaning
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.errors import UsageError
+from autoshard.ir.flow import Place
+from autoshard.placement import Layout, Shard
+from autoshard.search.network import Array, InfeasibleNetwork, NoFiniteAssignment
+from autoshard.search.plan import Recompute
+from autoshard.search.problem import Model
+from autoshard.search.problems import Posed
+from autoshard.search.rank import Configuration, Estimated
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+from autoshard.search.tune import QUICK
+from autoshard.search.variables import NodeVar, ValueVar
+
+#: (mesh) -> its configurations that seem to fit, best first
+Ranking = Callable[[Mesh], Sequence[Estimated]]
+Poser = Callable[[Configuration], Posed]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A strategy by name. seconds: of a step, None if it cannot be used, and then why says why not."""
+
+    name: str
+    mesh: str
+    microbatches: int
+    seconds: float | None
+    why: str = ""
+
+
+def rivals(
+    devices: int, cluster: Cluster, budget: float | None, setting: Setting, ranked: Ranking, pose: Poser
+) -> tuple[Rival, ...]:
+    """Data parallel, FSDP2, and Megatron-LM's tensor and data parallelism, each at its best microbatch.
+
+    Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
+    little of it as fits, activations between layers whole on every rank of it; without its pipelines.
+    """
+    solve = _Solver(budget, setting, ranked, pose)
+    return (
+        solve.one("data parallel", Mesh((Axis("dp", devices),))),
+        solve.one("FSDP2", Mesh((Axis("fsdp", devices),))),
+        _megatron(devices, cluster, solve),
+    )
+
+
+@dataclass(frozen=True)
+class _Solver:
+    budget: float | None
+    setting: Setting
+    ranked: Ranking
+    pose: Poser
+
+    def one(self, name: str, mesh: Mesh, *, between_layers_whole: bool = False) -> Rival:
+        try:
+            configurations = self.ranked(mesh)
+        except UsageError as error:
+            return Rival(name, str(mesh), 1, None, error.what)
+        for estimated in configurations[:2]:
+            where = estimated.configuration
+            posed = self.pose(where)
+            allowed = _whole_between_layers(posed) if between_layers_whole else ()
+            placed = self._place(posed, replace(estimated.setting, microbatches=where.microbatches), allowed)
+            if placed is not None:
+                return Rival(name, str(mesh), where.microbatches, placed.seconds)
+        return Rival(name, str(mesh), 1, None, "does not fit the memory")
+
+    def _place(self, posed: Posed, setting: Setting, allowed: Sequence[Array | None]) -> Placed | None:
+        everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
+        for trial in (setting, replace(setting, recompute=everything)):
+            try:
+                return place(posed.problem, trial, self.budget, allowed=allowed, limits=QUICK)
+            except (InfeasibleNetwork, NoFiniteAssignment):
+                continue
+        return None
+
+
+def _megatron(devices: int, cluster: Cluster, solve: _Solver) -> Rival:
+    node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
+    ways = [t for t in range(1, min(node, devices) + 1) if devices % t == 0 and node % t == 0]
+    name = "Megatron-LM (SC'21)"
+    last = Rival(name, f"dp={devices}", 1, None, "does not fit the memory")
+    for tp in ways:
+        axes = [Axis(n, size) for n, size in (("dp", devices // tp), ("tp", tp)) if size > 1]
+        last = solve.one(name, Mesh(tuple(axes) or (Axis("dp", 1),)), between_layers_whole=True)
+        if last.seconds is not None:
+            break
+    return last
+
+
+def _whole_between_layers(posed: Posed) -> list[Array | None]:
+    """Per variable the states that do not split what travels between layers over a tensor axis."""
+    model, axes = posed.model, posed.problem.axes
+    residual = _classes_between_layers(model)
+    split = [k for k, m in enumerate(axes.meanings) if _inside_layers(m)]
+
+    def fine(place: Place, layout: Layout | None) -> bool:
+        if layout is None:
+            return True
+        for axis in split:
+            placed = layout[axis]
+            if isinstance(placed, Shard):
+                digits = model.digits.values.get((*place, placed.dim), ())
+                hit = {cls for outer, _, cls in digits if outer == placed.outer}
+                if hit & residual:
+                    return False
+        return True
+
+    found: list[Array | None] = []
+    for variable in posed.problem.variables:
+        if isinstance(variable, ValueVar):
+            ok = [fine(variable.place, layout) for layout in variable.states]
+        elif isinstance(variable, NodeVar):
+            outs = model.folded.segments[variable.segment].nodes[variable.number].outs
+            ok = [
+                all(fine((variable.segment, o), lay) for o, lay in zip(outs, s.outputs, strict=True))
+                for s in variable.states
+            ]
+        else:
+            found.append(None)
+            continue
+        found.append(None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf))
+    return found
+
+
+def _inside_layers(meaning: AxisMeaning) -> bool:
+    return meaning.splits_layers and not meaning.splits_batch
+
+
+def _classes_between_layers(model: Model) -> frozenset[int]:
+    """Classes of the dims of what one forward segment hands to a layer."""
+    backward = model.folded.is_backward()
+    layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
+    found: set[int] = set()
+    for source, target in model.flow.edges:
+        if source[0] in layers and target[0] in layers and not backward[source[0]]:
+            rank = len(model.folded.segments[target[0]].types()[target[1]].shape)
+            for dim in range(rank):
+                found |= {cls for _, _, cls in model.digits.values.get((*target, dim), ())}
+    return frozenset(found - model.digits.batch)
