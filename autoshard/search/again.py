@@ -51,6 +51,18 @@ def fill(taken: Profile, setting: Setting, budget: float) -> Setting | None:
     return None if best is None else best[1]
 
 
+def marginal_price(taken: Profile, setting: Setting) -> float:
+    """Seconds per byte of the dearest recomputation that a setting uses; 0.0 if it uses none."""
+    options = _options(taken, replace(setting, recompute={}))
+    prices = [
+        o.price
+        for name, again in setting.recompute.items()
+        for o in options[name]
+        if again.calls and o.policy == again.policy and o.freed > 0
+    ]
+    return setting.microbatches * max(prices, default=0.0)
+
+
 def _choices(options: Mapping[str, list[_Option]]) -> list[list[_Option]]:
     """One policy per kind of layer, in all combinations."""
     names = list(options)

@@ -9,7 +9,7 @@ is searched exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,12 +37,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """states: in the residual's numbering. steps: multipliers tried."""
+    """states: in the residual's numbering. steps: multipliers tried. multiplier: the best one."""
 
     states: tuple[int, ...]
     lower_bound: float
     method: str
     steps: int
+    multiplier: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def minimise_within(net: Residual, order: Order, budget: float, limits: Limits) 
     dual = _search_multiplier(net, order, fast, fastest.lower_bound, leanest, budget, limits)
     best = _improved(net, dual, budget)
     if _closed(best.seconds, dual.lower_bound):
-        return Budgeted(best.states, best.seconds, dual.method, dual.steps)
-    return _close(net, order, dual, best, budget, limits)
+        return Budgeted(best.states, best.seconds, dual.method, dual.steps, dual.lam)
+    return replace(_close(net, order, dual, best, budget, limits), multiplier=dual.lam)
 
 
 def least_memory(net: Residual, budget: float, limits: Limits) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -11,13 +13,14 @@ from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.cost.step_time import OVERLAP
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
-from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.network import CostNetwork, InfeasibleNetwork
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rank import (
     Configuration,
+    End,
     Estimated,
     Shape,
     data_ways,
@@ -26,17 +29,17 @@ from autoshard.search.rank import (
     rank,
     shapes_of,
 )
-from autoshard.search.rebatch import batch_of, rebatched
+from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
 from autoshard.search.rivals import Rival, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.solve import solve
 from autoshard.search.tactics import Stage, Tactic, run_tactics
 from autoshard.search.terms import compose
-from autoshard.search.tune import QUICK, tune
+from autoshard.search.tune import QUICK, proven, tune
 
-#: configurations solved exactly beyond the one that looks best
-_MORE = 3
+#: configurations solved exactly, and those among them that only divide the data ranks otherwise
+_MOST, _ALIKE = 4, 2
 #: configurations whose estimate is this much over that of one that was solved are not solved
 _MARGIN = 1.02
 
@@ -122,7 +125,7 @@ class _Search:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
         posed = pose(self.model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, pins=self.ask.pins)
-        placed = self.tune(posed, self.setting)
+        placed = self.proven(posed, self.tune(posed, self.setting))
         where = Configuration(mesh, self.captured, 1)
         return Settled(posed, placed, where, self.cluster, placed.lower_bound)
 
@@ -161,7 +164,7 @@ class _Search:
                 raise
             self.interrupted = True  # what is known by now still gives a plan
         ranked = [e for shape in self.shapes for e in self.ranked(shape)]
-        if not ranked:
+        if not any(isfinite(e.seconds) for e in ranked):
             return self.nothing(self.shapes)
         return self.exact(sorted(ranked, key=lambda e: (e.seconds, str(e.configuration.mesh))))
 
@@ -175,7 +178,8 @@ class _Search:
         def ranked(mesh: Mesh) -> list[Estimated]:
             known = next((s for s in self.shapes if mesh in s.meshes), None)
             found = self.ranked(known or self.shape((mesh,)))
-            return sorted((e for e in found if e.configuration.mesh == mesh), key=lambda e: e.seconds)
+            fitting = (e for e in found if e.configuration.mesh == mesh and isfinite(e.seconds))
+            return sorted(fitting, key=lambda e: e.seconds)
 
         def pose(where: Configuration) -> Posed:
             return self.pose(where.mesh, where.batch)
@@ -196,7 +200,7 @@ class _Search:
         ends = []
         for batch in dict.fromkeys((sizes[0], sizes[-1])):
             posed = self.pose(mesh, batch, self.ask.pins)
-            ends.append((batch, posed.free.taken, self.least(posed)))
+            ends.append(End(batch, posed.free.taken, self.least_seconds(posed), self.least_bytes(posed)))
         return Shape(meshes, ends[0], ends[-1], parameters_of(posed))
 
     def sizes(self, mesh: Mesh) -> list[int]:
@@ -206,11 +210,19 @@ class _Search:
         return microbatch_sizes(mesh, self.total)
 
     def pose(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = ()) -> Posed:
-        model = rebatched(self.model, batch)
+        try:
+            model = rebatched(self.model, batch)
+        except NotRebatchable as error:
+            raise UsageError(
+                f"the model cannot be planned for microbatches of {batch} sequences",
+                where=f"mesh {mesh}, captured with {self.captured} sequences",
+                why=str(error),
+                hint="plan one batch in one piece (--batch), with example inputs of that many sequences",
+            ) from None
         merge = len(mesh.axes) > 1
         return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge, pins=pins)
 
-    def least(self, posed: Posed) -> float:
+    def least_seconds(self, posed: Posed) -> float:
         """Seconds of computing and talking that no placements go below, for one microbatch."""
         network = compose(
             posed.problem.terms,
@@ -219,6 +231,20 @@ class _Search:
             posed.allowed,
         )
         return solve(network, limits=QUICK).lower_bound
+
+    def least_bytes(self, posed: Posed) -> float:
+        """Bytes that no placements go below, with everything computed again; 0 without a budget."""
+        if self.ask.budget is None:
+            return 0.0
+        setting = replace(self.setting, optimistic=self.ask.recompute)
+        network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
+        alone = tuple(u + m for u, m in zip(network.unary, network.memory, strict=True))
+        return solve(CostNetwork(alone, network.memory, network.edges), limits=QUICK).lower_bound
+
+    def proven(self, posed: Posed, placed: Placed) -> Placed:
+        if not self.ask.recompute:
+            return placed
+        return proven(posed.problem, placed, self.ask.budget, allowed=posed.allowed)
 
     def tune(self, posed: Posed, setting: Setting) -> Placed:
         budget = self.ask.budget
@@ -233,15 +259,18 @@ class _Search:
         best: Settled | None = None
         solved: dict[Configuration, float] = {}
         limit = float("inf")
+        alike: Counter[object] = Counter()
         for estimated in ranked:
             where = estimated.configuration
             if best is not None and (
                 self.interrupted
                 or estimated.bound >= best.placed.seconds
                 or estimated.seconds > limit
-                or len(solved) > _MORE
+                or len(solved) >= _MOST
+                or alike[_kind(where)] >= _ALIKE
             ):
                 continue
+            alike[_kind(where)] += 1
             self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
             try:
                 posed = self.pose(where.mesh, where.batch, self.ask.pins)
@@ -262,7 +291,8 @@ class _Search:
                 best = Settled(posed, placed, where, self.cluster, placed.lower_bound)
         if best is None:
             raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
-        return self.finished(best, ranked, solved)
+        placed = self.proven(best.posed, best.placed)
+        return self.finished(replace(best, placed=placed, bound=placed.lower_bound), ranked, solved)
 
     def finished(
         self,
@@ -273,25 +303,30 @@ class _Search:
         others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
         bounds = [e.bound for c, e in others if c not in solved]
         bound = min([best.bound, *bounds, *(s for s in solved.values())])
-        named = sorted(
-            ((_name(c), solved.get(c, e.seconds)) for c, e in others), key=lambda pair: (pair[1], pair[0])
-        )
+        priced = ((_name(c), solved.get(c, e.seconds)) for c, e in others)
+        named = sorted((p for p in priced if isfinite(p[1])), key=lambda pair: (pair[1], pair[0]))
         return replace(best, bound=bound, rejected=tuple(named), interrupted=self.interrupted)
 
     def nothing(self, shapes: Sequence[Shape]) -> Settled:
         """Nothing fits by the estimates: let the shape that needs least say so exactly."""
-        for shape in sorted(shapes, key=lambda s: s.low[0]):
+        for shape in sorted(shapes, key=lambda s: s.low.batch):
             mesh = shape.meshes[0]
             try:
-                posed = self.pose(mesh, shape.low[0], self.ask.pins)
-                setting = replace(self.setting, microbatches=self.total // shape.low[0])
+                posed = self.pose(mesh, shape.low.batch, self.ask.pins)
+                setting = replace(self.setting, microbatches=self.total // shape.low.batch)
                 placed = self.tune(posed, setting)
             except InfeasibleError as error:
                 self.failures.append(error)
                 continue
-            where = Configuration(mesh, shape.low[0], setting.microbatches)
+            where = Configuration(mesh, shape.low.batch, setting.microbatches)
             return Settled(posed, placed, where, self.cluster, placed.lower_bound)
         raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
+
+
+def _kind(where: Configuration) -> object:
+    """What configurations share that only divide the data ranks otherwise."""
+    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
+    return rest, where.batch
 
 
 def _name(where: Configuration) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -66,30 +67,49 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class End:
+    """One microbatch solved exactly.
+
+    batch: sequences over the mesh. taken: by the best placements without a memory limit. seconds: that
+    computing and talking take at least. bytes: that are held at least, with everything computed again.
+    """
+
+    batch: int
+    taken: Profile
+    seconds: float
+    bytes: float
+
+
+@dataclass(frozen=True)
 class Shape:
     """Meshes that differ only in how the data axes are divided, solved at two microbatches.
 
-    low, high: (sequences per microbatch over the mesh, profile, least seconds of computing and talking).
+    low, high: its ends.
     """
 
     meshes: tuple[Mesh, ...]
-    low: tuple[int, Profile, float]
-    high: tuple[int, Profile, float]
+    low: End
+    high: End
     parameters: Parameters
 
     def profile(self, batch: int) -> Profile:
         """Interpolated between the two solutions, without what belongs to parameters."""
-        (small, a, _), (large, b, _) = self.low, self.high
-        t = 0.0 if small == large else (batch - small) / (large - small)
+        a, b, t = self.low.taken, self.high.taken, self._place(batch)
         times = {k: v for k, v in _mixed(a.seconds, b.seconds, t).items() if k.kind in ("work", "talk")}
         held = {k: v for k, v in _mixed(a.bytes, b.bytes, t).items() if k.kind != "state"}
         return Profile(times, held)
 
-    def least(self, batch: int) -> float:
+    def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
-        (small, _, a), (large, _, b) = self.low, self.high
-        t = 0.0 if small == large else (batch - small) / (large - small)
-        return a + t * (b - a)
+        return self.low.seconds + self._place(batch) * (self.high.seconds - self.low.seconds)
+
+    def bytes(self, batch: int) -> float:
+        """Bytes that are held at least."""
+        return self.low.bytes + self._place(batch) * (self.high.bytes - self.low.bytes)
+
+    def _place(self, batch: int) -> float:
+        width = self.high.batch - self.low.batch
+        return (batch - self.low.batch) / width if width else 0.0
 
 
 def parameters_of(posed: Posed) -> Parameters:
@@ -133,16 +153,20 @@ def _data_ways(use: Layout, posed: Posed) -> float:
 def rank(
     shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
 ) -> list[Estimated]:
-    """All configurations of a shape that seem to fit, for a global batch of ``total`` sequences."""
+    """All configurations of a shape that may fit, for a global batch of ``total`` sequences.
+
+    One that seems not to fit, without that being proven, has infinite estimated seconds.
+    """
     found = []
     for mesh in shape.meshes:
         lives = _lives(shape.parameters, mesh, cluster, recipe)
-        for batch in microbatch_sizes(mesh, total):
-            if not shape.low[0] <= batch <= shape.high[0]:
+        only = [shape.low.batch] if shape.low.batch == shape.high.batch else []
+        for batch in only or microbatch_sizes(mesh, total):
+            if not shape.low.batch <= batch <= shape.high.batch:
                 continue
             how = replace(setting, microbatches=total // batch)
             bare = shape.profile(batch)
-            bound = how.microbatches * shape.least(batch)
+            bound = how.microbatches * shape.seconds(batch)
             best: Estimated | None = None
             for extra in lives:
                 taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
@@ -150,11 +174,12 @@ def rank(
                 if filled is not None:
                     time = filled.step(taken).total
                     if best is None or time < best.seconds:
-                        best = Estimated(
-                            Configuration(mesh, batch, how.microbatches), filled, time, min(bound, time)
-                        )
+                        where = Configuration(mesh, batch, how.microbatches)
+                        best = Estimated(where, filled, time, min(bound, time))
             if best is not None:
                 found.append(best)
+            elif budget is not None and shape.bytes(batch) <= budget:
+                found.append(Estimated(Configuration(mesh, batch, how.microbatches), how, inf, bound))
     return found
 
 

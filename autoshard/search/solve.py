@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from autoshard.search.budget import minimise_within
@@ -46,6 +46,7 @@ def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limit
         fastest.method,
         0,
     )
+    multiplier = 0.0
     if budget_bytes is not None and network.bytes_of(states) > budget_bytes:
         reduced = _reduce(whole)
         held = minimise_within(reduced.net, reduced.order, budget_bytes, limits)
@@ -55,6 +56,7 @@ def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limit
             held.method,
             held.steps,
         )
+        multiplier = held.multiplier
     stats = SearchStats(
         len(network.unary),
         sum(len(u) for u in network.unary),
@@ -64,7 +66,7 @@ def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limit
         steps,
         perf_counter() - begun,
     )
-    return _solution(network, states, lower, method, stats)
+    return replace(_solution(network, states, lower, method, stats), multiplier=multiplier)
 
 
 def _reduce(net: Residual) -> _Reduced:

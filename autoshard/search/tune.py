@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.search.again import fill
+from autoshard.cost.step_time import exposure_of
+from autoshard.search.again import fill, marginal_price
+from autoshard.search.bound import dual_bound
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
@@ -28,7 +30,7 @@ def tune(
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
     setting: its recomputation is only a start. recompute: whether anything may run again. The lower bound
-    holds for every recomputation: it takes the time of none and the memory of full.
+    holds for every recomputation, and is that without a budget (see `proven` for a better one).
     """
     bare = replace(setting, recompute={})
     free = place(problem, bare, None, allowed=allowed, limits=limits)
@@ -37,6 +39,25 @@ def tune(
     if not recompute or not bare.calls:
         return place(problem, bare, budget, allowed=allowed, limits=limits)
     return _Tuning(problem, bare, budget, allowed, limits).best(free)
+
+
+def proven(
+    problem: Problem,
+    placed: Placed,
+    budget: float | None,
+    *,
+    allowed: Sequence[Array | None] = (),
+    limits: Limits | None = None,
+) -> Placed:
+    """The same with the best lower bound over all placements and all recomputation."""
+    bare = replace(placed.setting, recompute={})
+    again = marginal_price(placed.taken, placed.setting)
+    price = max(placed.solution.multiplier, again)
+    if budget is None or not price:
+        return placed
+    exposure = exposure_of(placed.setting.sums(placed.taken), placed.setting.how)
+    bound = dual_bound(problem, bare, budget, price, exposure, allowed=allowed, limits=limits)
+    return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
 
 
 class _Tuning:
@@ -55,7 +76,6 @@ class _Tuning:
         self.found: list[Placed] = []
 
     def best(self, free: Placed) -> Placed:
-        bound = self._bound()
         everything = {s: Recompute("full", n) for s, n in self.bare.calls.items()}
         self._attempt(self.bare)
         cheapest = fill(free.taken, self.bare, self.budget)
@@ -74,7 +94,7 @@ class _Tuning:
             )
         winner = min(self.found, key=lambda p: (p.seconds, p.bytes))
         last = self._final(winner)
-        return replace(last, lower_bound=min(bound, last.seconds))
+        return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _final(self, winner: Placed) -> Placed:
         """The winner once more with all the work the limits allow, and less recomputation if it fits."""
@@ -84,15 +104,6 @@ class _Tuning:
                 last = place(self.problem, setting, self.budget, allowed=self.allowed, limits=self.limits)
                 best = min(best, last, key=lambda p: (p.seconds, p.bytes))
         return best
-
-    def _bound(self) -> float:
-        return place(
-            self.problem,
-            replace(self.bare, optimistic=True),
-            self.budget,
-            allowed=self.allowed,
-            limits=self.limits,
-        ).lower_bound
 
     def _attempt(self, setting: Setting) -> None:
         try:

@@ -1,0 +1,90 @@
+"""A lower bound on the step over all recomputation and placements that fit the memory.
+
+With a price per byte (a Lagrange multiplier) the best number of calls to run again is none or all of them,
+since every call of a layer saves and costs the same. So the least over the extreme policies, each an
+ordinary network, bounds all choices between them, too (duality, as in `search.budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import product
+
+from autoshard.cost.step_time import Exposure
+from autoshard.search.network import Array, CostNetwork, Limits
+from autoshard.search.plan import Recompute
+from autoshard.search.problem import Problem
+from autoshard.search.setting import Setting
+from autoshard.search.solve import solve
+
+#: kinds of layers whose policies are combined; with more, one policy bounds all of them optimistically
+_KINDS = 2
+#: how often a price is doubled or halved
+_MOVES = 4
+
+
+def dual_bound(
+    problem: Problem,
+    setting: Setting,
+    budget: float,
+    price: float,
+    exposure: Exposure,
+    *,
+    allowed: Sequence[Array | None] = (),
+    limits: Limits | None = None,
+) -> float:
+    """Seconds that no step within the budget goes below, whatever runs again.
+
+    price: seconds per byte to begin with; it is moved while the bound grows. exposure: which overlaps to
+    count as exposed (any is valid); half of it is tried, too.
+    """
+    known: dict[tuple[float, Exposure], float] = {}
+
+    def at(price: float, exposure: Exposure) -> float:
+        key = (price, exposure)
+        if key not in known:
+            policies = _extremes(setting)
+            least = (_priced(problem, p, budget, price, allowed, limits, exposure) for p in policies)
+            known[key] = min(least)
+        return known[key]
+
+    half = Exposure(*(getattr(exposure, f.name) / 2 for f in fields(Exposure)))
+    exposure = max((exposure, half), key=lambda e: at(price, e))
+    for factor in (2.0, 0.5):
+        for _ in range(_MOVES):
+            if at(price * factor, exposure) <= at(price, exposure):
+                break
+            price *= factor
+    for factor in (2**0.5, 0.5**0.5):
+        at(price * factor, exposure)
+    return max(known.values())
+
+
+def _extremes(setting: Setting) -> list[Setting]:
+    """None or all calls of every kind of layer, by each policy, at their least memory."""
+    names = list(setting.calls)
+    if len(names) > _KINDS:
+        return [replace(setting, recompute={}, optimistic=True)]
+    options: list[list[Recompute | None]] = [
+        [None, Recompute("selective", setting.calls[n]), Recompute("full", setting.calls[n])] for n in names
+    ]
+    return [
+        replace(setting, recompute={n: r for n, r in zip(names, combo, strict=True) if r is not None})
+        for combo in product(*options)
+    ]
+
+
+def _priced(
+    problem: Problem,
+    policy: Setting,
+    budget: float,
+    price: float,
+    allowed: Sequence[Array | None],
+    limits: Limits | None,
+    bound: Exposure,
+) -> float:
+    net = policy.network(problem.terms, bound, allowed)
+    unary = tuple(u + price * m for u, m in zip(net.unary, net.memory, strict=True))
+    both = CostNetwork(unary, net.memory, net.edges)
+    return solve(both, limits=limits).lower_bound - price * budget
