@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from autoshard.interop.export import export
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.clip import clip_grad_norm_
 
@@ -46,6 +47,7 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "errors",
+    "export",
     "load",
     "parallelize",
     "plan",
@@ -62,6 +64,8 @@ def _home(name: str) -> str | None:
         return "autoshard.cluster"
     if name in ("rule", "UserRule"):
         return "autoshard.rules.user"
+    if name == "export":
+        return "autoshard.interop.export"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.clip"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None

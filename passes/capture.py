@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,9 +27,14 @@ from autoshard.passes.import_fx import SEED, Ends, import_joint
 from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import aot
+from autoshard.torch_adapters.checks import checks_pass
+from autoshard.torch_adapters.host_random import no_host_random
+from autoshard.torch_adapters.known import KnownValues
 from autoshard.torch_adapters.origins import COPY, OriginRecorder, user_line
 
 Differentiate = Literal["auto", "all", "none"]
+#: images or videos in a batch, if their sizes are to be part of a program
+_MOST_ROWS = 256
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -43,8 +48,10 @@ def capture(
     """Trace ``model(*args, **kwargs)`` and its gradients.
 
     model: on any device, also meta; not changed. args, kwargs: example inputs, any pytree; tensors may be
-    real, fake or on meta: only shapes, types and requires_grad matter, all shapes become fixed. Tensors
-    that the forward changes in place are changed in the graph, but not given back unless they are buffers.
+    real, fake or on meta: only shapes, types and requires_grad matter, all shapes become fixed. Where Python
+    needs the numbers in a small table of sizes (rows of two or three integers, such as the height and width
+    of each image), they become part of the program, which refuses others. Tensors that the forward changes in
+    place are changed in the graph, but not given back unless they are buffers.
     differentiate: ``"auto"``: if exactly one output is a floating scalar that requires grad (a loss), only
     that one; otherwise, and with ``"all"``, all floating outputs that require grad; ``"none"``: no
     backward.
@@ -55,7 +62,14 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
-        return repeat_views(_whole(model, inputs, differentiate))
+        try:
+            joint = _whole(model, inputs, differentiate)
+        except NeedsValuesError:
+            fixed = _inputs_of(tuple(args), dict(kwargs or {}), fix_sizes=True)
+            if len(fixed.tensors) == len(inputs.tensors):
+                raise
+            joint = _whole(model, fixed, differentiate)
+        return repeat_views(joint)
 
 
 def _whole(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> Joint:
@@ -200,14 +214,14 @@ class _Inputs:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
-def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, fix_sizes: bool = False) -> _Inputs:
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     inputs = _Inputs(spec)
     for number, (path, value) in enumerate(paths):
         name = _path_name(path)
         inputs.names.append(name)
         inputs.values.append(value)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not (fix_sizes and _is_table_of_sizes(value)):
             _check_plain(value, name)
             inputs.leaves.append(_Leaf(len(inputs.tensors)))
             inputs.arguments.append(("input", str(number), name))
@@ -215,6 +229,18 @@ def _inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
         else:
             inputs.leaves.append(_Leaf(-1, repr(value)))
     return inputs
+
+
+def _is_table_of_sizes(tensor: torch.Tensor) -> bool:
+    """Whether this may be the (height, width) or (time, height, width) of some images, with its values."""
+    return (
+        tensor.dim() == 2
+        and tensor.shape[1] in (2, 3)
+        and tensor.shape[0] <= _MOST_ROWS
+        and tensor.dtype in (torch.int32, torch.int64)
+        and tensor.device.type != "meta"
+        and not aot.is_fake(tensor)
+    )
 
 
 def _path_name(path: Sequence[Any]) -> str:
@@ -267,9 +293,10 @@ class _Function:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
-        with self.recorder.running(), aot.plain_model_code():
+        known = KnownValues()
+        with self.recorder.running(), aot.plain_model_code(), known, checks_pass():
             state = self._state(tensors)
-            args, kwargs = self._arguments(tensors[split:])
+            args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1])
             if self.repeats is not None:
                 self.repeats.begin(lifter)
@@ -279,11 +306,15 @@ class _Function:
             self._write_back(tensors, state)
             return self._outputs(output)
 
-    def _arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    def _arguments(self, tensors: Sequence[torch.Tensor], known: KnownValues) -> tuple[Any, Any]:
         """The call with copies of all inputs, so that the model may change them in place."""
         aot.mark(COPY)
         leaves = [
-            torch.clone(tensors[leaf.position]) if leaf.position >= 0 else value
+            torch.clone(tensors[leaf.position])
+            if leaf.position >= 0
+            else known.add(value)
+            if isinstance(value, torch.Tensor)
+            else value
             for leaf, value in zip(self.inputs.leaves, self.inputs.values, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.inputs.spec)
@@ -360,15 +391,27 @@ def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
-    mode = aot.fake_mode()
     try:
-        # the first call of a model may be one for inference, the next one for training
-        with torch.inference_mode(False), torch.enable_grad(), aot.compiling(), _no_garbage_collection():
-            return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
+        return _traced(function, tensors, compiling=True)
     except (AutoshardError, NotRepeated):
         raise
     except Exception as error:
-        raise _explained(error) from error
+        explained = _explained(error)
+        if isinstance(explained, NeedsValuesError):
+            raise explained from error
+        try:
+            # some models take shorter ways when they are compiled, which fail for some inputs
+            return _traced(function, tensors, compiling=False)
+        except Exception:
+            raise explained from error
+
+
+def _traced(function: _Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> aot.Traced:
+    mode = aot.fake_mode()
+    flag = aot.compiling() if compiling else nullcontext()
+    # the first call of a model may be one for inference, the next one for training
+    with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
+        return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
 
 
 @contextmanager
@@ -383,12 +426,16 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+class NeedsValuesError(CaptureError):
+    """Python code of the model asks for values of tensors, or shapes depend on them."""
+
+
 def _explained(error: Exception) -> CaptureError:
     """What went wrong, at which line of the model, and the usual way out."""
     line, text = user_line(error.__traceback__, _call_model.__code__)
     where = f"{line}: {text}" if text else line
     if isinstance(error, aot.DATA_DEPENDENT):
-        return CaptureError(
+        return NeedsValuesError(
             "the model's Python code asks for the value of a tensor",
             where=where,
             why="values are known only when a program runs, but Python runs now (an if, a while, .item(), "
@@ -397,7 +444,7 @@ def _explained(error: Exception) -> CaptureError:
             "instead of .item()",
         )
     if isinstance(error, aot.DYNAMIC_SHAPE):
-        return CaptureError(
+        return NeedsValuesError(
             "the shape of a tensor depends on values",
             where=where,
             why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "

@@ -18,6 +18,7 @@ from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
+from autoshard.passes.recompute import recompute
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Plan
@@ -52,6 +53,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     """The passes after the search."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
+    lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
+    _watched("045_recompute", lowered, watch)
     lowered = _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered), watch)
@@ -64,6 +67,7 @@ PASSES = (
     "020_decompose",
     "030_normalize",
     "040_insert_collectives",
+    "045_recompute",
     "050_localize",
     "060_bucket",
     "070_defer_reductions",

@@ -476,6 +476,26 @@ def _losses(m: Make) -> Iterator[Sample]:
         yield Sample("autoshard.xent_part_backward.default", args)
 
 
+def _ctc(m: Make) -> Iterator[Sample]:
+    counted = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0]]).bool()
+    log_probs, lengths = m.real(7, 5, 6).log_softmax(-1), torch.tensor([7, 6, 7, 5, 7])
+    args = (log_probs, m.ints(5, 5, 3) + 1, counted, lengths, counted.sum(1), 0)
+    yield Sample("autoshard.ctc.default", (*args, False))
+    yield Sample("autoshard.ctc.default", (*args, True))
+
+
+def _recurrent(m: Make) -> Iterator[Sample]:
+    kinds = ((0, 4, 1, True), (0, 4, 2, False), (1, 3, 1, True), (2, 1, 1, False), (3, 1, 1, True))
+    for kind, gates, directions, bias in kinds:
+        rows = 4 * gates
+        size = directions * (rows * 3 + rows * 4 + (2 * rows if bias else 0))
+        args = (m.real(6, 5, 3), m.real(directions, 5, 4), m.real(directions, 5, 4), m.real(size) * 0.3)
+        rest = (kind, bias, directions == 2)
+        yield Sample("autoshard.recurrent.default", (*args, *rest))
+        grads = (m.real(6, 5, 4 * directions), m.real(directions, 5, 4), m.real(directions, 5, 4))
+        yield Sample("autoshard.recurrent_backward.default", (*grads, *args, *rest))
+
+
 def _elementwise_losses(m: Make) -> Iterator[Sample]:
     x, y, weight = m.unit(5, 6), m.unit(5, 6), m.unit(6)
     for reduction in (0, 1, 2):
@@ -542,7 +562,8 @@ def _indexing(m: Make) -> Iterator[Sample]:
     for index in (m.ints(5, 4, 7, 6), m.ints(5, 4, 7, 2), m.ints(5, 2, 7, 6)):
         src = torch.randn(index.shape, dtype=f64)
         yield Sample("aten.scatter_add.default", (x, 1, index, src))
-
+    yield Sample("aten.scatter_add.default", (m.real(4), 0, m.ints(4, 12), m.real(12)))
+    yield Sample("aten.scatter_add.default", (m.ints(9, 4), -1, m.ints(4, 12), m.ints(9, 12)))
     for index in (m.ints(5, 4, 7, 6), m.ints(5, 4, 7, 2)):
         src = torch.randn(index.shape, dtype=f64)
         yield Sample("aten.scatter_reduce.two", (x, 1, index, src, "amax"))
@@ -551,6 +572,7 @@ def _indexing(m: Make) -> Iterator[Sample]:
     yield Sample("aten.index_fill.int_Scalar", (x, 1, m.order(5)[:3], 1.5))
     yield Sample("aten.index_fill.int_Tensor", (x, 0, m.order(4)[:2], torch.tensor(1.5, dtype=f64)))
     yield Sample("aten.masked_scatter.default", (x, m.bools(5, 6), m.real(120)))
+    yield Sample("aten.masked_scatter_backward.default", (x, m.bools(4, 5, 6), [20, 6]))
     edges = m.real(5).sort().values
     yield Sample("aten.searchsorted.Tensor", (edges, m.real(4, 6)))
     yield Sample("aten.searchsorted.Tensor", (m.real(4, 5).sort().values, m.real(4, 6)), {"right": True})
@@ -600,6 +622,15 @@ def _attention(m: Make) -> Iterator[Sample]:
 def _experts(m: Make) -> Iterator[Sample]:
     yield Sample("aten.bincount.default", (m.ints(6, 12), None, 8))
     yield Sample("aten.histc.default", (m.real(12), 4, -3, 3))
+    yield Sample("aten.histc.default", (m.real(4, 6), 4))
+    expert = torch.tensor([3, 0, 0, 2, 4, 3, 0, -1, 3, 2])  # expert 1 has no row, two rows no expert
+    x, grad, weight = m.real(10, 6), m.real(10, 8), m.real(4, 6, 8)
+    yield Sample("autoshard.expert_mm.default", (x, expert, weight, False))
+    yield Sample("autoshard.expert_mm.default", (grad, expert, weight, True))
+    yield Sample("autoshard.expert_mm.default", (x[:8], m.ints(1, 8), m.real(1, 6, 5), False))
+    yield Sample("autoshard.expert_outer.default", (x, grad, expert, 4, False))
+    yield Sample("autoshard.expert_outer.default", (x, grad, expert, 4, True))
+    yield Sample("autoshard.expert_outer.default", (m.real(6, 5), m.real(6, 4), m.ints(5, 6), 5, False))
 
 
 FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
@@ -613,6 +644,8 @@ FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
     _matrices,
     _embeddings,
     _losses,
+    _ctc,
+    _recurrent,
     _elementwise_losses,
     _indexing,
     _creations,

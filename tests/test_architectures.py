@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, errors_of
+from architectures import ARCHITECTURES, RARELY, Architecture, errors_of
 from lockstep_check import RTOL
 from torch import nn
 
 from autoshard.passes.capture import capture
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if not a.rarely], ids=lambda a: a.name)
 def test_equal_to_eager(architecture: Architecture) -> None:
     if architecture.family != "plain torch.nn":
         pytest.importorskip("transformers")
@@ -48,4 +48,6 @@ def test_capture_takes_back_the_hooks_that_a_model_sets_itself() -> None:
 
 
 def test_there_are_many() -> None:
-    assert len({a.name for a in ARCHITECTURES}) == len(ARCHITECTURES) >= 40
+    names = {a.name for a in ARCHITECTURES}
+    assert len(names) == len(ARCHITECTURES) >= 190
+    assert names >= RARELY

@@ -9,6 +9,7 @@ import typer
 from autoshard._version import __version__
 from autoshard.cli.check import check_command
 from autoshard.cli.compile import compile_command
+from autoshard.cli.export import export_command
 from autoshard.cli.inspect import inspect_command
 from autoshard.cli.plan import plan_command
 from autoshard.cli.run import run_command
@@ -27,6 +28,7 @@ app.command("plan")(plan_command)
 app.command("compile")(compile_command)
 app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
+app.command("export")(export_command)
 app.command("run")(run_command)
 
 

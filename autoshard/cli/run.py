@@ -17,6 +17,7 @@ from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cluster import Mesh
+    from autoshard.program.program import Program
     from autoshard.runtime.train import StepReport
 
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps")]
@@ -49,6 +50,7 @@ def run_command(
         from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
         from autoshard.runtime.corpus import load_corpus
+        from autoshard.runtime.microbatch import whole_batch
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
         own = load_rules(rules)
@@ -58,15 +60,16 @@ def run_command(
         with _process_group(Mesh.parse(program.mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
-            example = api.split_inputs(built.inputs)
+            example = whole_batch(program, api.split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
             model = api.load(folder, built.model, seed=seed, rules=own)
             held, whole = parameter_bytes(model)
-            say(f"training on {source}")
+            pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""
+            say(f"training on {source}{pieces}")
             show = _printer(steps, first, say if json else None)
             reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=show)
             if first:
-                _report(folder, program.mesh, source, reports, held, whole, json)
+                _report(folder, program, source, reports, held, whole, json)
 
 
 @contextmanager
@@ -115,7 +118,13 @@ def _printer(steps: int, first: bool, say: Progress | None) -> Callable[[StepRep
 
 
 def _report(
-    folder: Path, mesh: str, source: str, reports: list[StepReport], held: int, whole: int, json: bool
+    folder: Path,
+    program: Program,
+    source: str,
+    reports: list[StepReport],
+    held: int,
+    whole: int,
+    json: bool,
 ) -> None:
     from statistics import median
 
@@ -126,7 +135,8 @@ def _report(
         document = {
             "command": "run",
             "folder": str(folder),
-            "mesh": mesh,
+            "mesh": program.mesh,
+            "microbatches": program.microbatches,
             "data": source,
             "losses": [r.loss for r in reports],
             "grad_norms": [r.grad_norm for r in reports],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import isfinite
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import gcd, isfinite
 
+from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 
 #: Part of a device's memory that a plan may fill. The rest goes to the CUDA or HIP context
@@ -70,15 +72,20 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind and the levels that connect them, innermost first; rank r is the r-th device.
+    """Devices and the levels that connect them, innermost first; rank r is the r-th device.
 
-    devices: how many there are, None for any number.
+    devices: how many there are, None for any number. groups: parts of different devices or wiring, each a
+    cluster of its own, in the order of their devices; then ``levels`` are those that join the groups, and
+    ``device`` is the one that bounds all of them (`joined` sees to both). links: what was measured between
+    single devices, which then counts instead of the bandwidth of the levels.
     """
 
     name: str
     devices: int | None
     device: Device
     levels: tuple[Level, ...]
+    groups: tuple[Cluster, ...] = ()
+    links: Links | None = None
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name!r}"
@@ -90,12 +97,69 @@ class Cluster:
             hint = "leave out its size: the outermost level connects all devices"
             what = f"the outermost level {self.levels[-1].name!r} has a size"
             raise UsageError(what, where=where, hint=hint)
+        if self.groups:
+            self._check_groups(where)
         inner = 1
         for level in self.levels[:-1]:
             if level.size is None or level.size % inner or (level.size == inner and inner > 1):
                 why = f"a level holds two or more whole groups of the level below, here of {inner}"
                 raise UsageError(f"level {level.name!r} has size {level.size}", where=where, why=why)
             inner = level.size
+        if self.links is not None and self.links.devices != self.devices:
+            raise UsageError(
+                f"the links are those of {self.links.devices} devices, the cluster has {self.devices}",
+                where=where,
+                hint="give one row and one column per device, and `devices` as many",
+            )
+
+    def _check_groups(self, where: str) -> None:
+        names = [group.name for group in self.groups]
+        if len(names) < 2 or len(set(names)) < len(names):
+            why = "one group is a plain cluster, and groups are told apart by their names"
+            raise UsageError(f"the groups are called {', '.join(names)}", where=where, why=why)
+        for group in self.groups:
+            if group.devices is None or group.groups or group.links is not None:
+                why = "a group says how many devices it has, and holds no groups or measured links"
+                raise UsageError(f"group {group.name!r} cannot be part of a cluster", where=where, why=why)
+        if self.devices != sum(group.devices or 0 for group in self.groups):
+            what = f"devices is {self.devices}, the groups hold others"
+            raise UsageError(what, where=where, hint="leave it out: it is the sum over the groups")
+        if self.device != bounding([group.device for group in self.groups]):
+            hint = "make the cluster by Cluster.joined"
+            raise UsageError("the device is not the one that bounds the groups", where=where, hint=hint)
+        for level in self.levels[:-1]:
+            parts = set(range(level.size or 1, self.devices or 0, level.size or 1))
+            if not parts <= set(self.starts) or (level.size or 0) <= min(g.devices or 0 for g in self.groups):
+                why = f"groups begin at devices {', '.join(map(str, self.starts))}"
+                hint = "a level that joins groups holds whole groups, two or more, or has no size"
+                what = f"level {level.name!r} has size {level.size}"
+                raise UsageError(what, where=where, why=why, hint=hint)
+
+    @classmethod
+    def joined(
+        cls, name: str, groups: Sequence[Cluster], levels: Sequence[Level], links: Links | None = None
+    ) -> Cluster:
+        """Groups of different devices or wiring, joined by levels; a step waits for the slowest device."""
+        if not groups:
+            raise UsageError("there are no groups to join", where=f"cluster {name!r}")
+        devices = sum(group.devices or 0 for group in groups)
+        device = bounding([group.device for group in groups])
+        return cls(name, devices, device, tuple(levels), tuple(groups), links)
+
+    def used_by(self, world_size: int) -> Cluster:
+        """The part that ranks 0 .. world_size - 1 run on: groups without a rank do not hold it back."""
+        self.check_world_size(world_size)
+        if not self.groups or world_size == self.devices:
+            return self
+        used: list[Cluster] = []
+        for start, group in zip(self.starts, self.groups, strict=True):
+            if start < world_size:
+                used.append(replace(group, devices=min(group.devices or 0, world_size - start)))
+        links = None if self.links is None else self.links.first(world_size)
+        if len(used) == 1:
+            return replace(used[0], name=self.name, links=links)
+        levels = [level for level in self.levels if level.size is None or level.size < world_size]
+        return Cluster.joined(self.name, used, levels, links)
 
     def check_world_size(self, world_size: int) -> None:
         """UsageError if the cluster has fewer devices than that."""
@@ -107,9 +171,56 @@ class Cluster:
             )
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """The first device of every group; (0,) if there are no groups."""
+        if not self.groups:
+            return (0,)
+        return tuple(accumulate((group.devices or 0 for group in self.groups[:-1]), initial=0))
+
+    @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Devices per group of every level but the outermost, innermost first."""
-        return tuple(level.size for level in self.levels if level.size is not None)
+        """Devices per group of every level but the outermost, innermost first.
+
+        With groups, these are the sizes of all of them together, and the largest size of blocks of devices
+        of which every group but the last is made.
+        """
+        own = {level.size for level in self.levels if level.size is not None}
+        if not self.groups:
+            return tuple(level.size for level in self.levels if level.size is not None)
+        inner = {size for group in self.groups for size in group.group_sizes}
+        return tuple(sorted(own | inner | {gcd(*self.starts)}))
+
+
+def bounding(devices: Sequence[Device]) -> Device:
+    """The device that is as slow and as small as the worst of these in every figure.
+
+    Synchronous training runs at the pace of the slowest device. The efficiency is the largest at which no
+    matrix product is faster than on the slowest device; a dtype that one of them has no rate for runs at
+    that device's rate of f32, as `autoshard.cost` has it.
+    """
+    if not devices:
+        raise UsageError("there is no device to bound")
+    distinct = list(dict.fromkeys(device.name for device in devices))
+    first = devices[0]
+    if all(device == first for device in devices):
+        return first
+    dtypes = dict.fromkeys(dtype for device in devices for dtype in device.peak_flops)
+
+    def rate(device: Device, dtype: str) -> float:
+        return device.peak_flops.get(dtype, device.peak_flops["f32"])
+
+    peaks = {dtype: min(rate(device, dtype) for device in devices) for dtype in dtypes}
+    reached = {
+        dtype: min(rate(device, dtype) * device.matmul_efficiency for device in devices) for dtype in dtypes
+    }
+    return Device(
+        " and ".join(distinct),
+        min(device.memory_bytes for device in devices),
+        peaks,
+        min(device.memory_bandwidth for device in devices),
+        min(reached[dtype] / peaks[dtype] for dtype in dtypes),
+        max(device.launch_overhead for device in devices),
+    )
 
 
 def usable_memory(device: Device) -> int:
@@ -120,5 +231,5 @@ def usable_memory(device: Device) -> int:
 def positive(where: str, **figures: float) -> None:
     """UsageError if one of the named figures is not a finite number above zero."""
     for name, value in figures.items():
-        if not (isfinite(value) and value > 0):
+        if not (value > 0 and isfinite(value)):
             raise UsageError(f"{name} is {value}", where=where, why="it must be a finite number above 0")

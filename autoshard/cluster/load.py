@@ -1,4 +1,8 @@
-"""Reads cluster files: TOML, checked key by key; the catalog is a folder of such files."""
+"""Reads cluster files: TOML, checked key by key; the catalog is a folder of such files.
+
+A file holds either ``[device]`` and ``[[level]]`` tables, or ``[[group]]`` tables that each hold these and
+``[[level]]`` tables that join the groups. ``[links]`` adds what was measured between single devices.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device, Level
+from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
 from autoshard.errors import UsageError
 from autoshard.ir.types import DTYPES
 
@@ -24,10 +29,21 @@ _CLUSTER: Schema = {
     "name": ((str,), True),
     "description": ((str,), False),
     "devices": ((int,), False),
+    "device": ((dict,), False),
+    "level": ((list,), True),
+    "group": ((list,), False),
+    "links": ((dict,), False),
+    "source": _SOURCE,
+}
+_GROUP: Schema = {
+    "name": ((str,), True),
+    "devices": ((int,), False),
+    "nodes": ((int,), False),
     "device": ((dict,), True),
     "level": ((list,), True),
     "source": _SOURCE,
 }
+_LINKS: Schema = {"matrix": ((str, list), True), "latency": ((str, list), False), "source": _SOURCE}
 _DEVICE: Schema = {
     "name": ((str,), True),
     "memory_bytes": ((int,), True),
@@ -45,6 +61,7 @@ _LEVEL: Schema = {
     "shared_by": ((int,), False),
     "source": _SOURCE,
 }
+_GROUP_HINT = "each [[group]] has its own device; its figures stand under [group.device]"
 _PEAK_FLOPS: Schema = {name: (_NUMBER, False) for name in DTYPES}
 
 
@@ -68,18 +85,35 @@ def load_cluster(name_or_path: str | PathLike[str]) -> Cluster:
         raise UsageError("cannot read the cluster file", where=text, why=why, hint=hint) from error
     except UnicodeDecodeError as error:
         raise UsageError("the cluster file is not text", where=text, why=str(error)) from error
-    return parse_cluster(content, where=text)
+    return parse_cluster(content, where=text, folder=Path(text).parent)
 
 
-def parse_cluster(text: str, *, where: str) -> Cluster:
-    """The cluster that this TOML text describes; ``where`` names it in errors."""
+def parse_cluster(text: str, *, where: str, folder: Path | None = None) -> Cluster:
+    """The cluster that this TOML text describes; ``where`` names it in errors.
+
+    folder: what the paths of measured links are relative to; without it, links must be written out.
+    """
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError("the cluster file is not valid TOML", where=where, why=str(error)) from error
     _check(table, _CLUSTER, where)
-    levels = (_level(level, f"{where}, level {number}") for number, level in enumerate(table["level"], 1))
-    return Cluster(table["name"], table.get("devices"), _device(table["device"], where), tuple(levels))
+    levels = _levels(table, where)
+    links = _links(table["links"], f"{where}, links", folder) if "links" in table else None
+    if "group" not in table:
+        if "device" not in table:
+            hint = "write a [device] table, or [[group]] tables with one each"
+            raise UsageError("missing: device", where=where, hint=hint)
+        device = _device(table["device"], where)
+        return Cluster(table["name"], table.get("devices"), device, levels, links=links)
+    if "device" in table:
+        raise UsageError("a cluster of groups has no device of its own", where=where, hint=_GROUP_HINT)
+    groups = [_group(group, f"{where}, group {n}") for n, group in enumerate(table["group"], 1)]
+    cluster = Cluster.joined(table["name"], groups, levels, links)
+    if table.get("devices", cluster.devices) != cluster.devices:
+        what = f"devices is {table['devices']}, the groups hold {cluster.devices}"
+        raise UsageError(what, where=where, hint="leave it out: it is the sum over the groups")
+    return cluster
 
 
 def nearest(word: str, options: Iterable[str]) -> str:
@@ -97,6 +131,49 @@ def _catalog_text(name: str) -> str:
 
 def _catalog_hint(text: str) -> str:
     return f"a .toml file, or a name of the catalog: {nearest(Path(text).stem, catalog_names())}"
+
+
+def _group(table: object, where: str) -> Cluster:
+    if not isinstance(table, dict):
+        raise UsageError("a group is not a table", where=where, hint="write each group under [[group]]")
+    _check(table, _GROUP, where)
+    levels = _levels(table, where)
+    if ("devices" in table) == ("nodes" in table):
+        why = "a group says once how large it is"
+        hint = "give devices = N, or nodes = N of as many devices as its innermost level holds"
+        raise UsageError("either devices or nodes must be given", where=where, why=why, hint=hint)
+    devices = table.get("devices")
+    if devices is None:
+        inner = levels[0].size if levels else None
+        if inner is None:
+            hint = "give devices = N, or the innermost level its size"
+            raise UsageError("nodes have no size", where=where, hint=hint)
+        devices = table["nodes"] * inner
+    return Cluster(table["name"], devices, _device(table["device"], where), levels)
+
+
+def _links(table: Mapping[str, Any], where: str, folder: Path | None) -> Links:
+    _check(table, _LINKS, where)
+    latency = _matrix(table["latency"], f"{where}.latency", folder) if "latency" in table else None
+    return Links(_matrix(table["matrix"], f"{where}.matrix", folder), latency)
+
+
+def _matrix(given: str | list[Any], where: str, folder: Path | None) -> Matrix:
+    if isinstance(given, str):
+        if folder is None and not Path(given).is_absolute():
+            hint = "write the rows out, or give an absolute path"
+            raise UsageError(f"{given!r} is relative to no file", where=where, hint=hint)
+        return read_matrix((folder or Path()) / given, where=where)
+    for row in given:
+        if not isinstance(row, list) or not all(_is_number(entry) for entry in row):
+            raise UsageError(
+                f"{row!r} is not a row of numbers", where=where, hint="write [[0, 1e9], [1e9, 0]]"
+            )
+    return matrix_of(given, where=where)
+
+
+def _levels(table: Mapping[str, Any], where: str) -> tuple[Level, ...]:
+    return tuple(_level(level, f"{where}, level {number}") for number, level in enumerate(table["level"], 1))
 
 
 def _device(table: Mapping[str, Any], where: str) -> Device:
@@ -134,6 +211,29 @@ def _check(table: Mapping[str, Any], schema: Schema, where: str) -> None:
         if not isinstance(value, types) or isinstance(value, bool):
             wanted = " or ".join(kind.__name__ for kind in types)
             raise UsageError(f"{key} is {value!r}", where=where, why=f"it must be of type {wanted}")
+        if isinstance(value, int) and not _is_number(value):
+            raise UsageError(f"{key} has {len(str(value))} digits", where=where, why="no machine has as many")
     missing = [key for key, (_, required) in schema.items() if required and key not in table]
     if missing:
         raise UsageError(f"missing: {', '.join(missing)}", where=where)
+    _check_source(table.get("source", ""), table, where)
+
+
+def _check_source(source: str | Mapping[str, Any], table: Mapping[str, Any], where: str) -> None:
+    if isinstance(source, str):
+        return
+    figures = [key for key in table if key != "source"]
+    for figure, text in source.items():
+        if figure not in figures:
+            raise UsageError(
+                f"source of {figure!r}, which is not here", where=where, hint=nearest(figure, figures)
+            )
+        if not isinstance(text, str):
+            raise UsageError(f"the source of {figure} is {text!r}", where=where, why="it must be a text")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold; TOML integers may have any number of digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or abs(value) < 2**1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from os import PathLike
@@ -14,6 +14,8 @@ from autoshard.cluster.load import load_cluster, nearest
 from autoshard.errors import UsageError
 
 _FORM = "write axis=size, separated by commas, for instance dp=2,tp=2"
+#: devices of the largest machines that count as one node, for tp: two boards of eight
+_LARGEST_NODE = 16
 
 
 @dataclass(frozen=True)
@@ -159,25 +161,50 @@ def parse_target(target: object) -> Mesh | Cluster:
     return load_cluster(target)
 
 
-def mesh_candidates(cluster: Cluster, world_size: int) -> list[Mesh]:
+def mesh_candidates(cluster: Cluster, world_size: int, widest_tp: int | None = None) -> list[Mesh]:
     """Every dp x fsdp x tp mesh of ``world_size`` ranks that fits the wiring of the cluster.
 
-    Axes of size 1 are left out (dp=1 if all are). tp is innermost and stays inside the innermost level that
-    has more than one device. An axis either stays within a group of a level or covers whole groups; levels
-    that hold the whole mesh do not matter.
+    Axes of size 1 are left out (dp=1 if all are). tp is innermost and at most ``widest_tp`` ranks wide; by
+    default it stays inside a node: the largest level of at most 16 devices, or the innermost level of more
+    than one device if all are larger. An axis either stays within a group of a level or covers whole groups;
+    levels that hold the whole mesh do not matter. Raises UsageError if the cluster has fewer devices.
     """
     if world_size < 1:
         raise UsageError(f"the world size is {world_size}", hint="it must be 1 or more")
-    cluster.check_world_size(world_size)
-    widest = next((size for size in cluster.group_sizes if size > 1), world_size)
+    if widest_tp is not None and widest_tp < 1:
+        raise UsageError(f"the widest tp is {widest_tp}", hint="it must be 1 or more")
+    used = cluster.used_by(world_size)
+    widest = widest_tp or min(_node(part, world_size) for part in used.groups or (used,))
     shapes = (
         (world_size // (fsdp * tp), fsdp, tp)
-        for tp in _divisors(world_size)
-        for fsdp in _divisors(world_size // tp)
+        for tp in divisors(world_size)
         if tp <= widest
+        for fsdp in divisors(world_size // tp)
     )
-    meshes = (_mesh_of(*shape) for shape in shapes)
-    return [mesh for mesh in meshes if _aligned(mesh, cluster)]
+    meshes = (_mesh_of(*shape) for shape in shapes if _aligned(shape, used, world_size))
+    return list(meshes)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive integer, ascending; by its prime factors."""
+    found, prime = [1], 2
+    while number > 1:
+        if prime * prime > number:
+            prime = number
+        powers = [1]
+        while number % prime == 0:
+            number //= prime
+            powers.append(powers[-1] * prime)
+        found = [divisor * power for divisor in found for power in powers]
+        prime += 1
+    return sorted(found)
+
+
+def _node(cluster: Cluster, world_size: int) -> int:
+    """Devices that are close enough to each other for tp."""
+    sizes = [size for size in cluster.group_sizes if size > 1]
+    everything = world_size if cluster.devices is None else min(world_size, cluster.devices)
+    return max((size for size in sizes if size <= _LARGEST_NODE), default=min(sizes, default=everything))
 
 
 def _mesh_of(dp: int, fsdp: int, tp: int) -> Mesh:
@@ -185,15 +212,21 @@ def _mesh_of(dp: int, fsdp: int, tp: int) -> Mesh:
     return Mesh(axes or (Axis("dp", 1),))
 
 
-def _aligned(mesh: Mesh, cluster: Cluster) -> bool:
-    extents = [mesh.stride(axis) * mesh.sizes[axis] for axis in range(len(mesh.axes))]
-    groups = [size for size in cluster.group_sizes if size < mesh.world_size]
+def _aligned(shape: tuple[int, ...], cluster: Cluster, world_size: int) -> bool:
+    """Whether every axis of this dp x fsdp x tp mesh stays within groups of levels or covers whole ones."""
     # the outermost axis ends where the mesh ends, whatever its shape: that excludes nothing
-    return all(size % extent == 0 or extent % size == 0 for extent in extents[1:] for size in groups)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    extents = [extent for extent in (shape[2], shape[1] * shape[2]) if extent < world_size]
+    inner = {size for group in cluster.groups for size in group.group_sizes}
+    own = {level.size for level in cluster.levels if level.size is not None}
+    sizes = [size for size in inner | own if size < world_size]
+    if not all(size % extent == 0 or extent % size == 0 for extent in extents for size in sizes):
+        return False
+    starts = cluster.starts
+    return all(
+        all(start % extent == 0 for start in starts)
+        or all(edge in starts for edge in range(0, world_size, extent))
+        for extent in extents
+    )
 
 
 def _axis(part: str, text: str) -> Axis:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Device
+from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds
 from autoshard.cost.reshard import ReshardCost, local_numel
 from autoshard.ir import DTYPES, TensorType
@@ -38,7 +39,11 @@ class CostModel:
         state: OpState,
         sizes: Sequence[int],
     ) -> float:
-        """Seconds of one call in one state, on the fullest rank."""
+        """Seconds of one call in one state, on the fullest rank.
+
+        A call that exchanges rows sends every tensor of rows once, over that axis. That rows are spread
+        evenly over their owners is assumed: imbalance has no price.
+        """
         if rule.kind == "view":
             return 0.0
         moved = sum(self.local_bytes(t, lay, sizes) for t, lay in zip(ins, state.inputs, strict=True))
@@ -47,6 +52,31 @@ class CostModel:
             if type_ is not None and layout is not None:
                 moved += self.local_bytes(type_, layout, sizes)
                 dtype = type_.dtype if type_.is_float else dtype
-        return float(
+        busy = float(
             compute_seconds(rule.flops / state.ways, moved, dtype, self.device, matmul=rule.kind == "matmul")
+        )
+        return busy + self.exchange_seconds(rule, ins, outs, state, sizes)
+
+    def exchange_seconds(
+        self,
+        rule: Factored,
+        ins: Sequence[TensorType],
+        outs: Sequence[TensorType | None],
+        state: OpState,
+        sizes: Sequence[int],
+    ) -> float:
+        """Seconds of the all-to-alls of a call: of every tensor that has rows, there or back."""
+        axis = rule.exchanged(state.inputs, state.outputs)
+        if axis is None:
+            return 0.0
+        rows = {r for r, _ in rule.exchange}
+        tensors = [
+            *zip(rule.inputs, ins, state.inputs, strict=True),
+            *zip(rule.outputs, outs, state.outputs, strict=True),
+        ]
+        return sum(
+            float(seconds("all_to_all", self.local_bytes(type_, layout, sizes), self.plain.links[axis]))
+            for dims, type_, layout in tensors
+            if dims is not None and type_ is not None and layout is not None
+            if any(rows & set(dim) for dim in dims)
         )

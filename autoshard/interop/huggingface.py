@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from autoshard.errors import UsageError
+from autoshard.interop import experts
 
 
 @contextmanager
 def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """For the time of a capture of ``model(..., **kwargs)``, change what stands in the way.
 
-    No key/value cache; attention kernels that only run on GPUs replaced by torch's; no search for packed
+    No key/value cache; attention kernels that only run on GPUs replaced by torch's; experts as products that
+    need no sort over the tokens (implementations that the user registered stay); no search for packed
     sequences where eager mode makes none or finds none (without values a model cannot see that, and would
     build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
     is not one of its models.
@@ -35,12 +37,27 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
             attention = config.__dict__.get("_attn_implementation_internal")
             if isinstance(attention, str) and "flash" in attention:
                 config._attn_implementation_internal = "sdpa"
+        _lift_experts(configs, stack)
         # the search is made on models without a cache, and positions that a model makes itself never pack
         masking = sys.modules.get("transformers.masking_utils")
         packs = "position_ids" in kwargs and not caching
         if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
             stack.enter_context(patch.object(masking, "find_packed_sequence_indices", _not_packed))
         yield
+
+
+def _lift_experts(configs: list[Any], stack: ExitStack) -> None:
+    """Have transformers' experts call our op until the stack is closed."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    interface = getattr(moe, "ALL_EXPERTS_FUNCTIONS", None)
+    if interface is None or not configs:
+        return
+    stack.enter_context(experts.registered(interface))
+    for config in configs:
+        # quantised experts look their implementation up in a table of their own
+        known = config.__dict__.get("_experts_implementation_internal", "") in experts.KNOWN
+        if known and getattr(config, "quantization_config", None) is None:
+            config._experts_implementation_internal = experts.NAME
 
 
 def _not_packed(position_ids: torch.Tensor) -> None:

@@ -4,6 +4,16 @@ Importing this package defines them all in the ``autoshard`` namespace of ``torc
 """
 
 from autoshard.kernels import vocab_ce, vocab_embedding
-from autoshard.ops import attention, dropout, loss
+from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter
 
-__all__ = ["attention", "dropout", "loss", "vocab_ce", "vocab_embedding"]
+__all__ = [
+    "attention",
+    "ctc",
+    "dropout",
+    "experts",
+    "loss",
+    "recurrent",
+    "scatter",
+    "vocab_ce",
+    "vocab_embedding",
+]

@@ -21,6 +21,10 @@ from torch.overrides import TorchFunctionMode
 import autoshard.ops.attention
 import autoshard.ops.dropout
 import autoshard.ops.loss  # noqa: F401 (these three define the ops called here)
+from autoshard.ops import recurrent
+from autoshard.ops.ctc import ctc_loss, masked_select
+from autoshard.ops.draws import Draws
+from autoshard.ops.masked import setitem
 
 Function = Callable[..., Any]
 
@@ -48,6 +52,15 @@ class Lifter:
             torch.dropout_: self.dropout_c_,
             torch.native_dropout: self.native_dropout,
             _CROSS_ENTROPY: self.cross_entropy,
+            F.ctc_loss: ctc_loss,
+            torch.lstm: recurrent.layers(recurrent.LSTM, self.dropout),
+            torch.gru: recurrent.layers(recurrent.GRU, self.dropout),
+            torch.rnn_tanh: recurrent.layers(recurrent.TANH, self.dropout),
+            torch.rnn_relu: recurrent.layers(recurrent.RELU, self.dropout),
+            torch.masked_select: masked_select,
+            torch.Tensor.masked_select: masked_select,
+            **Draws(self._drop).table(),
+            torch.Tensor.__setitem__: setitem,
         }
 
     def _drop(self, x: torch.Tensor, p: float) -> torch.Tensor:

@@ -39,6 +39,7 @@ def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, st
         texts,
         dict(folded.joint.constants),
         plan.target,
+        microbatches=plan.microbatches,
     )
 
 

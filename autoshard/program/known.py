@@ -11,6 +11,10 @@ _LOWERED = (
     "aten.alias.default",
     "autoshard.embedding_part.default",
     "autoshard.embedding_part_backward.default",
+    "autoshard.expert_mm_part.default",
+    "autoshard.expert_outer_part.default",
+    "autoshard.index_add_part.default",
+    "autoshard.scatter_add_part.default",
 )
 COLLECTIVES = (
     "comm.all_gather.default",
@@ -21,6 +25,8 @@ COLLECTIVES = (
     "comm.all_gather_bucket.default",
     "comm.reduce_scatter_bucket.default",
     "comm.all_reduce_bucket.default",
+    "comm.expert_mm.default",
+    "comm.expert_outer.default",
 )
 
 

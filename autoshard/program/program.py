@@ -8,7 +8,7 @@ from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
 
 #: raised when the meaning of a program folder changes
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Signature:
     tied: tuple[tuple[str, str], ...]
     frozen: tuple[str, ...]
     training: bool
+    batch_inputs: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, joint: Joint) -> Signature:
@@ -39,6 +40,7 @@ class Signature:
             joint.tied,
             joint.frozen,
             joint.training,
+            joint.batch_inputs,
         )
 
 
@@ -58,7 +60,8 @@ class Program:
     mesh: ``dp=2,tp=2``. lowered: segments and main. notes: segment -> one note per node. plan: JSON
     text of the plan it was made from. dumps: pass name -> text of the graph after it. constants:
     port target -> torch tensor. target: where the model came from (``hf:config.json``), if known. user_ops:
-    ops in it whose rules are the user's own.
+    ops in it whose rules are the user's own. microbatches: how often a step runs the program, each time on
+    another part of the batch; its shapes are those of one microbatch of all ranks together.
     """
 
     mesh: str
@@ -71,3 +74,4 @@ class Program:
     target: str = ""
     options: tuple[tuple[str, str], ...] = ()
     user_ops: tuple[str, ...] = ()
+    microbatches: int = 1

@@ -111,6 +111,7 @@ def _write(program: Program, folder: Path) -> None:
         "target": program.target,
         "options": [list(o) for o in program.options],
         "user_ops": list(program.user_ops),
+        "microbatches": program.microbatches,
         "signature": _signature_out(program.signature),
         "files": {name: _digest(text) for name, text in files.items()},
     }
@@ -198,7 +199,14 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         manifest["target"],
         tuple((str(a), str(b)) for a, b in manifest["options"]),
         user_ops,
+        _microbatches_in(manifest["microbatches"]),
     )
+
+
+def _microbatches_in(count: object) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise VerificationError(f"{count!r} is no number of microbatches", hint=_RECOMPILE)
+    return count
 
 
 def _check_rules_given(user_ops: tuple[str, ...], own: frozenset[str]) -> None:
@@ -236,6 +244,7 @@ def _signature_in(raw: dict[str, Any], ports: tuple[Port, ...]) -> Signature:
         tuple((str(a), str(b)) for a, b in raw["tied"]),
         tuple(map(str, raw["frozen"])),
         bool(raw["training"]),
+        tuple(map(str, raw["batch_inputs"])),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.placement import Layout
-from autoshard.program.program import Note, Program
+from autoshard.program.program import FORMAT, Note, Program
 
 #: op namespaces that are written out; ``aten`` is not
 NAMESPACES = ("autoshard", "comm", "transformers", "prims")
@@ -139,7 +139,7 @@ def program_text(program: Program) -> str:
     names = axis_names(program.mesh)
     counts = _counts(program.lowered)
     lines = [
-        f"# autoshard program, format 1 | mesh {program.mesh}",
+        f"# autoshard program, format {FORMAT} | mesh {program.mesh}",
         "# shapes are GLOBAL; what a rank holds follows from the placement of each mesh axis:",
         "# R whole on every rank, S(d) split along dim d, P partial (to be reduced)",
         "",

@@ -3,6 +3,9 @@
 The same batch, forward, gradients, then AdamW steps. A program with dropout is compared with a program
 for one rank and the same seed, since the mask of its dropout is a function of the seed and of global
 positions, which eager PyTorch's is not.
+
+A step of a program with several microbatches is all of them, one after the other, on both sides: the mean of
+their losses is what is trained. A batch of the size of one microbatch is verified as that one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Port
 from autoshard.program.program import Program
 from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.microbatch import calls_of
 from autoshard.runtime.resolve import torch_dtype
 
 LR = 1e-3
@@ -85,7 +89,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Step:
-    """One forward and backward: outputs by position, gradients and new buffers by name."""
+    """Forward and backward of a batch: outputs by position (and microbatch), gradients by name."""
 
     outputs: Tensors
     grads: Tensors
@@ -190,20 +194,28 @@ def _restored(values: Tensors, initial: Tensors) -> Iterator[None]:
 
 
 class Batch:
-    """The arguments of the call and the tangents of its outputs, the same for both sides."""
+    """The arguments of the calls and the tangents of their outputs, the same for both sides.
+
+    calls: (positional, keyword) arguments of every microbatch. tangents: for each of them.
+    """
 
     def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
         self.aliases = frozenset(alias for alias, _ in program.signature.tied)
-        self.leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         if pytree.treespec_dumps(spec) != program.signature.in_tree:
             raise UsageError(
                 "the example inputs are not those the program was compiled for",
                 why=f"it was compiled for {', '.join(program.signature.input_names)}",
                 hint="compile the program again",
             )
-        self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
+        self.calls = calls_of(program, leaves)
+        ends = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
+        self.tangents = {target: x / len(self.calls) for target, x in ends.items()}
         self.positions = sorted((r.target for r in program.signature.results if r.kind == "output"), key=int)
+
+    def label(self, position: str, call: int) -> str:
+        """What the output at a position is called: ``0``, or ``0 of microbatch 2``."""
+        return position if len(self.calls) == 1 else f"{position} of microbatch {call + 1}"
 
 
 def _tangent(port: Port) -> torch.Tensor:
@@ -226,14 +238,17 @@ class Eager:
 
     def step(self) -> Step:
         self.model.zero_grad()
-        output = self.model(*self.batch.args, **self.batch.kwargs)
-        leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-        outputs = dict(zip(self.batch.positions, leaves, strict=True))
-        ends = [(outputs[k], t) for k, t in self.batch.tangents.items()]
-        if ends:
-            torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
+        found: Tensors = {}
+        for call, (args, kwargs) in enumerate(self.batch.calls):
+            output = self.model(*args, **kwargs)
+            leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+            outputs = dict(zip(self.batch.positions, leaves, strict=True))
+            ends = [(outputs[k], t) for k, t in self.batch.tangents.items()]
+            if ends:
+                torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
+            found |= {self.batch.label(k, call): x.detach() for k, x in outputs.items()}
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return Step({k: x.detach() for k, x in outputs.items()}, grads)
+        return Step(found, grads)
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         if self.optimizer is None and trained:
@@ -255,17 +270,31 @@ class Ranks:
         ports = program.signature.ports
         self.ports = {p.target: p.name for p in ports if p.kind in ("param", "buffer")}
         self.held = {t: self.lockstep.shards(initial[t], n) for t, n in self.ports.items()}
-        self.fixed = {
-            p.name: self.lockstep.shards(_fixed_value(program, batch, p), p.name)
-            for p in ports
-            if p.kind in ("const", "tangent") or (p.kind == "input" and p.target != "seed")
-        }
+        given = [
+            p for p in ports if p.kind in ("const", "tangent") or (p.kind == "input" and p.target != "seed")
+        ]
+        calls = [pytree.tree_leaves(call) for call in batch.calls]
+        self.fixed = [
+            {p.name: self.lockstep.shards(_fixed_value(program, batch, leaves, p), p.name) for p in given}
+            for leaves in calls
+        ]
         self.seeds = [p.name for p in ports if p.target == "seed"]
         self.optimizer: torch.optim.Optimizer | None = None
         self.grads: dict[str, list[torch.Tensor]] = {}
 
     def step(self) -> Step:
-        env: dict[str, list[Any]] = {k: list(v) for k, v in self.fixed.items()}
+        outputs: Tensors = {}
+        grads: Tensors = {}
+        for call, fixed in enumerate(self.fixed):
+            found = self._call(fixed)
+            outputs |= {self.batch.label(k, call): x for k, x in found.outputs.items()}
+            grads = {k: grads[k] + x if k in grads else x for k, x in found.grads.items()}
+        self.grads = {k: self.lockstep.shards(x, self.ports[k]) for k, x in grads.items()}
+        return Step(outputs, grads)
+
+    def _call(self, fixed: dict[str, list[torch.Tensor]]) -> Step:
+        """Forward and backward of one microbatch, which also updates the buffers."""
+        env: dict[str, list[Any]] = {k: list(v) for k, v in fixed.items()}
         env |= {self.ports[target]: list(shards) for target, shards in self.held.items()}
         for name in self.seeds:
             env[name] = self.lockstep.shards(torch.tensor(self.seed * 1_000_003 + self.steps), name)
@@ -273,7 +302,6 @@ class Ranks:
             self.lockstep.run(env, False)
             self.lockstep.run(env, True)
         outputs, grads = {}, {}
-        self.grads = {}
         for result in self.program.signature.results:
             shards = env[result.value]
             whole = self._whole(shards, result.value, f"{result.kind} {result.target}")
@@ -281,7 +309,6 @@ class Ranks:
                 outputs[result.target] = whole
             elif result.kind == "grad":
                 grads[result.target] = whole
-                self.grads[result.target] = self.lockstep.shards(whole, self.ports[result.target])
             elif result.kind == "buffer":
                 self.held[result.target] = self.lockstep.shards(whole, self.ports[result.target])
         self.steps += 1
@@ -313,11 +340,11 @@ class Ranks:
             ) from None
 
 
-def _fixed_value(program: Program, batch: Batch, port: Port) -> torch.Tensor:
-    """The global value of an input, a constant or a tangent."""
+def _fixed_value(program: Program, batch: Batch, leaves: Sequence[Any], port: Port) -> torch.Tensor:
+    """The global value of an input, a constant or a tangent; leaves: the arguments of the call."""
     if port.kind == "tangent":
         return batch.tangents[port.target]
-    value = program.constants[port.target] if port.kind == "const" else batch.leaves[int(port.target)]
+    value = program.constants[port.target] if port.kind == "const" else leaves[int(port.target)]
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != port.type.shape:
         shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(
@@ -338,7 +365,7 @@ def _compare(
         say(f"step {step + 1} of {max(1, steps)}")
         wanted = reference.step()
         found = subject.step()
-        losses += [float(x) for x in found.outputs.values() if x.dim() == 0 and x.is_floating_point()][:1]
+        losses += _loss(found)
         if step == 0:
             checks += _checks("output", found.outputs, wanted.outputs, tolerance)
             wanted_grads = _with_zeros(wanted.grads, found.grads)
@@ -358,6 +385,14 @@ def _compare(
         wanted_state = {k: v for k, v in reference.state().items() if k in state}
         checks += _checks(f"state {after}", state, wanted_state, tolerance, least=10 * LR)
     return tuple(checks), tuple(losses)
+
+
+def _loss(step: Step) -> list[float]:
+    """The first floating scalar among the outputs, its mean over the microbatches; none if there is none."""
+    scalars = {k: float(x) for k, x in step.outputs.items() if x.dim() == 0 and x.is_floating_point()}
+    first = next(iter(scalars), "").split(" ")[0]
+    found = [x for k, x in scalars.items() if k.split(" ")[0] == first]
+    return [sum(found) / len(found)] if found else []
 
 
 def _with_zeros(wanted: Tensors, found: Tensors) -> Tensors:

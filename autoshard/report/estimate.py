@@ -6,7 +6,7 @@ An estimate is always computed anew from the program's text and a cluster; it is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autoshard.cluster.cluster import Cluster
@@ -22,6 +22,11 @@ from autoshard.rules import attention, experts, matmul
 
 #: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
 _WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0, "slice": 0.0}
+#: products for which rows change ranks -> the op on whole tensors
+_EXCHANGES = {
+    "expert_mm": "autoshard.expert_mm.default",
+    "expert_outer": "autoshard.expert_outer.default",
+}
 #: Adam keeps two moments per parameter
 _MOMENTS = 2
 #: ops that only look at their input in another way
@@ -48,7 +53,9 @@ VIEWS = frozenset(
         "detach.default",
     )
 )
-_PRODUCTS = frozenset((*matmul.RULES, *attention.RULES, *experts.RULES, "aten.addmm.default"))
+_PRODUCTS = frozenset(
+    (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
+)
 
 
 @dataclass(frozen=True)
@@ -147,12 +154,29 @@ class Estimator:
         kind = collective_kind(node)
         if kind == "slice":
             return NodeCost()
+        if kind in _EXCHANGES:
+            return self._exchange(node, values)
         axis = self.mesh.index(str(node.args[1]))
         counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
         nbytes = sum(self.bytes_of(values[n].type, values[n].layout) for n in counted)
         size = self.mesh.sizes[axis]
         wire = nbytes * _WIRE[kind] * (size - 1) / size
         return NodeCost(0.0, float(seconds(kind, nbytes, self.links[axis])), wire)
+
+    def _exchange(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
+        """Rows sent to the ranks of their experts and back, as if spread evenly, and the products."""
+        parts, axis_name, transposed, count = node.args
+        whole = _EXCHANGES[collective_kind(node)]
+        args = (*parts, transposed) if whole == _EXCHANGES["expert_mm"] else (*parts, count, transposed)
+        product = self.node(replace(node, op=whole, args=args), values)
+        axis = self.mesh.index(str(axis_name))
+        rows = [values[r.name] for r in parts]
+        rows = [v for v in rows if len(v.type.shape) < 3]
+        rows += [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
+        sizes = [self.bytes_of(v.type, v.layout) for v in rows]
+        comm = sum(float(seconds("all_to_all", n, self.links[axis])) for n in sizes)
+        ways = self.mesh.sizes[axis]
+        return NodeCost(product.compute, comm, sum(sizes) * _WIRE["all_to_all"] * (ways - 1) / ways)
 
     # -- sums ----------------------------------------------------------------------------------------
 
@@ -290,7 +314,7 @@ def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorTy
     """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
     if node.op == "aten.addmm.default":
         return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES):
+    for rules in (matmul.RULES, attention.RULES, experts.RULES, experts.LOWERED):
         if node.op in rules:
             try:
                 return rules[node.op](node, ins).flops

@@ -20,6 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autoshard.ir import Node, Ref, TensorType
+from autoshard.placement import Layout, Shard
 
 if TYPE_CHECKING:
     from autoshard.rules.local import LocalCall
@@ -50,6 +51,8 @@ class Factored:
     local: how the call is rewritten to run on shards; None: as it stands.
     contiguous: factors that may only be split into contiguous ranges, since the call on a shard is
         told its offset.
+    exchange: pairs (rows, owners) of factors that one axis may split at once: each row is worked on by
+        the rank that holds its owner, so that ``local`` must send rows there and results back.
     """
 
     sizes: tuple[int, ...]
@@ -62,6 +65,16 @@ class Factored:
     flops: float = 0.0
     local: Localizer | None = None
     contiguous: frozenset[int] = frozenset()
+    exchange: tuple[tuple[int, int], ...] = ()
+
+    def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
+        """The axis (its number) over which a call with these layouts exchanges rows, or None."""
+        laid = [*zip(self.inputs, inputs, strict=True), *zip(self.outputs, outputs, strict=True)]
+        for rows, owners in self.exchange:
+            both = _axes_of(laid, rows) & _axes_of(laid, owners)
+            if both:
+                return min(both)
+        return None
 
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over an axis."""
@@ -93,6 +106,16 @@ def _fits(dims: Dims | None, type_: TensorType | None, sizes: Sequence[int]) -> 
         not factors or prod(sizes[f] for f in factors) == n
         for factors, n in zip(dims, type_.shape, strict=True)
     )
+
+
+def _axes_of(laid: Sequence[tuple[Dims | None, Layout | None]], factor: int) -> set[int]:
+    """Axes that split the dim of a factor in some tensor."""
+    return {
+        axis
+        for dims, layout in laid
+        for axis, placed in enumerate(layout or ())
+        if dims is not None and isinstance(placed, Shard) and factor in dims[placed.dim]
+    }
 
 
 def _has(dims: Dims, factor: int) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from autoshard.ir import Arg, Node, Ref, TensorType
-from autoshard.rules.core import Builder, Dim, Dims, Factored, RuleFn, opaque
+from autoshard.rules.core import Builder, Dim, Dims, Factored, Localizer, RuleFn, opaque
+from autoshard.rules.local import LocalCall
 
 
 def _aligned(shape: Sequence[int], common: Sequence[Dim], sizes: Sequence[int]) -> Dims:
@@ -43,15 +45,53 @@ def index(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def index_put(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """x with values put (or added) at indices; only dims without an index may be split."""
+    """x with values put (or added) at indices; only dims without an index may be split.
+
+    If values are added, the dims of the index tensors may be split too: every rank adds what it has.
+    """
     build = Builder()
     x, shape, indices, fixed = _layout(ins[0].shape, node.args[1], ins[1:-1], build)
-    fixed |= {f for dims in indices for d in dims for f in d}
+    where = {f for dims in indices for d in dims for f in d}
     sizes = [build.sizes[d[0]] if d else 1 for d in shape]
     values = _aligned(ins[-1].shape, shape, sizes)
     accumulate = bool(node.arg(3, "accumulate", False))
     linear = ((0, len(ins) - 1),) if accumulate and ins[0].is_float else ()
-    return Factored(tuple(build.sizes), (x, *indices, values), (x,), frozenset(fixed), linear=linear)
+    dims = (x, *indices, values)
+    if accumulate and all(t.dtype != "bool" for t in ins):
+        return _added(tuple(build.sizes), dims, frozenset(fixed), where, linear, _local_index_add)
+    return Factored(tuple(build.sizes), dims, (x,), frozenset(fixed | where), linear=linear)
+
+
+def _added(
+    sizes: tuple[int, ...],
+    dims: tuple[Dims, ...],
+    fixed: frozenset[int],
+    where: set[int],
+    linear: tuple[tuple[int, ...], ...],
+    local: Localizer,
+) -> Factored:
+    """The first input with terms added to it. where: factors of the terms; split, they leave partial sums."""
+    return Factored(
+        sizes,
+        dims,
+        (dims[0],),
+        fixed,
+        tuple((f, "sum") for f in sorted(where)),
+        linear,
+        local=local,
+        contiguous=frozenset(where),
+    )
+
+
+def _local_index_add(call: LocalCall) -> Node:
+    """The first rank alone counts the tensor that is added to."""
+    indices = range(1, len(call.ins) - 1)
+    offsets = tuple(call.in_offset(k, d) for k in indices for d in range(len(call.ins[k].shape)))
+    if not any(offsets):
+        return call.node
+    x, where, values = call.node.args[:3]
+    args = (x, where, values, offsets)
+    return replace(call.node, op="autoshard.index_add_part.default", args=args, kwargs=())
 
 
 def gather(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -83,7 +123,10 @@ def _beside(
 
 
 def scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """x with src (a tensor or a number) written or added along a dim; the dim stays whole."""
+    """x with src (a tensor or a number) written or added along a dim, which stays whole in x.
+
+    If it is added, that dim of index and src may be split: every rank adds what it has.
+    """
     dim = node.args[1] % max(1, len(ins[0].shape))
     build = Builder()
     at = build.dims(ins[1].shape)
@@ -98,8 +141,23 @@ def scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
             rest.append(own)
         else:
             rest.append(at)
-    linear = ((0, 2),) if "add" in node.op and len(ins) > 2 and ins[0].is_float else ()
-    return Factored(tuple(build.sizes), (x, at, *rest), (x,), frozenset(fixed), linear=linear)
+    adds = node.op == "aten.scatter_add.default"
+    linear = ((0, 2),) if adds and ins[0].is_float else ()
+    sizes = tuple(build.sizes)
+    if adds and rest[0] == at and ins[0].dtype != "bool":
+        # dims other than this one are shared with x, or fixed
+        where = set(at[dim])
+        return _added(sizes, (x, at, at), frozenset(fixed - where), where, linear, _local_scatter_add)
+    return Factored(sizes, (x, at, *rest), (x,), frozenset(fixed), linear=linear)
+
+
+def _local_scatter_add(call: LocalCall) -> Node:
+    """The first rank alone counts the tensor that is added to."""
+    x, dim, index, src = call.node.args
+    offset = call.in_offset(1, dim % len(call.ins[1].shape)) if call.ins[1].shape else 0
+    if offset == 0:
+        return call.node
+    return replace(call.node, op="autoshard.scatter_add_part.default", args=(x, dim, index, src, (offset,)))
 
 
 def index_select(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -134,7 +192,7 @@ def index_fill(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def masked_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
-    """Where each element of the source goes depends on the whole mask."""
+    """Where each element of the source goes (or its gradient comes from) depends on the whole mask."""
     return opaque(ins, node.types)
 
 
@@ -172,6 +230,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.index_fill.int_Scalar": index_fill,
         "aten.index_fill.int_Tensor": index_fill,
         "aten.masked_scatter.default": masked_scatter,
+        "aten.masked_scatter_backward.default": masked_scatter,
         "aten.searchsorted.Tensor": searchsorted,
         "aten.bucketize.Tensor": bucketize,
     }

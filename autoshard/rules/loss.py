@@ -53,6 +53,11 @@ def _offset_last_out(call: LocalCall) -> Node:
     return call.with_args({len(call.node.args) - 1: call.in_offset(1, 1)})
 
 
+def ctc(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """log-probabilities [t, b, c], two [b, s], two lengths [b] -> (losses [b], gradient [t, b, c])."""
+    return einsum("t b c, b s, b s, b, b -> b, t b c", ins, node.types, fixed="t s c")
+
+
 NONE, MEAN, SUM = range(3)
 
 
@@ -116,6 +121,7 @@ def _elementwise_backward(position: int) -> RuleFn:
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
+        "autoshard.ctc.default": ctc,
         "autoshard.xent_stats.default": stats,
         "autoshard.xent_finish.default": finish,
         "autoshard.xent_part_backward.default": backward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,11 +18,13 @@ from autoshard.rules import (
     matmul,
     norm,
     pointwise,
+    recurrent,
     reduction,
     spatial,
     view,
 )
 from autoshard.rules.core import Factored, RuleFn, opaque
+from autoshard.torch_adapters.random_ops import is_random
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
@@ -37,6 +39,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
             embedding,
             loss,
             attention,
+            recurrent,
             index,
             create,
             experts,
@@ -89,9 +92,10 @@ def rules_for(
     """The factors of every node, by (segment, node number), and the ops that fell back to replication.
 
     Raises NoRuleError naming every op without a rule and the user's line that calls it, unless
-    ``replicate_unknown``: then such an op runs on whole tensors on every rank.
+    ``replicate_unknown``: then such an op runs on whole tensors on every rank (random numbers never do).
     """
     unknown = missing_rules(folded, table)
+    _refuse_random(unknown)
     if unknown and not replicate_unknown:
         places = [(m.op, next(iter((*m.sources, *m.modules)), "")) for m in unknown]
         raise NoRuleError(
@@ -109,6 +113,19 @@ def rules_for(
             rule = table.get(node.op)
             found[name, number] = opaque(ins, node.types) if rule is None else _laid_out(rule, node, ins)
     return found, tuple(m.op for m in unknown)
+
+
+def _refuse_random(unknown: Sequence[OpCalls]) -> None:
+    """NoRuleError for ops that draw random numbers: on whole tensors, every rank would draw its own."""
+    drawn = [m for m in unknown if is_random(m.op)]
+    if drawn:
+        raise NoRuleError(
+            "no sharding rule for random numbers: " + ", ".join(m.op for m in drawn),
+            where="; ".join(f"{m.op} at {next(iter((*m.sources, *m.modules)), '')}" for m in drawn),
+            why="ranks draw from generators of their own, so their copies of one tensor would differ",
+            hint="torch.rand, randn, bernoulli or dropout, which give the same numbers on all ranks; or "
+            "numbers drawn outside and passed as an argument",
+        )
 
 
 def _laid_out(rule: RuleFn, node: Node, ins: list[TensorType]) -> Factored:

@@ -44,12 +44,16 @@ class OpState:
 
 @dataclass(frozen=True, slots=True)
 class _AxisState:
-    """What one axis does. factor, part: the factor it splits, and how, seen as a dim of its own."""
+    """What one axis does. factor, part: the factor it splits, and how, seen as a dim of its own.
+
+    owners: the factor that it splits at the same time, if it exchanges rows.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
     factor: int | None = None
     part: Shard | None = None
+    owners: int | None = None
 
     @property
     def split(self) -> bool:
@@ -104,6 +108,35 @@ def _split_state(
     return _AxisState(tuple(inputs), tuple(outputs), factor, part)
 
 
+def _exchange_state(
+    rule: Factored,
+    ins: Sequence[TensorType],
+    outs: Sequence[TensorType | None],
+    pair: tuple[int, int],
+    digit: Digit,
+    ways: int,
+) -> _AxisState | None:
+    """Rows split at ``digit`` and their owners in contiguous ranges; None if that cannot be."""
+    rows, owners = pair
+    whole: Digit = (1, rule.sizes[owners], -1)
+    placed: list[Placement | None] = []
+    tensors = [*zip(rule.inputs, ins, strict=True), *zip(rule.outputs, outs, strict=True)]
+    for number, (dims, type_) in enumerate(tensors):
+        if dims is None or type_ is None:
+            placed.append(None)
+            continue
+        by_rows = _place(dims, type_, rule.sizes, rows, digit, ways)
+        by_owner = _place(dims, type_, rule.sizes, owners, whole, ways)
+        if by_rows is None or by_owner is None or R not in (by_rows, by_owner):
+            return None
+        placed.append(by_owner if by_rows == R else by_rows)
+        if number >= len(ins) and placed[-1] == R:
+            return None
+    part = shard_of_digit(rule.sizes[rows], 0, digit[0], digit[1], ways)
+    inputs = tuple(p for p in placed[: len(ins)] if p is not None)
+    return _AxisState(inputs, tuple(placed[len(ins) :]), rows, part, owners)
+
+
 def _axis_states(
     rule: Factored,
     ins: Sequence[TensorType],
@@ -123,6 +156,11 @@ def _axis_states(
                 if factor in rule.contiguous and digit[0] > 1:
                     continue
                 state = _split_state(rule, ins, outs, factor, digit, ways)
+                if state is not None:
+                    found[state] = found.get(state, frozenset()) | {digit[2]}
+        for pair in rule.exchange:
+            for digit in digits[pair[0]]:
+                state = _exchange_state(rule, ins, outs, pair, digit, ways)
                 if state is not None:
                     found[state] = found.get(state, frozenset()) | {digit[2]}
         for group in rule.linear:
@@ -183,7 +221,7 @@ def _combined(
             continue
         if any(lay is not None and _mixed_partial(lay) for lay in outputs):
             continue
-        if not _nests(rule, outside, combo, mesh_sizes):
+        if not _nests(rule, outside, combo, mesh_sizes) or not _one_exchange(combo):
             continue
         ways = 1
         for state, size in zip(combo, mesh_sizes, strict=True):
@@ -192,6 +230,12 @@ def _combined(
         if key not in found or found[key].ways < ways:
             found[key] = OpState(inputs, outputs, ways)
     return list(found.values())
+
+
+def _one_exchange(combo: Sequence[_AxisState]) -> bool:
+    """Whether at most one axis exchanges rows, and then no other splits their owners."""
+    owners = [s.owners for s in combo if s.owners is not None]
+    return not owners or (len(owners) == 1 and all(s.factor != owners[0] for s in combo))
 
 
 def _nests(

@@ -17,6 +17,7 @@ from autoshard.rules.core import Factored
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.rules.user import UserRule
+from autoshard.runtime.lockstep import COLLECTIVES
 from autoshard.runtime.parts import reduce_parts, shard_tensor
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment
@@ -169,19 +170,46 @@ def _check_state(call: Call, rule: Factored, state: OpState, sizes: tuple[int, .
         for x, layout, type_ in zip(call.tensors, state.inputs, call.ins, strict=True)
     ]
     told = f"{call.sample} on {sizes}: {_show(state.inputs)} -> {_show(state.outputs)}"
-    results = []
-    for k, view in enumerate(views):
-        prepared = PreparedSegment(graph, view, _no_collective, torch.device("cpu"))
-        try:
-            results.append(prepared([parts[k] for parts in shards], 0))
-        except (RuntimeError, IndexError, ValueError) as error:
-            raise WrongRule(f"{told}: rank {view.coords} cannot run {node.op}: {error}") from error
+    if node.op.startswith("comm."):
+        results = _exchanged(node, call.names, shards, views)
+    else:
+        results = [
+            _run_rank(graph, view, [parts[k] for parts in shards], told) for k, view in enumerate(views)
+        ]
     for position, (out, layout) in enumerate(zip(call.outs, state.outputs, strict=True)):
         if out is None:
             continue
         assert layout is not None, told
         parts = [r[position] for r in results]
         _check_output(call.sample, out, layout, parts, views, f"{told}, output {position}")
+
+
+def _run_rank(graph: Graph, view: RankView, parts: list[torch.Tensor], told: str) -> tuple[Any, ...]:
+    """The outputs of one rank."""
+    prepared = PreparedSegment(graph, view, _no_collective, torch.device("cpu"))
+    try:
+        return prepared(parts, 0)
+    except (RuntimeError, IndexError, ValueError) as error:
+        op = graph.nodes[0].op
+        raise WrongRule(f"{told}: rank {view.coords} cannot run {op}: {error}") from error
+
+
+def _exchanged(
+    node: Node, names: Sequence[str], shards: Sequence[Sequence[torch.Tensor]], views: Sequence[RankView]
+) -> list[tuple[Any, ...]]:
+    """The outputs of all ranks of an op that exchanges rows over one axis, by its definition."""
+    run = COLLECTIVES[node.op.split(".")[1]]
+    axis = views[0].names.index(str(node.args[1]))
+    inputs = [[shards[names.index(r)][k] for r in refs_of(node)] for k in range(len(views))]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, view in enumerate(views):
+        groups.setdefault((*view.coords[:axis], *view.coords[axis + 1 :]), []).append(rank)
+    results: list[tuple[Any, ...]] = [()] * len(views)
+    for ranks in groups.values():
+        outs = run(node, [views[r] for r in ranks], [inputs[r] for r in ranks])
+        for rank, out in zip(ranks, outs, strict=True):
+            results[rank] = (out,)
+    return results
 
 
 def _check_output(

@@ -14,6 +14,7 @@ import torch
 from autoshard.ir import Node
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
+from autoshard.runtime import exchange
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.resolve import RankView
 
@@ -107,6 +108,27 @@ class GroupCollectives:
         counts = [parts[0].numel()] * ways
         got = _wait(_FUNCTIONAL.all_to_all_single(flat, counts, counts, self.groups[axis]))
         return join_parts([g.view(parts[0].shape) for g in got.chunk(ways)], concat_dim, concat_outer)
+
+    def _transport(self, axis: str) -> exchange.Transport:
+        def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+            name = self.groups[axis]
+            return _wait(_FUNCTIONAL.all_to_all_single(x.contiguous(), list(received), list(sent), name))
+
+        return send
+
+    def expert_mm(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
+    ) -> torch.Tensor:
+        """Rows times the matrices of their experts, which the ranks of an axis hold in parts."""
+        ways, rank = view.size_of(axis), view.coord_of(axis)
+        return exchange.expert_mm(xs, transposed, num_experts, ways, rank, self._transport(axis))
+
+    def expert_outer(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
+    ) -> torch.Tensor:
+        """The gradient of the matrices that this rank holds, from the rows of all ranks of an axis."""
+        ways, rank = view.size_of(axis), view.coord_of(axis)
+        return exchange.expert_outer(xs, transposed, num_experts, ways, rank, self._transport(axis))
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

@@ -158,6 +158,21 @@ def _all_to_all(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor
     return [join_parts([row[k] for row in sent], joined, _kw(node, "concat_outer")) for k in range(ways)]
 
 
+def _expert_mm(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """Every rank's rows with the matrices of all ranks, one after the other."""
+    weight = torch.cat([weight for _, _, weight in xs])
+    assert weight.shape[0] == node.args[3]
+    return [torch.ops.autoshard.expert_mm(x, expert, weight, node.args[2]) for x, expert, _ in xs]
+
+
+def _expert_outer(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """The gradient of all matrices from all rows, cut into what each rank holds."""
+    x, grad, expert = (torch.cat(column) for column in zip(*xs, strict=True))
+    transposed, count = node.args[2:]
+    whole = torch.ops.autoshard.expert_outer(x, grad, expert, count, transposed)
+    return [take_part(whole, 0, len(xs), k, 1, 1).contiguous().clone() for k in range(len(xs))]
+
+
 def _bucket(one: Collective) -> Collective:
     """A collective of several tensors is that collective of each."""
 
@@ -182,6 +197,8 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter": _reduce_scatter,
     "slice": _slice,
     "all_to_all": _all_to_all,
+    "expert_mm": _expert_mm,
+    "expert_outer": _expert_outer,
     "all_reduce_bucket": _bucket(_all_reduce),
     "all_gather_bucket": _bucket(_all_gather),
     "reduce_scatter_bucket": _bucket(_reduce_scatter),

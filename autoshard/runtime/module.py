@@ -320,6 +320,11 @@ class ParallelModule(nn.Module):
 
     _autoshard: Runner
 
+    @property
+    def microbatches(self) -> int:
+        """How many calls make a step of the plan; `autoshard.runtime.train` makes them."""
+        return self._autoshard.program.microbatches
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._autoshard
         signature = runner.program.signature

@@ -15,14 +15,17 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import UsageError
 from autoshard.runtime.clip import clip_grad_norm_
 from autoshard.runtime.corpus import VOCABULARY, Corpus
-
-#: arguments of one step: (positional, keyword), of global shape
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
+from autoshard.runtime.microbatch import Batch, cut
+from autoshard.runtime.module import ParallelModule
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step. grad_norm: before clipping, None if not clipped. seconds: of the whole step."""
+    """One optimizer step.
+
+    loss: the mean over its microbatches. grad_norm: before clipping, None if not clipped. seconds: of the
+    whole step.
+    """
 
     step: int
     loss: float
@@ -39,22 +42,49 @@ def train(
     clip: float | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> list[StepReport]:
-    """Train with AdamW; feed gives the batch of a step. Raises UsageError if the model returns no loss."""
+    """Train with AdamW; feed gives the batch of a step, of global shape, all its microbatches together.
+
+    Where the program runs several microbatches a step, the batch is cut into so many equal parts along dim 0
+    and what is trained is the mean of their losses, with one clipping and one optimizer step at the end. That
+    is the loss of the whole batch if the model's loss is a mean over equally many terms in each of them; with
+    ignored labels a term of a microbatch with few labels weighs more than in the whole batch's mean.
+    Raises UsageError if the model returns no loss, or the batch has another size.
+    """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     reports = []
     for step in range(steps):
         start = time.perf_counter()
-        args, kwargs = feed(step)
-        loss = loss_of(model(*args, **kwargs))
-        loss.backward()
+        loss = accumulate(model, feed(step))
         norm = None if clip is None else float(clip_grad_norm_(model, clip))
         optimizer.step()
         optimizer.zero_grad()
-        report = StepReport(step, float(loss.detach()), norm, time.perf_counter() - start)
+        report = StepReport(step, float(loss), norm, time.perf_counter() - start)
         reports.append(report)
         if on_step is not None:
             on_step(report)
     return reports
+
+
+def accumulate(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Run forward and backward on every microbatch of a batch; the mean of their losses, a detached scalar.
+
+    The gradient of that mean is added to ``.grad`` of the parameters.
+    """
+    calls = microbatches_of(model, batch)
+    losses = []
+    for args, kwargs in calls:
+        loss = loss_of(model(*args, **kwargs))
+        (loss / len(calls)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean()
+
+
+def microbatches_of(model: nn.Module, batch: Batch) -> list[Batch]:
+    """The calls that a model makes of the batch of a step: one, unless its program has microbatches."""
+    if not isinstance(model, ParallelModule) or model.microbatches == 1:
+        return [batch]
+    runner = model._autoshard
+    return cut(runner.program, runner.arguments.flattened(*batch))
 
 
 def loss_of(output: Any) -> torch.Tensor:

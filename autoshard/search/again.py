@@ -97,19 +97,22 @@ def _options(taken: Profile, setting: Setting) -> dict[str, list[_Option]]:
             at = (key.segment, key.cheap)
             seconds[at] = seconds.get(at, 0.0) + value
     kept: dict[tuple[str, bool], float] = {}
-    inputs: dict[str, float] = {}
+    extra: dict[tuple[str, bool], float] = {}
     for held, value in taken.bytes.items():
-        if held.kind == "kept" and held.segment in setting.calls:
-            kept[held.segment, held.cheap] = kept.get((held.segment, held.cheap), 0.0) + value
-        elif held.kind == "input":
-            inputs[held.segment] = inputs.get(held.segment, 0.0) + value
+        if held.segment in setting.calls:
+            if held.kind == "kept":
+                kept[held.segment, held.cheap] = kept.get((held.segment, held.cheap), 0.0) + value
+            elif held.kind in ("extra", "input"):
+                for full in (False, True):
+                    if (held.kind == "input" and (full or held.cheap)) or (held.kind == "extra" and not full):
+                        extra[held.segment, full] = extra.get((held.segment, full), 0.0) + value
     found: dict[str, list[_Option]] = {}
     for segment, calls in setting.calls.items():
         cheap, dear = kept.get((segment, True), 0.0), kept.get((segment, False), 0.0)
         fast, slow = seconds.get((segment, True), 0.0), seconds.get((segment, False), 0.0)
-        new = inputs.get(segment, 0.0)
+        less, least = cheap - extra.get((segment, False), 0.0), cheap + dear - extra.get((segment, True), 0.0)
         found[segment] = [
-            _Option(segment, "selective", cheap / calls, fast / calls),
-            _Option(segment, "full", (cheap + dear - new) / calls, (fast + slow) / calls),
+            _Option(segment, "selective", less / calls, fast / calls),
+            _Option(segment, "full", least / calls, (fast + slow) / calls),
         ]
     return found

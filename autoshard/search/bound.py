@@ -44,7 +44,7 @@ def dual_bound(
     def at(price: float, exposure: Exposure) -> float:
         key = (price, exposure)
         if key not in known:
-            policies = _extremes(setting)
+            policies = extremes(setting)
             least = (_priced(problem, p, budget, price, allowed, limits, exposure) for p in policies)
             known[key] = min(least)
         return known[key]
@@ -61,7 +61,7 @@ def dual_bound(
     return max(known.values())
 
 
-def _extremes(setting: Setting) -> list[Setting]:
+def extremes(setting: Setting) -> list[Setting]:
     """None or all calls of every kind of layer, by each policy, at their least memory."""
     names = list(setting.calls)
     if len(names) > _KINDS:

@@ -25,14 +25,14 @@ from autoshard.search.rank import (
     Shape,
     data_ways,
     microbatch_sizes,
-    parameters_of,
     rank,
     shapes_of,
+    way_of,
 )
 from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
 from autoshard.search.rivals import Rival, rivals
 from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed, place
+from autoshard.search.settle import Placed, place, priced
 from autoshard.search.solve import solve
 from autoshard.search.tactics import Stage, Tactic, run_tactics
 from autoshard.search.terms import compose
@@ -200,8 +200,16 @@ class _Search:
         ends = []
         for batch in dict.fromkeys((sizes[0], sizes[-1])):
             posed = self.pose(mesh, batch, self.ask.pins)
-            ends.append(End(batch, posed.free.taken, self.least_seconds(posed), self.least_bytes(posed)))
-        return Shape(meshes, ends[0], ends[-1], parameters_of(posed))
+            ways = [way_of(posed, placed) for placed in self.ways(posed)]
+            ends.append(End(batch, tuple(ways), self.least_seconds(posed), self.least_bytes(posed)))
+        return Shape(meshes, ends[0], ends[-1])
+
+    def ways(self, posed: Posed) -> list[Placed]:
+        """The fastest placements; with a budget also some to which half the bytes are worth half the time."""
+        free = posed.free
+        if self.ask.budget is None or free.bytes == 0:
+            return [free]
+        return [free, priced(posed.problem, self.setting, free.seconds / free.bytes, allowed=posed.allowed)]
 
     def sizes(self, mesh: Mesh) -> list[int]:
         """Possible microbatches, in sequences over the whole mesh."""

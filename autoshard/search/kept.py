@@ -1,48 +1,118 @@
-"""What is kept from forward to backward, each storage once, and whether it could be computed again."""
+"""What is kept from forward to backward, each storage once, and what computing it again takes.
+
+The same choice as the pass `recompute` makes: full recomputation starts from what a call takes; selective
+recomputation keeps the fewest bytes from which no matrix product and no attention runs again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from autoshard.ir import Folded, refs_of
 from autoshard.ir.flow import Flow, Place
+from autoshard.ir.keep_least import keep_least
 from autoshard.rules.core import Factored
 from autoshard.search.terms import Bytes
 
+#: a node of a segment
+NodeKey = tuple[str, int]
 
-def kept_activations(
-    folded: Folded, flow: Flow, rules: dict[tuple[str, int], Factored]
-) -> Iterator[tuple[Bytes, Place, int]]:
-    """(kind, the place whose storage is kept, in how many calls).
+
+@dataclass(frozen=True)
+class Kept:
+    """bytes: (kind, the place whose storage it is, in how many calls). full, selective: nodes that run again
+    under these policies."""
+
+    bytes: tuple[tuple[Bytes, Place, int], ...]
+    full: frozenset[NodeKey]
+    selective: frozenset[NodeKey]
+
+    def again(self, nodes: Collection[NodeKey]) -> tuple[str, bool]:
+        """(segment, whether under both policies) if any of the nodes runs again; ("", False) if none does."""
+        hit = next((n for n in nodes if n in self.selective), None)
+        if hit is not None:
+            return hit[0], True
+        hit = next((n for n in nodes if n in self.full), None)
+        return ("", False) if hit is None else (hit[0], False)
+
+
+def kept_activations(folded: Folded, flow: Flow, rules: Mapping[NodeKey, Factored]) -> Kept:
+    """What backward reads of forward, and what would run again instead.
 
     What another call of forward takes, too, is held in any case: running a call again needs its inputs.
     """
-    return _Kept(folded, flow, rules).all()
+    return _Analysis(folded, flow, rules).run()
 
 
-class _Kept:
-    def __init__(self, folded: Folded, flow: Flow, rules: dict[tuple[str, int], Factored]) -> None:
+class _Analysis:
+    def __init__(self, folded: Folded, flow: Flow, rules: Mapping[NodeKey, Factored]) -> None:
         self.folded, self.flow, self.rules = folded, flow, rules
         self.backward = folded.is_backward()
         self.makers = {
             name: {out: k for k, node in enumerate(graph.nodes) for out in node.outs}
             for name, graph in folded.segments.items()
         }
+        self.counts = folded.counts()
         self.layers = {c.segment for c in folded.calls if c.label and not c.backward}
+        self.full: set[NodeKey] = set()
+        self.selective: set[NodeKey] = set()
 
-    def all(self) -> Iterator[tuple[Bytes, Place, int]]:
+    def run(self) -> Kept:
         read, crossing = self._roots(backward=True), self._roots(backward=False)
+        found: list[tuple[Bytes, Place, int]] = []
+        staying: dict[str, frozenset[str]] = {}
+        for name in sorted(self.layers):
+            staying[name] = self._layer(name, read, crossing)
+            for value in sorted(staying[name]):
+                root = self.root((name, value))
+                if value in self.makers[name] and root not in read and root not in crossing:
+                    found.append((Bytes("extra", name), root, self.counts[name]))
         for root, count in read.items():
-            maker = self.makers[root[0]].get(root[1])
-            if maker is None or root in crossing:
-                yield Bytes("held"), root, count
+            segment, value = root
+            if value not in self.makers[segment] or root in crossing:
+                found.append((Bytes("held"), root, count))
             else:
-                cheap = self.rules[root[0], maker].kind != "matmul"
-                yield Bytes("kept", root[0], cheap), root, count
+                found.append((Bytes("kept", segment, value not in staying.get(segment, ())), root, count))
+        found += self._inputs(read, staying)
+        return Kept(tuple(found), frozenset(self.full), frozenset(self.selective))
+
+    def _inputs(
+        self, read: Mapping[Place, int], staying: Mapping[str, frozenset[str]]
+    ) -> Iterator[tuple[Bytes, Place, int]]:
+        """What a call would have to keep of what it takes, and does not keep otherwise."""
         for (source, target), count in self.flow.edges.items():
             again = target[0] in self.layers and source[0] and not self.backward[source[0]]
             if again and self.root(source) not in read:
-                yield Bytes("input", target[0]), self.root(source), count
+                both = target[1] in staying[target[0]]
+                yield Bytes("input", target[0], both), self.root(source), count
+
+    def _layer(self, name: str, read: Mapping[Place, int], crossing: Collection[Place]) -> frozenset[str]:
+        """The values of a layer that selective recomputation starts from."""
+        graph, makers = self.folded.segments[name], self.makers[name]
+        wanted = {v for s, v in read if s == name and v in makers and (s, v) not in crossing}
+        kinds = {out: self.rules[name, k].kind for out, k in makers.items()}
+        sizes = {v: t.nbytes for v, t in graph.types().items()}
+        sizes |= dict.fromkeys((v for v, _ in graph.inputs), 0)
+        sizes |= {v: 0 for s, v in crossing if s == name}
+        views = [v for v, kind in kinds.items() if kind == "view"]
+        dear = [v for v, kind in kinds.items() if kind == "matmul"]
+        staying = keep_least(graph, wanted, dear, views, sizes) if wanted else frozenset()
+        self.full |= self._needed(name, wanted, frozenset())
+        self.selective |= self._needed(name, wanted, staying)
+        return staying
+
+    def _needed(self, name: str, wanted: Collection[str], given: Collection[str]) -> set[NodeKey]:
+        """Nodes that make what is wanted from what is given and the inputs."""
+        graph, makers = self.folded.segments[name], self.makers[name]
+        found: set[NodeKey] = set()
+        waiting = [v for v in wanted if v not in given]
+        while waiting:
+            number = makers.get(waiting.pop())
+            if number is not None and (name, number) not in found:
+                found.add((name, number))
+                waiting += [r for r in refs_of(graph.nodes[number]) if r not in given]
+        return found
 
     def _roots(self, *, backward: bool) -> dict[Place, int]:
         """What forward makes and calls of that phase read: storage -> in how many calls."""

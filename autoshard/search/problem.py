@@ -105,6 +105,12 @@ class _Builder:
         self.producer: dict[Place, tuple[int, int]] = {}
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
+        self.kept = kept_activations(model.folded, model.flow, model.rules)
+        self.users: dict[Place, list[tuple[str, int]]] = {}
+        for name, graph in model.folded.segments.items():
+            for number, node in enumerate(graph.nodes):
+                for ref in refs_of(node):
+                    self.users.setdefault((name, ref), []).append((name, number))
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -122,7 +128,7 @@ class _Builder:
         for name in self.model.folded.segments:
             self._edges_inside(name)
         self._edges_between()
-        for key, place, count in kept_activations(self.model.folded, self.model.flow, self.model.rules):
+        for key, place, count in self.kept.bytes:
             if place in self.producer:
                 self._hold(key, place, count)
         return Problem(self.axes, self.terms, tuple(self.variables), self.index)
@@ -185,7 +191,7 @@ class _Builder:
             states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
             seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
             var = self._add(("node", name, number), NodeVar(name, number, states))
-            kind = Time("work", self.backward[name], name, rule.kind != "matmul")
+            kind = Time("work", self.backward[name], *self.kept.again([(name, number)]))
             self.terms.add(kind, var, seconds * self.counts[name])
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
@@ -234,7 +240,7 @@ class _Builder:
             var_number = self._add(place, ValueVar(place, layouts))
             if value not in inputs:
                 made, position = self.producer[place]
-                talk = Time("talk", self.backward[name], name, True)
+                talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
                 self._connect(talk, made, position, var_number, layouts, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
@@ -389,8 +395,8 @@ class _Builder:
 
     def _edges_inside(self, name: str) -> None:
         graph = self.model.folded.segments[name]
-        kind = Time("talk", self.backward[name], name, True)
         for number, node in enumerate(graph.nodes):
+            kind = Time("talk", self.backward[name], *self.kept.again([(name, number)]))
             target = self.index["node", name, number]
             var = self.variables[target]
             assert isinstance(var, NodeVar)

@@ -26,6 +26,7 @@ from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.problems import Posed
 from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed
 from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamVar
 
@@ -67,15 +68,24 @@ class Parameters:
 
 
 @dataclass(frozen=True)
+class Way:
+    """Placements of everything: what they take, and how they use the parameters."""
+
+    taken: Profile
+    parameters: Parameters
+
+
+@dataclass(frozen=True)
 class End:
     """One microbatch solved exactly.
 
-    batch: sequences over the mesh. taken: by the best placements without a memory limit. seconds: that
-    computing and talking take at least. bytes: that are held at least, with everything computed again.
+    batch: sequences over the mesh. ways: placements worth knowing, fast ones first and lean ones last, with
+    what they take. seconds: that computing and talking take at least. bytes: that are held at least, with
+    everything computed again.
     """
 
     batch: int
-    taken: Profile
+    ways: tuple[Way, ...]
     seconds: float
     bytes: float
 
@@ -90,14 +100,20 @@ class Shape:
     meshes: tuple[Mesh, ...]
     low: End
     high: End
-    parameters: Parameters
 
-    def profile(self, batch: int) -> Profile:
-        """Interpolated between the two solutions, without what belongs to parameters."""
-        a, b, t = self.low.taken, self.high.taken, self._place(batch)
-        times = {k: v for k, v in _mixed(a.seconds, b.seconds, t).items() if k.kind in ("work", "talk")}
-        held = {k: v for k, v in _mixed(a.bytes, b.bytes, t).items() if k.kind != "state"}
-        return Profile(times, held)
+    def profiles(self, batch: int) -> list[Profile]:
+        """Per way, interpolated between the two ends, without what belongs to parameters."""
+        t, found = self._place(batch), []
+        for a, b in zip(self.low.ways, self.high.ways, strict=True):
+            times = _mixed(a.taken.seconds, b.taken.seconds, t)
+            held = _mixed(a.taken.bytes, b.taken.bytes, t)
+            found.append(
+                Profile(
+                    {k: v for k, v in times.items() if k.kind in ("work", "talk")},
+                    {k: v for k, v in held.items() if k.kind != "state"},
+                )
+            )
+        return found
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
@@ -112,13 +128,18 @@ class Shape:
         return (batch - self.low.batch) / width if width else 0.0
 
 
-def parameters_of(posed: Posed) -> Parameters:
-    """The parameters of a solved problem, in the layouts that the solution uses."""
+def way_of(posed: Posed, placed: Placed) -> Way:
+    """What is worth knowing of placements."""
+    return Way(placed.taken, _parameters_of(posed, placed))
+
+
+def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
+    """The parameters of a problem, in the layouts that its placements use."""
     rows = []
     axes = posed.problem.axes
     groups = posed.model.flow.classes
     backward = posed.model.folded.is_backward()
-    for variable, state in zip(posed.problem.variables, posed.free.states, strict=True):
+    for variable, state in zip(posed.problem.variables, placed.states, strict=True):
         if not isinstance(variable, ParamVar):
             continue
         group = groups[variable.place]
@@ -159,16 +180,16 @@ def rank(
     """
     found = []
     for mesh in shape.meshes:
-        lives = _lives(shape.parameters, mesh, cluster, recipe)
+        lives = [_lives(way.parameters, mesh, cluster, recipe) for way in shape.low.ways]
         only = [shape.low.batch] if shape.low.batch == shape.high.batch else []
         for batch in only or microbatch_sizes(mesh, total):
             if not shape.low.batch <= batch <= shape.high.batch:
                 continue
             how = replace(setting, microbatches=total // batch)
-            bare = shape.profile(batch)
             bound = how.microbatches * shape.seconds(batch)
             best: Estimated | None = None
-            for extra in lives:
+            pairs = [(b, e) for b, es in zip(shape.profiles(batch), lives, strict=True) for e in es]
+            for bare, extra in pairs:
                 taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
                 filled = how if budget is None else fill(taken, how, budget)
                 if filled is not None:

@@ -55,18 +55,22 @@ class Setting:
         While a call runs again, what it makes is held once.
         """
         calls = self.calls.get(key.segment, 0)
-        if key.kind in ("state", "held") or not calls:
-            return 0.0 if key.kind == "input" else 1.0
-        if self.optimistic:
-            return 0.0 if key.kind == "input" else 1 / calls
         chosen = self.recompute.get(key.segment)
-        if chosen is None or not chosen.calls:
-            return 0.0 if key.kind == "input" else 1.0
-        if key.kind == "input":
-            return chosen.calls / calls if chosen.policy == "full" else 0.0
-        if chosen.policy == "selective" and not key.cheap:
+        if key.kind in ("state", "held"):
             return 1.0
-        return min(1.0, (calls - chosen.calls + 1) / calls)
+        if key.kind == "kept":
+            if not calls:
+                return 1.0
+            if self.optimistic:
+                return 1 / calls
+            if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
+                return 1.0
+            return min(1.0, (calls - chosen.calls + 1) / calls)
+        if self.optimistic or chosen is None or not calls:
+            return 0.0
+        full = chosen.policy == "full"
+        needed = not full if key.kind == "extra" else full or key.cheap
+        return chosen.calls / calls if needed else 0.0
 
     def time_weight(self, bound: Exposure) -> TimeWeight:
         """The weight of every kind of seconds; see `cost.step_time.weights`."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.step_time import Exposure, StepTime, exposure_of
-from autoshard.search.network import Array, CostNetwork, InfeasibleNetwork, Limits, Solution
+from autoshard.search.network import Array, CostNetwork, Limits, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
 from autoshard.search.solve import solve
@@ -71,10 +71,14 @@ def place(
     return replace(best, lower_bound=min(lower, best.seconds))
 
 
-def least_bytes(problem: Problem, setting: Setting, allowed: Sequence[Array | None] = ()) -> float:
-    """The smallest memory of any placements, in bytes; a bound where that is hard to prove."""
-    network = setting.network(problem.terms, Exposure(0.0, 0.0, 0.0, 0.0), allowed)
-    try:
-        return solve(network, 0.0).bytes
-    except InfeasibleNetwork as error:
-        return error.smallest_bytes
+def priced(
+    problem: Problem, setting: Setting, price: float, *, allowed: Sequence[Array | None] = ()
+) -> Placed:
+    """Placements of least seconds where a byte costs ``price`` seconds."""
+    bound = Exposure(0.0, 0.0, 0.0, 0.0)
+    network = setting.network(problem.terms, bound, allowed)
+    unary = tuple(u + price * m for u, m in zip(network.unary, network.memory, strict=True))
+    solution = solve(CostNetwork(unary, network.memory, network.edges))
+    taken = profile(problem.terms, solution.states)
+    step = setting.step(taken)
+    return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)

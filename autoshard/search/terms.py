@@ -16,14 +16,14 @@ import numpy as np
 from autoshard.search.network import Array, CostNetwork
 
 TimeKind: TypeAlias = Literal["work", "talk", "gather", "reduce", "first", "last", "update"]
-ByteKind: TypeAlias = Literal["state", "held", "kept", "input"]
+ByteKind: TypeAlias = Literal["state", "held", "kept", "extra", "input"]
 
 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    segment: of work and talk. backward: the phase. cheap: whether selective recomputation would run it
-    again (what is neither a matrix product nor attention).
+    backward: the phase. segment: of work and talk that full recomputation would run again, else "". cheap:
+    whether selective recomputation would, too.
     """
 
     kind: TimeKind
@@ -36,8 +36,9 @@ class Bytes(NamedTuple):
     """A kind of bytes.
 
     state: of parameters, gradients, optimizer. held: activations that backward reads and that cross
-    between segments. kept: other activations of a segment, which could be computed again. input: what a
-    segment would have to keep for that, and does not keep otherwise.
+    between segments. kept: other activations of a segment, which could be computed again; cheap: by
+    selective recomputation, too. extra: what selective recomputation would keep in their place. input: what
+    a call takes and would have to be kept for full recomputation; cheap: for selective, too.
     """
 
     kind: ByteKind

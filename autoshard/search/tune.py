@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from autoshard.cost.step_time import exposure_of
 from autoshard.search.again import fill, marginal_price
-from autoshard.search.bound import dual_bound
+from autoshard.search.bound import dual_bound, extremes
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 
+#: no recomputation is tried if without any the step is this close to the best without a memory limit
+_ENOUGH = 1e-3
 #: less work for what only has to show which way to go
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
@@ -76,31 +78,30 @@ class _Tuning:
         self.found: list[Placed] = []
 
     def best(self, free: Placed) -> Placed:
-        everything = {s: Recompute("full", n) for s, n in self.bare.calls.items()}
         self._attempt(self.bare)
-        cheapest = fill(free.taken, self.bare, self.budget)
-        if cheapest is not None:
-            self._attempt(cheapest)
-        else:
-            self._attempt(replace(self.bare, recompute=everything))
-            for start in list(self.found):
+        if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
+            for extreme in extremes(self.bare):
+                if extreme.recompute:
+                    self._attempt(extreme)
+            for start in [free, *self.found]:
                 again = fill(start.taken, self.bare, self.budget)
-                if again is not None:
+                if again is not None and all(again != p.setting for p in self.found):
                     self._attempt(again)
         if not self.found:
             # says what is missing, with the least memory that any placements need
+            everything = {s: Recompute("full", n) for s, n in self.bare.calls.items()}
             return place(
                 self.problem, replace(self.bare, recompute=everything), self.budget, allowed=self.allowed
             )
-        winner = min(self.found, key=lambda p: (p.seconds, p.bytes))
-        last = self._final(winner)
+        last = self._final(min(self.found, key=lambda p: (p.seconds, p.bytes)))
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _final(self, winner: Placed) -> Placed:
         """The winner once more with all the work the limits allow, and less recomputation if it fits."""
         best = winner
-        for setting in (winner.setting, fill(winner.taken, self.bare, self.budget)):
-            if setting is not None:
+        less = fill(winner.taken, self.bare, self.budget)
+        for setting in (winner.setting, less):
+            if setting is not None and (setting is winner.setting or setting != winner.setting):
                 last = place(self.problem, setting, self.budget, allowed=self.allowed, limits=self.limits)
                 best = min(best, last, key=lambda p: (p.seconds, p.bytes))
         return best

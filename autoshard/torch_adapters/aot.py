@@ -2,7 +2,7 @@
 
 Leans on private interfaces: ``torch._functorch.aot_autograd`` and its descriptors, the fake tensor mode,
 ``torch.compiler._is_compiling_flag``, the node metadata of ``torch.fx.traceback`` and the insides of
-``torch.utils.checkpoint``. Run with torch 2.13.
+``torch.utils.checkpoint`` and of ``nn.Transformer``. Run with torch 2.13.
 """
 
 from __future__ import annotations
@@ -139,6 +139,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data because it was made for tracing."""
+    return isinstance(tensor, FakeTensor)
+
+
 def constant_of(value: object) -> torch.Tensor | None:
     """The real tensor behind an attribute of a traced graph, or None."""
     if isinstance(value, FakeTensor):
@@ -198,6 +203,11 @@ def _keep_all(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
+def _said_to_be_causal(mask: object, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Stands in for the comparison of a mask with the causal one: a hint that changes no result."""
+    return bool(is_causal)
+
+
 @contextmanager
 def _no_mkldnn() -> Iterator[None]:
     """Without the public ``torch.backends.mkldnn.flags``, which warns about unrelated settings."""
@@ -214,10 +224,12 @@ def plain_model_code() -> Iterator[None]:
     """Take out what the code of a model asks of the runtime, not of the mathematics.
 
     ``torch.utils.checkpoint`` runs its function once (what is recomputed is decided by plans), recurrent
-    layers are written out rather than given to a CPU library, and autograd records no Python stacks.
+    layers are written out rather than given to a CPU library, ``nn.Transformer`` uses the mask it is given
+    without looking whether it is the causal one, and autograd records no Python stacks.
     """
     module = torch.utils.checkpoint
     with (
+        patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
         patch.object(module, "CheckpointFunction", _DirectCall),
         patch.object(module, "_checkpoint_without_reentrant_generator", _keep_all),
         _no_mkldnn(),

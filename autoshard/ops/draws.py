@@ -1,0 +1,106 @@
+"""Random numbers (``torch.rand``, ``randn``, ``bernoulli_`` and their like) made of dropout masks.
+
+The numbers are then a function of the seed, the call and global positions, as dropout masks are: the same on
+any mesh, and on no mesh those that eager PyTorch draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: drops elements with a probability and scales the others, as dropout does
+Drop = Callable[[torch.Tensor, float], torch.Tensor]
+_BITS = 24
+
+
+class Draws:
+    """Our versions of torch's random functions. A call with a generator of its own is left to torch."""
+
+    def __init__(self, drop: Drop) -> None:
+        self._drop = drop
+
+    def table(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        made = (torch.rand, self._uniform), (torch.randn, self._normal)
+        like = (torch.rand_like, self._uniform), (torch.randn_like, self._normal)
+        placed: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+            (torch.Tensor.uniform_, self._uniform_in),
+            (torch.Tensor.normal_, self._normal_in),
+            (torch.Tensor.exponential_, self._exponential_in),
+            (torch.Tensor.bernoulli_, self._bernoulli_in),
+        )
+        return {
+            **{fn: _made(fn, draw) for fn, draw in made},
+            **{fn: _like(fn, draw) for fn, draw in like},
+            **{fn: _placed(fn, draw) for fn, draw in placed},
+            torch.bernoulli: self._bernoulli,
+            torch.Tensor.bernoulli: self._bernoulli,
+        }
+
+    def _uniform(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Between 0 and 1, of 24 fair bits."""
+        bits = self._drop(torch.ones((*shape, _BITS)), 0.5) != 0
+        weights = 0.5 ** torch.arange(1, _BITS + 1)
+        return (bits * weights).sum(-1).to(dtype)
+
+    def _normal(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """By the transformation of Box and Muller (1958)."""
+        radius = torch.sqrt(-2 * torch.log1p(-self._uniform(shape, torch.float32)))
+        angle = 2 * math.pi * self._uniform(shape, torch.float32)
+        return (radius * torch.cos(angle)).to(dtype)
+
+    def _uniform_in(self, x: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return self._uniform(x.shape, x.dtype) * (high - low) + low
+
+    def _normal_in(self, x: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+        return self._normal(x.shape, x.dtype) * std + mean
+
+    def _exponential_in(self, x: torch.Tensor, lambd: float = 1.0) -> torch.Tensor:
+        return -torch.log1p(-self._uniform(x.shape, torch.float32)).to(x.dtype) / lambd
+
+    def _bernoulli_in(self, x: torch.Tensor, p: float | torch.Tensor = 0.5) -> torch.Tensor:
+        if isinstance(p, torch.Tensor):
+            return (self._uniform(x.shape, torch.float32) < p).to(x.dtype)
+        if not 0.0 < p < 1.0:
+            return torch.full_like(x, round(p))
+        return (self._drop(torch.ones(x.shape), 1.0 - p) != 0).to(x.dtype)
+
+    def _bernoulli(self, input: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        if options or len(rest) > 1:
+            return torch.ops.aten.bernoulli(input, *rest, **options)
+        return self._bernoulli_in(input.detach(), rest[0] if rest else input.detach())
+
+
+def _made(plain: Callable[..., Any], draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """``torch.rand(2, 3)``, ``torch.rand((2, 3))``, ``torch.rand(size=(2, 3))``."""
+
+    def run(*size: Any, **options: Any) -> Any:
+        if options.get("generator") is not None or options.get("out") is not None:
+            return plain(*size, **options)
+        given = options.get("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        return draw(tuple(given), options.get("dtype") or torch.get_default_dtype())
+
+    return run
+
+
+def _like(plain: Callable[..., Any], draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def run(input: torch.Tensor, **options: Any) -> Any:
+        if options.get("generator") is not None:
+            return plain(input, **options)
+        return draw(input.shape, options.get("dtype") or input.dtype)
+
+    return run
+
+
+def _placed(plain: Callable[..., Any], draw: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Functions that fill a tensor in place."""
+
+    def run(x: torch.Tensor, *args: Any, generator: Any = None, **options: Any) -> Any:
+        if generator is not None or not x.is_floating_point():
+            return plain(x, *args, generator=generator, **options)
+        return x.copy_(draw(x, *args, **options))
+
+    return run

@@ -1,0 +1,14 @@
+"""Which ops draw random numbers, as torch itself tags them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_random(op: str) -> bool:
+    """Whether ``namespace.name.overload`` gives other results at every call."""
+    namespace, _, rest = op.partition(".")
+    name, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), name, None)
+    found = getattr(packet, overload, None)
+    return found is not None and torch.Tag.nondeterministic_seeded in found.tags

@@ -1,0 +1,79 @@
+"""Parts of a segment that are segments of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from autoshard.ir import Graph, Node, Ref, refs_of
+from autoshard.ir.lowered import LoweredSegment
+
+
+def sliced(
+    segment: LoweredSegment, name: str, outputs: Sequence[str], given: Sequence[str], *, backward: bool
+) -> LoweredSegment:
+    """What makes ``outputs`` from a segment's inputs and the values given; all else is left out.
+
+    given: values of the segment that become inputs, behind those of its own inputs that are still used.
+    backward: the half of the program in which the part runs.
+    """
+    graph, stop = segment.graph, set(given)
+    needed = set(outputs)
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        if not needed.isdisjoint(set(node.outs) - stop):
+            nodes.append(node)
+            needed.update(refs_of(node))
+    nodes.reverse()
+    types = graph.types()
+    inputs = [n for n in dict.fromkeys((*(n for n, _ in graph.inputs), *given)) if n in needed]
+    layouts = {n: segment.layouts[n] for n in inputs}
+    made: list[Node] = []
+    taken = set(types)
+    for node in nodes:
+        # of several outputs some may be given: those made anew beside the others go by another name
+        outs = tuple(fresh(o, taken) if o in stop else o for o in node.outs)
+        layouts |= {
+            new: segment.layouts[old]
+            for new, old in zip(outs, node.outs, strict=True)
+            if old in segment.layouts
+        }
+        made.append(Node(node.op, node.args, node.kwargs, outs, node.types, node.origin, backward))
+    part = Graph(name, tuple((n, types[n]) for n in inputs), tuple(made), tuple(outputs))
+    whys = zip(made, nodes, strict=True)
+    return LoweredSegment(
+        part, layouts, {new.name: segment.why[old.name] for new, old in whys if old.name in segment.why}
+    )
+
+
+def fresh(base: str, taken: set[str]) -> str:
+    """``base_again``, or a name like it that is not yet taken; it is taken afterwards."""
+    name = next(n for n in _candidates(base) if n not in taken)
+    taken.add(name)
+    return name
+
+
+def _candidates(base: str) -> Iterator[str]:
+    yield f"{base}_again"
+    k = 2
+    while True:
+        yield f"{base}_again{k}"
+        k += 1
+
+
+def roots_of(graph: Graph, views: Collection[str]) -> dict[str, str]:
+    """Every value -> the value whose storage it shares: itself unless it is one of the ``views``."""
+    roots = {name: name for name, _ in graph.inputs}
+    for node in graph.nodes:
+        source = next(refs_of(node), "")
+        roots.update((out, roots[source] if out in views and source else out) for out in node.outs)
+    return roots
+
+
+def moved_inputs(graph: Graph) -> dict[str, str]:
+    """Values that are an input placed in another way, by collectives alone -> that input; inputs, too."""
+    found = {name: name for name, _ in graph.inputs}
+    for node in graph.nodes:
+        source = node.args[0] if node.op.startswith("comm.") else None
+        if isinstance(source, Ref) and source.name in found:
+            found[node.name] = found[source.name]
+    return found

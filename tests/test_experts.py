@@ -1,0 +1,451 @@
+"""Mixture of experts: the ops, how Hugging Face models come to use them, and what programs move."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lockstep_check import RTOL, compare_step
+from planned import program
+from torch import nn
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.api import compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.cost.collective import seconds
+from autoshard.cost.on_mesh import cost_model
+from autoshard.interop.experts import experts_forward
+from autoshard.ir import Node, Ref, TensorType, refs_of
+from autoshard.passes.capture import capture
+from autoshard.placement import R, Shard, chunk
+from autoshard.program.known import known_ops
+from autoshard.program.parse import parse_program
+from autoshard.program.program import Program
+from autoshard.program.text import axis_names, program_text
+from autoshard.report.estimate import Estimator
+from autoshard.rules.registry import RULES
+from autoshard.rules.states import OpState, op_states
+from autoshard.runtime import exchange
+from autoshard.runtime.exchange import Transport
+
+f64 = torch.float64
+#: expert 1 has no row; the rows of 4 and -1 have no expert
+EXPERT = torch.tensor([3, 0, 0, 2, 4, 3, 0, -1, 3, 2])
+
+
+def _tensors(transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    make = torch.Generator().manual_seed(0)
+    x = torch.randn(10, 3, dtype=f64, generator=make)
+    weight = torch.randn((4, 5, 3) if transposed else (4, 3, 5), dtype=f64, generator=make)
+    return x, weight
+
+
+def _by_hand(x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    rows = []
+    for row, number in zip(x, EXPERT.tolist(), strict=True):
+        inside = 0 <= number < 4
+        matrix = weight[number] if inside else torch.zeros_like(weight[0])
+        rows.append(row @ (matrix.t() if transposed else matrix))
+    return torch.stack(rows)
+
+
+# -- the ops -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_row_meets_the_matrix_of_its_expert(transposed: bool) -> None:
+    x, weight = (t.requires_grad_() for t in _tensors(transposed))
+    found = torch.ops.autoshard.expert_mm(x, EXPERT, weight, transposed)
+    wanted = _by_hand(x, weight, transposed)
+    torch.testing.assert_close(found, wanted)
+    assert not found[4].any() and not found[7].any()
+    grad = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (x, weight), grad),
+        torch.autograd.grad(wanted, (x, weight), grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ops_are_well_formed(transposed: bool) -> None:
+    x, weight = (t.requires_grad_() for t in _tensors(transposed))
+    grad = torch.randn(10, 5, dtype=f64)
+    ops = torch.ops.autoshard
+    torch.library.opcheck(ops.expert_mm.default, (x, EXPERT, weight, transposed))
+    with torch.no_grad():
+        torch.library.opcheck(ops.expert_outer.default, (x, grad, EXPERT, 4, transposed))
+        torch.library.opcheck(ops.expert_mm_part.default, (x, EXPERT, weight, transposed, 2))
+        torch.library.opcheck(ops.expert_outer_part.default, (x, grad, EXPERT, 2, transposed, 1))
+
+
+def test_adding_ops_of_parts_are_well_formed() -> None:
+    x, index = torch.randn(4, 3), torch.tensor([0, 3, 3, 1, 0])
+    ops = torch.ops.autoshard
+    torch.library.opcheck(ops.index_add_part.default, (x, [index], torch.randn(5, 3), [5]))
+    torch.library.opcheck(ops.scatter_add_part.default, (x[:, 0], 0, index, torch.randn(5), [5]))
+    whole = ops.scatter_add_part(x[:, 0], 0, index, torch.ones(5), [0])
+    torch.testing.assert_close(whole, x[:, 0] + torch.tensor([2.0, 1.0, 0.0, 2.0]))
+    later = ops.scatter_add_part(x[:, 0], 0, index, torch.ones(5), [5])
+    torch.testing.assert_close(later, torch.tensor([2.0, 1.0, 0.0, 2.0]))
+
+
+def test_a_rank_without_rows_or_experts() -> None:
+    x, weight = _tensors(False)
+    none = torch.ops.autoshard.expert_mm(x[:0], EXPERT[:0], weight, False)
+    assert none.shape == (0, 5)
+    zeros = torch.ops.autoshard.expert_mm_part(x, EXPERT, weight[:0], False, 4)
+    assert zeros.shape == (10, 5) and not zeros.any()
+    assert torch.ops.autoshard.expert_outer_part(x, x, EXPERT, 0, False, 4).shape == (0, 3, 3)
+
+
+# -- Hugging Face --------------------------------------------------------------------------------------
+
+
+def _mixtral() -> nn.Module:
+    from transformers.models.mixtral import modeling_mixtral as source
+
+    sizes = {"hidden_size": 6, "intermediate_size": 10, "num_local_experts": 4}
+    return source.MixtralExperts(source.MixtralConfig(**sizes))
+
+
+def _gpt_oss() -> nn.Module:
+    """Biases, matrices laid the other way, gate and up in turns."""
+    from transformers.models.gpt_oss import modeling_gpt_oss as source
+
+    sizes = {"hidden_size": 6, "intermediate_size": 10, "num_local_experts": 4}
+    return source.GptOssExperts(source.GptOssConfig(**sizes))
+
+
+def _nemotron() -> nn.Module:
+    """No gate."""
+    from transformers.models.nemotron_h import modeling_nemotron_h as source
+
+    sizes = {"hidden_size": 6, "moe_intermediate_size": 10, "n_routed_experts": 4, "moe_latent_size": None}
+    return source.NemotronHExperts(source.NemotronHConfig(**sizes))
+
+
+def _muse() -> nn.Module:
+    """A norm after every expert."""
+    from transformers.models.muse_spark import modeling_muse_spark as source
+
+    sizes = {"moe_hidden_size": 6, "moe_intermediate_size": 10, "num_local_experts": 4}
+    return source.MuseSparkExperts(source.MuseSparkTextConfig(**sizes))
+
+
+def _routed(experts: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Seven tokens with two experts each: hidden states, experts, weights."""
+    make = torch.Generator().manual_seed(1)
+    hidden = torch.randn(7, 6, dtype=f64, generator=make)
+    index = torch.stack([torch.randperm(experts, generator=make)[:2] for _ in range(7)])
+    return hidden, index, torch.rand(7, 2, dtype=f64, generator=make)
+
+
+def _filled(module: nn.Module) -> Any:
+    make = torch.Generator().manual_seed(2)
+    module = module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, dtype=f64, generator=make) / 2)
+    return module
+
+
+def _results(run: Callable[..., torch.Tensor], module: nn.Module, index: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of hidden states, weights of the router, and parameters."""
+    hidden, _, weights = _routed()
+    leaves = [hidden.requires_grad_(), weights.requires_grad_(), *module.parameters()]
+    out = run(module, hidden, index, weights)
+    wave = torch.linspace(-1, 1, out.numel(), dtype=f64).reshape(out.shape)
+    return [out, *torch.autograd.grad(out, leaves, wave)]
+
+
+@pytest.mark.parametrize("make", [_mixtral, _gpt_oss, _nemotron, _muse])
+def test_same_as_the_loop_of_the_model(make: Callable[[], nn.Module]) -> None:
+    pytest.importorskip("transformers")
+    module = _filled(make())
+    module.config._experts_implementation = "eager"
+    index = _routed()[1]
+    wanted = _results(type(module).forward, module, index)
+    for found, right in zip(_results(experts_forward, module, index), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)  # a norm of a model's may count in f32
+
+
+@pytest.mark.parametrize("make", [_mixtral, _gpt_oss])
+def test_experts_that_transformers_holds_elsewhere(make: Callable[[], nn.Module]) -> None:
+    """Numbers past the last expert stand for those of other ranks: they add nothing and get no gradient."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+    module = _filled(make())
+    module._is_expert_parallel = True
+    index = _routed(6)[1].clamp(max=4)
+    assert (index == 4).any()
+    wanted = _results(moe.batched_mm_experts_forward, module, index)
+    for found, right in zip(_results(experts_forward, module, index), wanted, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def _small(implementation: str = "grouped_mm", **options: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    few = {"intermediate_size": 24, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**{**sizes, **heads, **few, **options})).train()
+    model.config._experts_implementation = implementation
+    labels = torch.randint(0, 64, (4, 6))
+    mask = torch.ones(4, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    return model, {"input_ids": torch.randint(0, 64, (4, 6)), "labels": labels, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+def test_capture_uses_the_op_and_leaves_no_trace(implementation: str) -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+    model, inputs = _small(implementation)
+    before = dict(model.config.__dict__)
+    known = set(moe.ALL_EXPERTS_FUNCTIONS)
+    ops = [node.op for node in capture(model, (), inputs).graph.nodes]
+    assert ops.count("autoshard.expert_mm.default") == 8  # up and down, forward and backward, two layers
+    assert ops.count("autoshard.expert_outer.default") == 4
+    assert not {"aten.sort.default", "aten.sort.stable", "aten.argsort.default"} & set(ops)
+    assert model.config.__dict__ == before
+    assert set(moe.ALL_EXPERTS_FUNCTIONS) == known
+
+
+def test_an_implementation_of_the_users_stays() -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+
+    def doubled(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+    moe.ALL_EXPERTS_FUNCTIONS["mine"] = doubled
+    try:
+        model, inputs = _small("mine")
+        ops = [node.op for node in capture(model, (), inputs).graph.nodes]
+    finally:
+        del moe.ALL_EXPERTS_FUNCTIONS["mine"]
+    assert "autoshard.expert_mm.default" not in ops
+
+
+# -- programs ------------------------------------------------------------------------------------------
+
+
+class _Loss(nn.Module):
+    """The loss alone, so that router logits get no gradients of their own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> Any:
+        from transformers.modeling_outputs import CausalLMOutput
+
+        return CausalLMOutput(loss=self.model(**inputs).loss)
+
+
+def _moved(made: Program, axis: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(op, value, shape) of what is gathered or exchanged over an axis and is no parameter."""
+    params = {p.name for p in made.signature.ports if p.kind == "param"}
+    for name, segment in made.lowered.segments.items():
+        calls = [c for c in made.lowered.main if getattr(c, "segment", None) == name]
+        inputs = [n for n, _ in segment.graph.inputs]
+        held = {n for k, n in enumerate(inputs) if all(c.args[k] in params for c in calls)}
+        types = segment.graph.types()
+        for node in segment.graph.nodes:
+            if node.op.startswith(("comm.all_gather", "comm.all_to_all")) and axis in node.args:
+                moved = [r for r in refs_of(node) if r not in held]
+                yield from ((node.op, r, types[r].shape) for r in moved)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=4"])
+def test_tokens_are_not_gathered(mesh: str) -> None:
+    assert list(_moved(program("mixtral", mesh), mesh[:-2])) == []
+
+
+def test_gathered_tokens_would_be_seen() -> None:
+    """The activations that tensor parallelism gathers are found by the same search."""
+    assert list(_moved(program("mixtral", "tp=4", "h100-dgx"), "tp"))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=2,tp=2"])
+def test_load_balancing_loss(mesh: str) -> None:
+    """It counts tokens per expert; with a mask and without, the counts of the ranks add up."""
+    pytest.importorskip("transformers")
+    for masked in (False, True):
+        model, inputs = _small(output_router_logits=True, router_aux_loss_coef=0.5)
+        if not masked:
+            del inputs["attention_mask"]
+        loss = _Loss(model)
+        analysis = analyse(capture(loss, (), inputs))
+        cluster = load_cluster("h100-dgx")
+        made = compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], cluster))
+        if not masked:
+            assert list(_moved(made, mesh.split("=", maxsplit=1)[0])) == []
+        errors = compare_step(made, loss, inputs)
+        assert "model.model.layers.0.mlp.gate.weight" in errors
+        assert max(errors.values()) < RTOL
+
+
+# -- expert parallelism --------------------------------------------------------------------------------
+
+
+class _Threads:
+    """Ranks of one group as threads that exchange rows."""
+
+    def __init__(self, ways: int) -> None:
+        self.ways, self.barrier = ways, threading.Barrier(ways, timeout=60)
+        self.posted: list[list[torch.Tensor]] = [[] for _ in range(ways)]
+
+    def transport(self, rank: int) -> Transport:
+        def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+            self.posted[rank] = list(x.split(list(sent)))
+            self.barrier.wait()
+            given = [self.posted[k][rank] for k in range(self.ways)]
+            self.barrier.wait()
+            assert [len(part) for part in given] == list(received)
+            return torch.cat(given)
+
+        return send
+
+    def run(self, body: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+        with ThreadPoolExecutor(self.ways) as pool:
+            return list(pool.map(body, range(self.ways)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("ways", "cuts"), [(2, (7, 3)), (3, (4, 0, 6)), (4, (1, 2, 3, 4))])
+def test_rows_go_to_their_experts_and_come_back(ways: int, cuts: tuple[int, ...], transposed: bool) -> None:
+    """Ranks hold different numbers of rows and experts, one of them none at all."""
+    count = 5 if ways < 4 else 6
+    experts = torch.tensor([0, 4, 1, 1, 9, 2, -1, 4, 0, 4])
+    make = torch.Generator().manual_seed(3)
+    x, grad = torch.randn(10, 3, dtype=f64, generator=make), torch.randn(10, 4, dtype=f64, generator=make)
+    weight = torch.randn((count, 4, 3) if transposed else (count, 3, 4), dtype=f64, generator=make)
+    rows = list(zip(x.split(cuts), grad.split(cuts), experts.split(cuts), strict=True))
+    held = [weight[start : start + n] for start, n in (chunk(count, ways, k) for k in range(ways))]
+    threads = _Threads(ways)
+
+    def product(rank: int) -> torch.Tensor:
+        own = (rows[rank][0], rows[rank][2], held[rank])
+        return exchange.expert_mm(own, transposed, count, ways, rank, threads.transport(rank))
+
+    def outer(rank: int) -> torch.Tensor:
+        return exchange.expert_outer(rows[rank], transposed, count, ways, rank, threads.transport(rank))
+
+    whole = torch.ops.autoshard.expert_mm(x, experts, weight, transposed)
+    torch.testing.assert_close(torch.cat(threads.run(product)), whole)
+    gradient = torch.ops.autoshard.expert_outer(x, grad, experts, count, transposed)
+    torch.testing.assert_close(torch.cat(threads.run(outer)), gradient)
+
+
+@functools.cache
+def _wide() -> tuple[nn.Module, dict[str, torch.Tensor], Analysis]:
+    """Many experts for few tokens: it costs less to send rows than to gather matrices."""
+    model, inputs = _small(intermediate_size=128, num_local_experts=16)
+    return model, inputs, analyse(capture(model, (), inputs))
+
+
+@functools.cache
+def _expert_parallel(mesh: str) -> tuple[Program, nn.Module, dict[str, torch.Tensor]]:
+    """A program for a machine without latency."""
+    model, inputs, analysis = _wide()
+    cluster = load_cluster("cpu-gloo")
+    levels = tuple(replace(level, latency=1e-9) for level in cluster.levels)
+    plan = plan_analysed(analysis, [Mesh.parse(mesh)], replace(cluster, levels=levels))
+    return compile_analysed(plan), model, inputs
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=4", "dp=2,fsdp=2", "fsdp=2,tp=2"])
+def test_experts_are_split_over_the_axis_that_splits_tokens(mesh: str) -> None:
+    pytest.importorskip("transformers")
+    made, model, inputs = _expert_parallel(mesh)
+    ops = [n.op for s in made.lowered.segments.values() for n in s.graph.nodes]
+    assert ops.count("comm.expert_mm.default") == 4  # up and down, forward and backward, one layer's text
+    assert ops.count("comm.expert_outer.default") == 2
+    errors = compare_step(made, model, inputs)
+    assert max(errors.values()) < RTOL
+
+
+def test_sharded_experts_are_neither_gathered_nor_reduced() -> None:
+    pytest.importorskip("transformers")
+    made, _, _ = _expert_parallel("fsdp=4")
+    moved = [
+        r
+        for segment in made.lowered.segments.values()
+        for node in segment.graph.nodes
+        if node.op.startswith(("comm.all_gather", "comm.reduce_scatter", "comm.all_reduce"))
+        for r in refs_of(node)
+        if len(segment.graph.types()[r].shape) == 3 and segment.graph.types()[r].shape[0] == 16
+    ]
+    assert moved == []
+    stored = [made.lowered.values[p.name].layout for p in made.signature.ports if ".experts." in p.target]
+    assert len(stored) == 4 and all(str(layout[0]) == "S(0)" for layout in stored)
+
+
+def test_an_exchange_prints_parses_and_has_a_price() -> None:
+    pytest.importorskip("transformers")
+    made, _, _ = _expert_parallel("fsdp=2,tp=2")
+    text = program_text(made)
+    assert "comm.expert_mm((" in text
+    lowered, ports, _ = parse_program(text, axis_names(made.mesh), known_ops())
+    for name, segment in lowered.segments.items():
+        original = made.lowered.segments[name].graph
+        assert [(n.op, n.args, n.kwargs) for n in segment.graph.nodes] == [
+            (n.op, n.args, n.kwargs) for n in original.nodes
+        ]
+    assert [p.name for p in ports] == [p.name for p in made.signature.ports]
+    rows = {t.kind: t for t in Estimator(made, load_cluster("h100-dgx")).traffic()}
+    assert rows["expert_mm"].wire > 0 and rows["expert_outer"].wire > 0
+
+
+def test_the_price_of_an_exchange() -> None:
+    """Two all-to-alls of rows and the list of experts, besides the work, which is divided."""
+    x, expert = TensorType((4096, 512), "bf16"), TensorType((4096,), "i64")
+    weight, out = TensorType((16, 512, 1024), "bf16"), TensorType((4096, 1024), "bf16")
+    args = (Ref("x"), Ref("e"), Ref("w"), False)
+    node = Node("autoshard.expert_mm.default", args, (), ("y",), (out,))
+    rule = RULES[node.op](node, [x, expert, weight])
+    split = (Shard(0),)
+    state = OpState((split, split, split), (split,), 4)
+    whole = OpState((split, split, (R,)), (split,), 4)
+    cluster = load_cluster("h100-dgx")
+    prices = cost_model(cluster, Mesh.parse("fsdp=4"))
+    types = [x, expert, weight]
+    link = prices.plain.links[0]
+    sent = sum(seconds("all_to_all", t.nbytes / 4, link) for t in (x, expert, out))
+    exchanged = prices.op_seconds(rule, types, [out], state, (4,))
+    alone = prices.op_seconds(replace(rule, exchange=()), types, [out], state, (4,))
+    assert exchanged == pytest.approx(alone + sent)
+    assert prices.op_seconds(rule, types, [out], whole, (4,)) >= alone
+
+
+def test_states_that_exchange() -> None:
+    """At most one axis exchanges, and then the experts are split over no other axis."""
+    x, expert = TensorType((8, 6), "f32"), TensorType((8,), "i64")
+    weight, out = TensorType((4, 6, 6), "f32"), TensorType((8, 6), "f32")
+    args = (Ref("x"), Ref("e"), Ref("w"), False)
+    node = Node("autoshard.expert_mm.default", args, (), ("y",), (out,))
+    rule = RULES[node.op](node, [x, expert, weight])
+    digits = [[(1, n, k)] for k, n in enumerate(rule.sizes)]
+    states = op_states(rule, [x, expert, weight], [out], digits, (2, 2), lambda axis, classes: True)
+    exchanging = [s for s in states if rule.exchanged(s.inputs, s.outputs) is not None]
+    assert exchanging
+    for state in exchanging:
+        split = [axis for axis, p in enumerate(state.inputs[2]) if p == Shard(0)]
+        assert len(split) == 1
+        assert state.inputs[0][split[0]] == state.outputs[0][split[0]] == Shard(0)  # type: ignore[index]
+    rows = [s for s in exchanging if s.inputs[0] == (Shard(0), Shard(0))]
+    assert {s.ways for s in rows} == {4}
+    # an axis that may not split the rows exchanges nothing
+    tokens = {k for k, dims in enumerate(rule.sizes) if (k,) == rule.inputs[1][0]}
+    none = op_states(
+        rule, [x, expert, weight], [out], digits, (2,), lambda axis, classes: not classes & tokens
+    )
+    assert all(rule.exchanged(s.inputs, s.outputs) is None for s in none)
