@@ -98,6 +98,11 @@ def exposure_of(sums: Sums, how: Overlap) -> Exposure:
     return Exposure(forward, backward, first, last)
 
 
+def between(a: Exposure, b: Exposure) -> Exposure:
+    """The middle of two exposures."""
+    return Exposure(*((getattr(a, f.name) + getattr(b, f.name)) / 2 for f in fields(Exposure)))
+
+
 def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
     """(collectives, how much computing could hide) of forward, backward, first forward, last backward."""
     inner = 1 - how.edge

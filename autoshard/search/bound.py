@@ -8,10 +8,10 @@ ordinary network, bounds all choices between them, too (duality, as in `search.b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
-from autoshard.cost.step_time import Exposure
+from autoshard.cost.step_time import Exposure, between
 from autoshard.search.network import Array, CostNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
@@ -20,7 +20,8 @@ from autoshard.search.solve import solve
 
 #: kinds of layers whose policies are combined; with more, one policy bounds all of them optimistically
 _KINDS = 2
-#: how often a price is doubled or halved
+#: with more policies than that, one price has to do; else it is doubled or halved so often
+_FEW = 3
 _MOVES = 4
 
 
@@ -49,8 +50,10 @@ def dual_bound(
             known[key] = min(least)
         return known[key]
 
-    half = Exposure(*(getattr(exposure, f.name) / 2 for f in fields(Exposure)))
+    half = between(exposure, Exposure(0.0, 0.0, 0.0, 0.0))
     exposure = max((exposure, half), key=lambda e: at(price, e))
+    if len(extremes(setting)) > _FEW:
+        return max(known.values())
     for factor in (2.0, 0.5):
         for _ in range(_MOVES):
             if at(price * factor, exposure) <= at(price, exposure):

@@ -79,6 +79,8 @@ def minimise_within(net: Residual, order: Order, budget: float, limits: Limits) 
     best = _improved(net, dual, budget)
     if _closed(best.seconds, dual.lower_bound):
         return Budgeted(best.states, best.seconds, dual.method, dual.steps, dual.lam)
+    if not (limits.pareto or limits.nodes or limits.milp):
+        return Budgeted(best.states, dual.lower_bound, dual.method, dual.steps, dual.lam)
     return replace(_close(net, order, dual, best, budget, limits), multiplier=dual.lam)
 
 

@@ -16,7 +16,7 @@ from autoshard.search.amounts import bytes_up
 from autoshard.search.network import CostNetwork, InfeasibleNetwork
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Recompute
-from autoshard.search.problem import Model
+from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rank import (
     Configuration,
@@ -41,7 +41,7 @@ from autoshard.search.tune import QUICK, proven, tune
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 4, 2
 #: configurations whose estimate is this much over that of one that was solved are not solved
-_MARGIN = 1.02
+_MARGIN = 1.03
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Search:
 
     def many(self, meshes: Sequence[Mesh]) -> Settled:
         try:
-            for group in shapes_of(meshes):
+            for group in shapes_of(meshes, experts_of(self.model)):
                 try:
                     self.shapes.append(self.shape(group))
                 except UsageError as error:
@@ -227,7 +227,8 @@ class _Search:
                 why=str(error),
                 hint="plan one batch in one piece (--batch), with example inputs of that many sequences",
             ) from None
-        merge = len(mesh.axes) > 1
+        # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
+        merge = len(mesh.axes) > 1 and not experts_of(self.model)
         return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge, pins=pins)
 
     def least_seconds(self, posed: Posed) -> float:
@@ -282,7 +283,7 @@ class _Search:
             self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
             try:
                 posed = self.pose(where.mesh, where.batch, self.ask.pins)
-                placed = self.tune(posed, replace(self.setting, microbatches=where.microbatches))
+                placed = self.tune(posed, estimated.setting)
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
                 solved[where] = float("inf")
@@ -293,8 +294,9 @@ class _Search:
                 self.interrupted = True
                 break
             solved[where] = placed.seconds
-            # estimates err alike, so they are compared with each other
-            limit = min(limit, _MARGIN * estimated.seconds)
+            # estimates err alike, so they are compared with each other, unless this one was far off
+            far = _MARGIN * estimated.seconds < placed.seconds
+            limit = min(limit, placed.seconds / _MARGIN if far else _MARGIN * estimated.seconds)
             if best is None or placed.seconds < best.placed.seconds:
                 best = Settled(posed, placed, where, self.cluster, placed.lower_bound)
         if best is None:

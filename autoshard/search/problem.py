@@ -72,6 +72,12 @@ def model_flop(model: Model) -> tuple[float, str]:
     return sum(done.values()), max(done, key=lambda d: done[d], default="f32")
 
 
+def experts_of(model: Model) -> int:
+    """How many experts the rows of a model may be exchanged between; 0 if it has none."""
+    owners = [rule.sizes[o] for rule in model.rules.values() for _, o in rule.exchange]
+    return min(owners, default=0)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network)."""
@@ -189,10 +195,15 @@ class _Builder:
             digits = self.model.digits.factors[name, number]
             must = self._must_divide(name, rule)
             states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
-            seconds = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
+            busy = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
             var = self._add(("node", name, number), NodeVar(name, number, states))
-            kind = Time("work", self.backward[name], *self.kept.again([(name, number)]))
-            self.terms.add(kind, var, seconds * self.counts[name])
+            again = self.kept.again([(name, number)])
+            if rule.exchange:
+                given = [self.cost.exchange_seconds(rule, ins, node.types, s, self.sizes) for s in states]
+                sent = np.array(given)
+                busy = busy - sent
+                self.terms.add(Time("talk", self.backward[name], *again), var, sent * self.counts[name])
+            self.terms.add(Time("work", self.backward[name], *again), var, busy * self.counts[name])
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
 

@@ -227,7 +227,9 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
     spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
     ways = float(np.prod([mesh.sizes[k] for k in stored]))
-    missing = np.maximum(1.0, ways / given.split)
+    if (given.split > ways).any():
+        return []  # used in more parts than this mesh stores them in
+    missing = ways / given.split
     own = given.whole / missing
     gather = sum((seconds("all_gather", given.whole, links[k]) for k in stored), np.zeros(len(own)))
     gather = given.count * np.where(missing > 1, gather, 0.0)
@@ -262,13 +264,25 @@ def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, floa
     return {k: (1 - t) * a.get(k, 0.0) + t * b.get(k, 0.0) for k in dict.fromkeys((*a, *b))}
 
 
-def shapes_of(meshes: Sequence[Mesh]) -> list[tuple[Mesh, ...]]:
-    """Meshes that differ only in how the data axes are divided, together; most sharded first."""
+def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]:
+    """Meshes that differ only in how the data axes are divided, together; most sharded first.
+
+    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. The mesh
+    that divides them furthest is solved on its own, since how the data axes are divided matters there.
+    """
     groups: dict[object, list[Mesh]] = {}
     for mesh in meshes:
         rest = tuple((a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch)
         groups.setdefault((data_ways(mesh), rest), []).append(mesh)
-    return [tuple(sorted(group, key=lambda m: -_sharded(m))) for group in groups.values()]
+    found: list[tuple[Mesh, ...]] = []
+    for group in groups.values():
+        ordered = sorted(group, key=lambda m: -_sharded(m))
+        alone = next((m for m in ordered if owners and owners % _sharded(m) == 0), None)
+        if alone is not None and alone != ordered[0]:
+            ordered.remove(alone)
+            found.append((alone,))
+        found.append(tuple(ordered))
+    return found
 
 
 def _sharded(mesh: Mesh) -> int:

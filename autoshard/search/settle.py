@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.step_time import Exposure, StepTime, exposure_of
+from autoshard.cost.step_time import Exposure, StepTime, between, exposure_of
 from autoshard.search.network import Array, CostNetwork, Limits, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
@@ -18,7 +18,7 @@ from autoshard.search.solve import solve
 from autoshard.search.terms import Profile, profile
 
 #: exposures tried; most settings agree at the first or second
-_ROUNDS = 4
+_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,17 @@ def place(
     allowed: Sequence[Array | None] = (),
     limits: Limits | None = None,
     start: Exposure | None = None,
+    rounds: int = _ROUNDS,
 ) -> Placed:
-    """Raises InfeasibleNetwork if nothing fits, NoFiniteAssignment if everything is forbidden."""
+    """The best over a few exposures, from ``start`` (default: everything is hidden) on.
+
+    Raises InfeasibleNetwork if nothing fits, NoFiniteAssignment if everything is forbidden."""
     best: Placed | None = None
     lower = 0.0
     bound = start or Exposure(0.0, 0.0, 0.0, 0.0)
-    tried: set[Exposure] = set()
-    while bound not in tried and len(tried) < _ROUNDS:
-        tried.add(bound)
+    tried: list[Exposure] = []
+    while len(tried) < rounds:
+        tried.append(bound)
         network = setting.network(problem.terms, bound, allowed)
         solution = solve(network, budget, limits)
         taken = profile(problem.terms, solution.states)
@@ -66,7 +69,13 @@ def place(
         lower = max(lower, solution.lower_bound)
         if best is None or step.total < best.seconds:
             best = Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
-        bound = exposure_of(setting.sums(taken), setting.how)
+        shown = exposure_of(setting.sums(taken), setting.how)
+        if shown == bound:
+            break
+        # where two exposures lead to each other, the truth lies between
+        bound = shown if shown not in tried else between(bound, tried[-2] if len(tried) > 1 else shown)
+        if bound in tried:
+            break
     assert best is not None
     return replace(best, lower_bound=min(lower, best.seconds))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.cost.step_time import exposure_of
 from autoshard.search.again import fill, marginal_price
-from autoshard.search.bound import dual_bound, extremes
+from autoshard.search.bound import dual_bound
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
@@ -16,7 +16,9 @@ from autoshard.search.settle import Placed, place
 
 #: no recomputation is tried if without any the step is this close to the best without a memory limit
 _ENOUGH = 1e-3
-#: less work for what only has to show which way to go
+#: work for what is kept, and less for what only has to show which way to go; exposures tried in each
+FINAL = Limits(down=20_000_000, pareto=2_000_000, labels=10_000, nodes=1_000, milp=60_000, steps=30)
+_ROUNDS, _QUICK_ROUNDS = 3, 2
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
 
@@ -27,7 +29,7 @@ def tune(
     *,
     allowed: Sequence[Array | None] = (),
     recompute: bool = True,
-    limits: Limits | None = None,
+    limits: Limits = FINAL,
 ) -> Placed:
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
@@ -40,7 +42,7 @@ def tune(
         return free
     if not recompute or not bare.calls:
         return place(problem, bare, budget, allowed=allowed, limits=limits)
-    return _Tuning(problem, bare, budget, allowed, limits).best(free)
+    return _Tuning(problem, bare, budget, allowed, limits).best(free, setting)
 
 
 def proven(
@@ -49,7 +51,7 @@ def proven(
     budget: float | None,
     *,
     allowed: Sequence[Array | None] = (),
-    limits: Limits | None = None,
+    limits: Limits = FINAL,
 ) -> Placed:
     """The same with the best lower bound over all placements and all recomputation."""
     bare = replace(placed.setting, recompute={})
@@ -71,18 +73,20 @@ class _Tuning:
         bare: Setting,
         budget: float,
         allowed: Sequence[Array | None],
-        limits: Limits | None,
+        limits: Limits,
     ) -> None:
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
         self.found: list[Placed] = []
 
-    def best(self, free: Placed) -> Placed:
+    def best(self, free: Placed, hint: Setting) -> Placed:
         self._attempt(self.bare)
         if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
-            for extreme in extremes(self.bare):
-                if extreme.recompute:
-                    self._attempt(extreme)
+            if hint.recompute:
+                self._attempt(hint)
+            for policy in ("selective", "full"):
+                every = {name: Recompute(policy, n) for name, n in self.bare.calls.items()}
+                self._attempt(replace(self.bare, recompute=every))
             for start in [free, *self.found]:
                 again = fill(start.taken, self.bare, self.budget)
                 if again is not None and all(again != p.setting for p in self.found):
@@ -97,17 +101,30 @@ class _Tuning:
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _final(self, winner: Placed) -> Placed:
-        """The winner once more with all the work the limits allow, and less recomputation if it fits."""
-        best = winner
+        """The winner once more with more work, and with less recomputation if that fits by now."""
         less = fill(winner.taken, self.bare, self.budget)
-        for setting in (winner.setting, less):
-            if setting is not None and (setting is winner.setting or setting != winner.setting):
-                last = place(self.problem, setting, self.budget, allowed=self.allowed, limits=self.limits)
-                best = min(best, last, key=lambda p: (p.seconds, p.bytes))
-        return best
+        setting = winner.setting if less is None or less.step(winner.taken).total >= winner.seconds else less
+        try:
+            last = self._place(setting, self.limits, winner)
+        except InfeasibleNetwork:
+            return winner
+        return min(winner, last, key=lambda p: (p.seconds, p.bytes))
 
     def _attempt(self, setting: Setting) -> None:
         try:
-            self.found.append(place(self.problem, setting, self.budget, allowed=self.allowed, limits=QUICK))
+            self.found.append(self._place(setting, QUICK, self.found[-1] if self.found else None))
         except InfeasibleNetwork:
             return
+
+    def _place(self, setting: Setting, limits: Limits, near: Placed | None) -> Placed:
+        """near: a solution whose exposure to begin with."""
+        start = None if near is None else exposure_of(near.setting.sums(near.taken), near.setting.how)
+        return place(
+            self.problem,
+            setting,
+            self.budget,
+            allowed=self.allowed,
+            limits=limits,
+            start=start,
+            rounds=_QUICK_ROUNDS if limits is QUICK else _ROUNDS,
+        )
