@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from math import inf
 
 import numpy as np
@@ -9,8 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cluster import Axis, Cluster, Device, Level, Mesh, load_cluster
+from autoshard.cluster import (
+    Axis,
+    Cluster,
+    Device,
+    Level,
+    Links,
+    Mesh,
+    RankOrder,
+    assign_ranks,
+    load_cluster,
+    mesh_candidates,
+    order_seconds,
+)
 from autoshard.cost import KINDS, AxisLink, compute_seconds, flop_rate, link_of, seconds
+from autoshard.cost import link as link_module
 from autoshard.errors import UsageError
 
 DEVICE = Device("test", 10**9, {"f32": 1e12, "bf16": 4e12, "f64": 5e11}, 1e11, 0.5, 1e-6)
@@ -177,6 +191,235 @@ def _by_counting(cluster: Cluster, mesh: Mesh, axis: int) -> tuple[float, float]
             bandwidth = min(bandwidth, level.bandwidth / min(level.shared_by, mesh.world_size) * fewest)
         below = above
     return latency, bandwidth
+
+
+@pytest.mark.parametrize("name", ["h100-dgx", "mi250x-frontier", "a100-selene", "v100-dgx2", "b200-nvl72"])
+def test_links_of_large_meshes_come_in_closed_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = load_cluster(name)
+    meshes = mesh_candidates(cluster, 100_000)
+    some = [mesh for mesh in meshes if mesh.sizes[-1] > 1][:3]
+    by_rows = [_by_rows(cluster, mesh, axis) for mesh in some for axis in range(len(mesh.axes))]
+    found = [link_of(cluster, mesh, axis) for mesh in some for axis in range(len(mesh.axes))]
+    assert found == by_rows
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("arrays over all ranks were made")
+
+    monkeypatch.setattr(link_module, "_rows", refuse)
+    for mesh in meshes:
+        for axis, size in enumerate(mesh.sizes):
+            assert link_of(cluster, mesh, axis).size == size
+
+
+def _by_rows(cluster: Cluster, mesh: Mesh, axis: int) -> AxisLink:
+    """By arrays: an order that changes nothing is looked at rank by rank."""
+    return link_of(cluster, mesh, axis, RankOrder.identity(mesh.world_size))
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    st.sampled_from([(), (2,), (4,), (8,), (2, 8), (3, 6)]),
+)
+def test_an_order_that_changes_nothing_changes_no_link(
+    axis_sizes: list[int], groups: tuple[int, ...]
+) -> None:
+    levels = tuple(Level(str(size), size, 1.0 / (k + 2), 10.0 ** (6 - k)) for k, size in enumerate(groups))
+    cluster = Cluster("c", None, DEVICE, (*levels, Level("all", None, 5.0, 10.0, 2)))
+    mesh = Mesh(tuple(Axis(f"a{k}", size) for k, size in enumerate(axis_sizes)))
+    for axis in range(len(axis_sizes)):
+        assert link_of(cluster, mesh, axis) == _by_rows(cluster, mesh, axis)
+
+
+# -- groups of different wiring --------------------------------------------------------------------
+
+
+def _group(name: str, devices: int, node: int, inside: float, between: float) -> Cluster:
+    levels = (Level("node", node, 1e-6, inside), Level("net", None, 1e-5, between, 2))
+    return Cluster(name, devices, DEVICE, levels)
+
+
+MIXED = Cluster.joined(
+    "mixed",
+    [_group("ib", 8, 4, 100e9, 10e9), _group("roce", 8, 4, 80e9, 6e9)],
+    [Level("ethernet", None, 1e-4, 1e9, 4)],
+)
+
+
+def test_axes_inside_groups_wait_for_the_slower_group() -> None:
+    assert link("dp=4,tp=4", 1, MIXED) == AxisLink(1e-6, 80e9, 4, 80e9, 1)
+    assert link("dp=2,fsdp=2,tp=4", 1, MIXED) == AxisLink(1e-5, 3e9, 2, 3e9, 1)
+    # only the first group has ranks
+    assert link("dp=2,tp=4", 1, MIXED) == AxisLink(1e-6, 100e9, 4, 100e9, 1)
+    assert link("dp=2,tp=4", 0, MIXED) == AxisLink(1e-5, 5e9, 2, 5e9, 1)
+
+
+def test_axes_over_groups_cross_the_level_that_joins_them() -> None:
+    # each rank has a quarter of the Ethernet card of its node
+    assert link("dp=2,fsdp=2,tp=4", 0, MIXED) == AxisLink(1e-4, 0.25e9, 2, 0.25e9, 1)
+    # one rank in each node of four: two on either side
+    assert link("dp=4,tp=4", 0, MIXED) == AxisLink(1e-4, 0.5e9, 4, 0.25e9, 2)
+    # all of them: eight on either side
+    assert link("dp=16", 0, MIXED) == AxisLink(1e-4, 2e9, 16, 0.25e9, 8)
+    # 12 ranks: eight on one side, four on the other
+    assert link("dp=12", 0, MIXED) == AxisLink(1e-4, 1e9, 12, 0.25e9, 4)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([(4, 8), (6, 6, 12), (3, 5)]))
+def test_links_over_groups_against_counting_rank_by_rank(
+    axis_sizes: list[int], sizes: tuple[int, ...]
+) -> None:
+    groups = [
+        Cluster(
+            str(k), size, DEVICE, (Level("n", 2, 1e-6 * (k + 1), 1e9 + k), Level("m", None, 1e-5, 1e8 - k))
+        )
+        for k, size in enumerate(sizes)
+    ]
+    cluster = Cluster.joined("c", groups, [Level("all", None, 1e-3, 1e7, 3)])
+    mesh = Mesh(tuple(Axis(f"a{k}", size) for k, size in enumerate(axis_sizes)))
+    if mesh.world_size > sum(sizes):
+        with pytest.raises(UsageError, match="do not fit"):
+            link_of(cluster, mesh, 0)
+        return
+    for axis, size in enumerate(axis_sizes):
+        found = link_of(cluster, mesh, axis)
+        assert found == _by_rows(cluster, mesh, axis)
+        if size > 1:
+            assert (found.latency, found.bandwidth) == _over_groups(cluster, mesh, axis)
+
+
+def _over_groups(cluster: Cluster, mesh: Mesh, axis: int) -> tuple[float, float]:
+    """The outermost level crossed and the slowest, by looking at every pair of ranks."""
+    ends = [*cluster.starts[1:], cluster.devices or 0]
+    of = [next(k for k, end in enumerate(ends) if rank < end) for rank in range(mesh.world_size)]
+    kinds: list[tuple[Level, dict[int, object], dict[int, object]]] = []  # level, part below and above it
+    for number, (start, group) in enumerate(zip(cluster.starts, cluster.groups, strict=True)):
+        mine = [rank for rank in range(mesh.world_size) if of[rank] == number]
+        nodes = {rank: (rank - start) // 2 for rank in mine}
+        kinds.append((group.levels[0], {rank: rank for rank in mine}, nodes))
+        kinds.append((group.levels[1], nodes, dict.fromkeys(mine, 0)))
+    kinds.append((cluster.levels[0], dict(enumerate(of)), dict.fromkeys(range(mesh.world_size), 0)))
+    latency, bandwidth = 0.0, inf
+    for level, below, above in kinds:
+        crossed, fewest = False, mesh.world_size
+        for group in mesh.groups(axis):
+            parts = [below[rank] for rank in group if rank in below]
+            if len(set(parts)) > 1:
+                fewest = min(fewest, *(parts.count(part) for part in parts))
+            inside = [rank for rank in group if rank in below]
+            crossed |= any(below[a] != below[b] and above[a] == above[b] for a in inside for b in inside)
+        if crossed:
+            latency = max(latency, level.latency)
+            bandwidth = min(bandwidth, level.bandwidth / min(level.shared_by, mesh.world_size) * fewest)
+    return latency, bandwidth
+
+
+# -- measured links --------------------------------------------------------------------------------
+
+
+def _measured(seed: int, devices: int, *, latency: bool = False) -> Links:
+    draw = np.random.default_rng(seed)
+    both = draw.uniform(1.0, 10.0, (2, devices, devices)) * (1 - np.eye(devices))
+    return Links(both[0], both[1] if latency else None)
+
+
+def test_measured_links_replace_those_of_the_level() -> None:
+    bandwidth = np.full((4, 4), 8.0) - 8 * np.eye(4)
+    bandwidth[1, 0], bandwidth[1, 2], bandwidth[0, 2], bandwidth[0, 1] = 7.0, 3.0, 5.0, 6.0
+    levels = (Level("node", 2, 1e-6, 100.0), Level("net", None, 1e-5, 10.0, 2))
+    cluster = Cluster("c", 4, DEVICE, levels, links=Links(bandwidth))
+    # rings of two: 0 -> 1 -> 0 is the slowest
+    assert link("dp=2,tp=2", 1, cluster) == AxisLink(1e-6, 6.0, 2, 6.0, 1)
+    # 0 <-> 2 and 1 <-> 3; two devices share a card
+    assert link("dp=2,tp=2", 0, cluster) == AxisLink(1e-5, 2.5, 2, 2.5, 1)
+    # the ring of all crosses at 1 -> 2 and 3 -> 0, on two halves of cards
+    assert link("dp=4", 0, cluster) == AxisLink(1e-5, 3.0, 4, 1.5, 2)
+    # another order goes around 1 -> 2: 0 1 3 2
+    mesh = Mesh.parse("dp=4")
+    # inside nodes 0 -> 1 at 6 counts; across 1 -> 3 and 2 -> 0 at 8, on two halves of cards
+    assert link_of(cluster, mesh, 0, RankOrder((0, 1, 3, 2))) == AxisLink(1e-5, 6.0, 4, 6.0, 1)
+
+
+def test_measured_latency_is_that_of_the_slowest_neighbours() -> None:
+    cluster = Cluster("c", 4, DEVICE, (Level("all", None, 1e-5, 10.0),), links=_measured(0, 4, latency=True))
+    assert cluster.links is not None and cluster.links.latency is not None
+    table = cluster.links.latency
+    expected = max(table[0, 2], table[2, 0], table[1, 3], table[3, 1])
+    assert link("dp=2,tp=2", 0, cluster).latency == expected
+
+
+def test_an_order_must_be_of_the_mesh() -> None:
+    mesh = Mesh.parse("dp=4")
+    for order, text in ((RankOrder((0, 1, 2)), "not 4"), (RankOrder((0, 1, 2, 8)), "no device 8")):
+        with pytest.raises(UsageError, match=text):
+            link_of(Cluster("few", 8, DEVICE, NODES.levels), mesh, 0, order)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("text", "devices"), [("dp=2,tp=2", 5), ("tp=5", 5), ("dp=3,tp=2", 6), ("dp=5", 6)])
+def test_no_order_is_better_than_the_one_found(text: str, devices: int, seed: int) -> None:
+    mesh, links = Mesh.parse(text), _measured(seed, devices)
+    every = (RankOrder(order) for order in permutations(range(devices), mesh.world_size))
+    least = min(order_seconds(mesh, links, order) for order in every)
+    assert order_seconds(mesh, links, assign_ranks(mesh, links)) == pytest.approx(least, rel=1e-12)
+
+
+def test_order_seconds_by_hand() -> None:
+    links = Links(np.array([[0, 4, 2, 1], [4, 0, 1, 2], [2, 1, 0, 4], [1, 2, 5, 0.0]]))
+    mesh = Mesh.parse("dp=2,tp=2")
+    # tp: 0-1 and 2-3 at 4 bytes/s, 8 bytes; dp: 0-2 and 1-3 at 2 bytes/s, 6 bytes
+    traffic = {"tp": 8.0, "dp": 6.0}
+    assert order_seconds(mesh, links, traffic=traffic) == pytest.approx(8 / 4 + 6 / 2)
+    # tp: 0-2 and 1-3 at 2; dp: 0-1 and 2-3 at 4
+    assert order_seconds(mesh, links, RankOrder((0, 2, 1, 3)), traffic) == pytest.approx(8 / 2 + 6 / 4)
+    assert order_seconds(mesh, links, traffic={"tp": 8.0}) == pytest.approx(2)
+    assert order_seconds(Mesh.parse("dp=1"), links) == 0.0
+
+
+def test_traffic_decides_which_axis_gets_the_fast_links() -> None:
+    links = Links(np.array([[0, 9, 1, 1], [9, 0, 1, 1], [1, 1, 0, 9], [1, 1, 9, 0.0]]))
+    mesh = Mesh.parse("dp=2,tp=2")
+    assert assign_ranks(mesh, links) == RankOrder.identity(4)
+    swapped = assign_ranks(mesh, links, {"dp": 100.0, "tp": 1.0})
+    assert {frozenset(swapped.devices[0::2]), frozenset(swapped.devices[1::2])} == {
+        frozenset((0, 1)),
+        frozenset((2, 3)),
+    }
+
+
+def test_hidden_nodes_are_found_among_a_thousand_devices() -> None:
+    draw = np.random.default_rng(3)
+    node = draw.permutation(1024) // 8
+    bandwidth = np.where(node[:, None] == node[None, :], 300e9, 25e9) * draw.uniform(0.8, 1, (1024, 1024))
+    links = Links(bandwidth * (1 - np.eye(1024)))
+    mesh = Mesh.parse("dp=128,tp=8")
+    found = assign_ranks(mesh, links, moves=500)
+    assert sorted(found.devices) == list(range(1024))
+    for group in mesh.groups("tp"):
+        assert len({int(node[found.devices[rank]]) for rank in group}) == 1
+    assert order_seconds(mesh, links, found) <= order_seconds(mesh, links) / 3
+    assert found == assign_ranks(mesh, links, moves=500)
+    # the greedy start is only ever improved
+    assert order_seconds(mesh, links, found) <= order_seconds(mesh, links, assign_ranks(mesh, links, moves=0))
+
+
+def test_slow_devices_are_left_idle() -> None:
+    bandwidth = np.full((6, 6), 10.0)
+    bandwidth[1], bandwidth[:, 1], bandwidth[4], bandwidth[:, 4] = 1.0, 1.0, 2.0, 2.0
+    order = assign_ranks(Mesh.parse("dp=2,tp=2"), Links(bandwidth * (1 - np.eye(6))))
+    assert sorted(order.devices) == [0, 2, 3, 5]
+
+
+def test_wrong_questions_to_assign() -> None:
+    mesh, links = Mesh.parse("dp=2,tp=2"), _measured(0, 4)
+    with pytest.raises(UsageError, match="no axis"):
+        assign_ranks(mesh, links, {"tpp": 1.0})
+    with pytest.raises(UsageError, match="traffic of tp is nan"):
+        assign_ranks(mesh, links, {"tp": float("nan")})
+    with pytest.raises(UsageError, match="8 ranks do not fit on 4"):
+        assign_ranks(Mesh.parse("dp=8"), links)
+    with pytest.raises(UsageError, match="moves is -1"):
+        assign_ranks(mesh, links, moves=-1)
+    assert assign_ranks(mesh, links, {}) == RankOrder.identity(4)
 
 
 # -- compute ---------------------------------------------------------------------------------------

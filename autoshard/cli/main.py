@@ -12,6 +12,7 @@ from autoshard.cli.compile import compile_command
 from autoshard.cli.export import export_command
 from autoshard.cli.inspect import inspect_command
 from autoshard.cli.plan import plan_command
+from autoshard.cli.profile import profile_command
 from autoshard.cli.run import run_command
 from autoshard.cli.verify import verify_command
 
@@ -30,6 +31,7 @@ app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("export")(export_command)
 app.command("run")(run_command)
+app.command("profile")(profile_command)
 
 
 def _version(wanted: bool) -> None:

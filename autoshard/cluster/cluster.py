@@ -74,10 +74,10 @@ class Level:
 class Cluster:
     """Devices and the levels that connect them, innermost first; rank r is the r-th device.
 
-    devices: how many there are, None for any number. groups: parts of different devices or wiring, each a
-    cluster of its own, in the order of their devices; then ``levels`` are those that join the groups, and
-    ``device`` is the one that bounds all of them (`joined` sees to both). links: what was measured between
-    single devices, which then counts instead of the bandwidth of the levels.
+    devices: how many there are, None for any number; a single one needs no level. groups: parts of different
+    devices or wiring, each a cluster of its own, in the order of their devices; then ``levels`` are those
+    that join the groups, and ``device`` is the one that bounds all of them (`joined` sees to both). links:
+    what was measured between single devices, which then counts instead of the bandwidth of the levels.
     """
 
     name: str
@@ -91,9 +91,10 @@ class Cluster:
         where = f"cluster {self.name!r}"
         if self.devices is not None:
             positive(where, devices=self.devices)
-        if not self.levels:
-            raise UsageError("a cluster needs at least one level", where=where)
-        if self.levels[-1].size is not None:
+        if not self.levels and self.devices != 1:
+            why = "levels say what connects the devices"
+            raise UsageError("a cluster needs at least one level", where=where, why=why)
+        if self.levels and self.levels[-1].size is not None:
             hint = "leave out its size: the outermost level connects all devices"
             what = f"the outermost level {self.levels[-1].name!r} has a size"
             raise UsageError(what, where=where, hint=hint)

@@ -30,7 +30,7 @@ _CLUSTER: Schema = {
     "description": ((str,), False),
     "devices": ((int,), False),
     "device": ((dict,), False),
-    "level": ((list,), True),
+    "level": ((list,), False),
     "group": ((list,), False),
     "links": ((dict,), False),
     "source": _SOURCE,
@@ -40,7 +40,7 @@ _GROUP: Schema = {
     "devices": ((int,), False),
     "nodes": ((int,), False),
     "device": ((dict,), True),
-    "level": ((list,), True),
+    "level": ((list,), False),
     "source": _SOURCE,
 }
 _LINKS: Schema = {"matrix": ((str, list), True), "latency": ((str, list), False), "source": _SOURCE}
@@ -95,7 +95,7 @@ def parse_cluster(text: str, *, where: str, folder: Path | None = None) -> Clust
     """
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise UsageError("the cluster file is not valid TOML", where=where, why=str(error)) from error
     _check(table, _CLUSTER, where)
     levels = _levels(table, where)
@@ -173,7 +173,9 @@ def _matrix(given: str | list[Any], where: str, folder: Path | None) -> Matrix:
 
 
 def _levels(table: Mapping[str, Any], where: str) -> tuple[Level, ...]:
-    return tuple(_level(level, f"{where}, level {number}") for number, level in enumerate(table["level"], 1))
+    return tuple(
+        _level(level, f"{where}, level {number}") for number, level in enumerate(table.get("level", ()), 1)
+    )
 
 
 def _device(table: Mapping[str, Any], where: str) -> Device:

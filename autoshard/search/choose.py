@@ -39,7 +39,7 @@ from autoshard.search.terms import compose
 from autoshard.search.tune import QUICK, proven, tune
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
-_MOST, _ALIKE = 4, 2
+_MOST, _ALIKE = 3, 2
 #: configurations whose estimate is this much over that of one that was solved are not solved
 _MARGIN = 1.03
 

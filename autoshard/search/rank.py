@@ -267,8 +267,8 @@ def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, floa
 def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]:
     """Meshes that differ only in how the data axes are divided, together; most sharded first.
 
-    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. The mesh
-    that divides them furthest is solved on its own, since how the data axes are divided matters there.
+    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then only
+    the mesh that divides them furthest is kept, since gathering experts costs far more.
     """
     groups: dict[object, list[Mesh]] = {}
     for mesh in meshes:
@@ -278,10 +278,7 @@ def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]
     for group in groups.values():
         ordered = sorted(group, key=lambda m: -_sharded(m))
         alone = next((m for m in ordered if owners and owners % _sharded(m) == 0), None)
-        if alone is not None and alone != ordered[0]:
-            ordered.remove(alone)
-            found.append((alone,))
-        found.append(tuple(ordered))
+        found.append(tuple(ordered) if alone is None else (alone,))
     return found
 
 

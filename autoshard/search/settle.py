@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.step_time import Exposure, StepTime, between, exposure_of
-from autoshard.search.network import Array, CostNetwork, Limits, Solution
+from autoshard.search.network import Array, CostNetwork, Limits, SearchStats, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
 from autoshard.search.solve import solve
@@ -91,3 +91,13 @@ def priced(
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
     return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
+
+
+def placed_at(problem: Problem, setting: Setting, network: CostNetwork, states: tuple[int, ...]) -> Placed:
+    """An assignment that was found in another way."""
+    taken = profile(problem.terms, states)
+    held = network.bytes_of(states)
+    stats = SearchStats(len(states), sum(problem.terms.states), sum(problem.terms.states), 0, 0, 0, 0.0)
+    seconds = network.seconds_of(states)
+    solution = Solution(states, seconds, held, 0.0, 1.0, "parameters refitted", stats)
+    return Placed(setting, states, taken, setting.step(taken), held, 0.0, solution, network)

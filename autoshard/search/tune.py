@@ -11,13 +11,14 @@ from autoshard.search.bound import dual_bound
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
+from autoshard.search.refit import refit
 from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed, place
+from autoshard.search.settle import Placed, place, placed_at
 
 #: no recomputation is tried if without any the step is this close to the best without a memory limit
 _ENOUGH = 1e-3
 #: work for what is kept, and less for what only has to show which way to go; exposures tried in each
-FINAL = Limits(down=20_000_000, pareto=2_000_000, labels=10_000, nodes=1_000, milp=60_000, steps=30)
+FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
@@ -87,6 +88,7 @@ class _Tuning:
             for policy in ("selective", "full"):
                 every = {name: Recompute(policy, n) for name, n in self.bare.calls.items()}
                 self._attempt(replace(self.bare, recompute=every))
+            self._refit(free, [hint, *(p.setting for p in self.found)])
             for start in [free, *self.found]:
                 again = fill(start.taken, self.bare, self.budget)
                 if again is not None and all(again != p.setting for p in self.found):
@@ -115,6 +117,15 @@ class _Tuning:
             self.found.append(self._place(setting, QUICK, self.found[-1] if self.found else None))
         except InfeasibleNetwork:
             return
+
+    def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
+        """The placements of ``base`` with other lives for the parameters."""
+        for chosen in settings:
+            bound = exposure_of(chosen.sums(base.taken), chosen.how)
+            network = chosen.network(self.problem.terms, bound, self.allowed)
+            states = refit(self.problem, network, base.states, self.budget)
+            if states is not None:
+                self.found.append(placed_at(self.problem, chosen, network, states))
 
     def _place(self, setting: Setting, limits: Limits, near: Placed | None) -> Placed:
         """near: a solution whose exposure to begin with."""

@@ -1,0 +1,243 @@
+"""What the ranks of a process group have between them, measured: collectives by level, and every pair."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from autoshard.cluster.cluster import Level
+from autoshard.cost.fit import FITTED, Timing, fit_link
+from autoshard.errors import UsageError
+from autoshard.runtime.profile_device import Say, synchronize
+
+#: a timing covers as many calls as take this long, in seconds
+_WINDOW = 2e-3
+_SMALLEST = 1024
+#: sizes grow by this factor
+_GROWTH = 8
+_ELEMENT = 4  # bytes of float32
+#: messages of a byte are sent as many times more often: they are cheap, and any disturbance is all they show
+_SHORT_REPEATS = 10
+
+
+@dataclass(frozen=True)
+class MeasuredLevel:
+    """A level, where its figures come from, and the largest error of the fit as a share."""
+
+    level: Level
+    sources: dict[str, str]
+    worst: float
+
+
+def node_size(hosts: Sequence[str]) -> int:
+    """Ranks per node, from the host of every rank.
+
+    Raises UsageError unless each node has the same number of ranks, side by side.
+    """
+    if not hosts:
+        raise UsageError("there are no ranks", where="nodes")
+    size = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), len(hosts))
+    nodes = [tuple(hosts[at : at + size]) for at in range(0, len(hosts), size)]
+    alike = all(len(node) == size and len(set(node)) == 1 for node in nodes)
+    if not alike or len({node[0] for node in nodes}) < len(nodes):
+        raise UsageError(
+            "nodes are not of the same size",
+            where=f"hosts by rank: {', '.join(hosts)}",
+            why="a level of wiring holds groups of equal size, of neighbouring ranks",
+            hint="start as many processes on each node, ranks of a node side by side, as torchrun does",
+        )
+    return size
+
+
+def sizes_to(largest: int) -> list[int]:
+    """Bytes of the messages to time: from 1 KiB, eight times more each, and the largest."""
+    if largest < _SMALLEST * _GROWTH:
+        why = "latency and bandwidth need short and long messages"
+        raise UsageError(
+            f"the largest message is {largest} bytes", why=why, hint=f"at least {_SMALLEST * _GROWTH}"
+        )
+    sizes = [_SMALLEST]
+    while sizes[-1] * _GROWTH < largest:
+        sizes.append(sizes[-1] * _GROWTH)
+    return [*sizes, largest]
+
+
+def measure_levels(
+    device: torch.device, per_node: int, sizes: Sequence[int], repeats: int, say: Say
+) -> list[MeasuredLevel]:
+    """The levels, innermost first, the same on every rank.
+
+    Inside nodes, all nodes work at once. Between nodes, first one rank of each node on its own, which gives
+    the link, then all ranks at once, each with its likes of the other nodes, which tells how many share it.
+    Collective: all ranks call it with the same arguments.
+    """
+    world = dist.get_world_size()
+    nodes = [list(range(at, at + per_node)) for at in range(0, world, per_node)]
+    found: list[MeasuredLevel] = []
+    if per_node > 1:
+        say(f"collectives inside nodes of {per_node}")
+        timings = _timings(nodes, device, sizes, repeats)
+        size = per_node if len(nodes) > 1 else None
+        source = "measured: all ranks of a node were active"
+        found.append(_level("node", size, timings, repeats, {"shared_by": source}))
+    if len(nodes) > 1:
+        say(f"collectives between {len(nodes)} nodes")
+        across = [[node[local] for node in nodes] for local in range(per_node)]
+        alone = _timings(across[:1], device, sizes, repeats)
+        together = _timings(across, device, sizes, repeats) if per_node > 1 else alone
+        slower = fit_link(alone, where="network").bandwidth / fit_link(together, where="network").bandwidth
+        shared = min(per_node, max(1, round(slower)))
+        source = f"measured: {slower:.3g} times slower with all {per_node} ranks of a node active"
+        found.append(_level("network", None, alone, repeats, {"shared_by": source}, shared))
+    for each in found:
+        level = each.level
+        fit = f"{level.latency * 1e6:.4g} us, {level.bandwidth / 1e9:.4g} GB/s"
+        say(f"{level.name}: {fit}, shared by {level.shared_by}; off by at most {each.worst:.0%}")
+    return found
+
+
+def measure_pairs(
+    device: torch.device, nbytes: int, repeats: int, say: Say
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes/s in one direction and seconds of latency from every rank to every other, one pair at a time.
+
+    Both are [world, world] in float64, 0 on the diagonal, the same on every rank. A message and an answer of
+    a byte each take twice the latency; how much longer a message of ``nbytes`` takes gives the bandwidth.
+    Raises UsageError if a long message took no longer than a short one. Collective.
+    """
+    world = dist.get_world_size()
+    times = torch.zeros(2, world, world, dtype=torch.float64)
+    for source in range(world):
+        say(f"links of rank {source} to {world - 1} others")
+        for target in range(world):
+            if target == source:
+                continue
+            times[0, source, target] = _one_way(device, source, target, 1, _SHORT_REPEATS * repeats)
+            times[1, source, target] = _one_way(device, source, target, nbytes, repeats)
+    times = times.to(device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    times = times.cpu()
+    short, long = times[0], times[1]
+    apart = ~torch.eye(world, dtype=torch.bool)
+    if bool(((long <= short) & apart).any()):
+        hint = "measure on an idle machine, with more --repeats or a larger --largest"
+        raise UsageError(f"a message of {nbytes} bytes took no longer than one of a byte", hint=hint)
+    bandwidth = torch.zeros_like(short)
+    bandwidth[apart] = (nbytes - 1) / (long - short)[apart]
+    return bandwidth, short / 2
+
+
+def _one_way(device: torch.device, source: int, target: int, length: int, repeats: int) -> float:
+    """Least seconds on the sender until the receiver has answered with a byte; 0 on other ranks.
+
+    The least, as anything else that the machine does only adds to what a link needs of its own.
+    """
+    rank = dist.get_rank()
+    message = torch.zeros(length, dtype=torch.uint8, device=device)
+    answer = torch.zeros(1, dtype=torch.uint8, device=device)
+    times: list[float] = []
+    dist.barrier()
+    for _ in range(repeats + 1):
+        if rank == source:
+            synchronize(device)
+            start = time.perf_counter()
+            dist.send(message, target)
+            dist.recv(answer, target)
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        elif rank == target:
+            dist.recv(message, source)
+            dist.send(answer, source)
+            synchronize(device)
+    return min(times[1:]) if times else 0.0  # the first one connects
+
+
+def _level(
+    name: str,
+    size: int | None,
+    timings: Sequence[Timing],
+    repeats: int,
+    sources: dict[str, str],
+    shared_by: int = 1,
+) -> MeasuredLevel:
+    fit = fit_link(timings, where=f"level {name}")
+    lengths = sorted({t.nbytes for t in timings})
+    how = (
+        f"measured: least squares of a + n/b over {', '.join(FITTED)}, {lengths[0]} to {lengths[-1]} bytes, "
+        f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}; off by up to {fit.worst:.0%}"
+    )
+    by_size = {} if size is None else {"size": "ranks with the same host name"}
+    level = Level(name, size, fit.latency, fit.bandwidth, shared_by)
+    return MeasuredLevel(level, {**by_size, "latency": how, "bandwidth": how, **sources}, fit.worst)
+
+
+def _timings(
+    members: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], repeats: int
+) -> list[Timing]:
+    """Collectives of groups of equal size that run at once: medians over repeats of the slowest rank.
+
+    Ranks of no group wait. Every rank returns the same.
+    """
+    rank = dist.get_rank()
+    groups = [dist.new_group(list(ranks)) for ranks in members]  # every rank makes every group
+    mine = next((group for group, ranks in zip(groups, members, strict=True) if rank in ranks), None)
+    ranks = len(members[0])
+    found: list[Timing] = []
+    for kind in FITTED:
+        for asked in sizes:
+            part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
+            call = None if mine is None else _collective(kind, part, ranks, device, mine)
+            with warnings.catch_warnings():  # the names these collectives had in older torch still serve
+                warnings.simplefilter("ignore", FutureWarning)
+                times = _world_times(call, device, repeats)
+            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, median(times)))
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return found
+
+
+def _collective(
+    kind: str, part: int, ranks: int, device: torch.device, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """A call of the collective; the whole tensor has ``part * ranks`` elements of float32."""
+    whole = torch.zeros(part * ranks, device=device)
+    piece = torch.zeros(part, device=device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(whole, group=group)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, piece, group=group)
+    return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+
+
+def _world_times(call: Callable[[], object] | None, device: torch.device, repeats: int) -> list[float]:
+    """Seconds per call on the slowest rank, by repeat."""
+
+    def run(times: int) -> float:
+        dist.barrier()
+        if call is None:
+            return 0.0
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) / times
+
+    run(1)
+    slowest = _slowest([run(1)], device)[0]
+    times = max(1, ceil(_WINDOW / slowest))
+    return _slowest([run(times) for _ in range(repeats)], device)
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    held = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return [float(value) for value in held.cpu()]

@@ -1,0 +1,54 @@
+"""Other lives for the parameters, everything else as it is: so that an assignment fits the memory.
+
+Parameters are not neighbours of each other in the network, so with everything else fixed each one chooses
+alone, and a price per byte makes them choose leaner lives together (Lagrangian duality, as in `budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.search.network import Array, CostNetwork
+from autoshard.search.problem import Problem
+from autoshard.search.variables import ParamVar
+
+#: prices tried between all and nothing
+_PRICES = 24
+
+
+def refit(
+    problem: Problem, network: CostNetwork, states: Sequence[int], budget: float
+) -> tuple[int, ...] | None:
+    """The fastest assignment found within the budget that only differs in parameters, or None."""
+    chosen = np.array(states)
+    numbers = [k for k, v in enumerate(problem.variables) if isinstance(v, ParamVar)]
+    costs = _costs(network, chosen, numbers)
+    rest = network.bytes_of(states) - sum(float(network.memory[k][states[k]]) for k in numbers)
+    best: tuple[float, tuple[int, ...]] | None = None
+    for price in (0.0, *np.geomspace(1e-15, 1e-6, _PRICES), np.inf):
+        held = rest
+        for k in numbers:
+            memory = network.memory[k]
+            finite = np.isfinite(costs[k])
+            score = np.where(finite, memory if np.isinf(price) else costs[k] + price * memory, np.inf)
+            chosen[k] = int(np.argmin(score))
+            held += float(memory[chosen[k]])
+        if held <= budget:
+            found = tuple(int(s) for s in chosen)
+            seconds = network.seconds_of(found)
+            if np.isfinite(seconds) and (best is None or seconds < best[0]):
+                best = (seconds, found)
+    return None if best is None else best[1]
+
+
+def _costs(network: CostNetwork, states: Array, numbers: Sequence[int]) -> dict[int, Array]:
+    """Seconds of every state of these variables, their neighbours being fixed."""
+    costs = {k: network.unary[k] for k in numbers}
+    for (u, v), table in network.edges.items():
+        if u in costs:
+            costs[u] = costs[u] + table[:, states[v]]
+        if v in costs:
+            costs[v] = costs[v] + table[states[u], :]
+    return costs
