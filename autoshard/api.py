@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, parse_target, usable_memory
+from autoshard.cluster import (
+    Cluster,
+    Mesh,
+    RankOrder,
+    load_cluster,
+    mesh_candidates,
+    parse_target,
+    usable_memory,
+)
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import UsageError, VerificationError
@@ -134,7 +142,8 @@ def plan(
     where = parse_target(mesh)
     machine = _cluster_of(where, cluster, model)
     named = isinstance(where, Cluster) or cluster is not None
-    limit = usable_memory(machine.device) if memory is None and named else memory
+    ranks = where.world_size if isinstance(where, Mesh) else _devices(machine, devices)
+    limit = usable_memory(machine.used_by(ranks).device) if memory is None and named else memory
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"global_batch is {global_batch}", hint="give the sequences of one optimizer step")
     ask = Ask(
@@ -147,7 +156,7 @@ def plan(
     )
     source = Source(model, args, kwargs, replicate_unknown, rules)
     analysis = source.analysed(say)
-    meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, _devices(machine, devices))
+    meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, ranks)
     planned = plan_analysed(analysis, meshes, machine, memory=limit, ask=ask, target=target, progress=say)
     return replace(planned, source=source)
 
@@ -277,7 +286,8 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
         )
     say("emitting programs")
     mesh = Mesh.parse(plan.mesh)
-    prices = cost_model(planned.cluster, mesh)
+    order = RankOrder(plan.order) if plan.order else None
+    prices = cost_model(planned.cluster, mesh, order)
     how = Lowering(analysis.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
     program = build_program(analysis.folded, how, plan, analysis.dumps)
     return replace(program, user_ops=_user_ops(analysis))

@@ -255,7 +255,7 @@ def test_one_device() -> None:
         ("d p=2", "'d p' is not a name"),
         ("pp=2", "pipeline stages, and this meaning is not built yet"),
         ("dp=2,cp=2", "use tp=N, or a free axis such as seq=N"),
-        ("ep=8", "experts=N"),
+        ("ep=8", "fsdp=N"),
     ],
 )
 def test_wrong_meshes_say_what_is_wrong(text: str, expected: str) -> None:

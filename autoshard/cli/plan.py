@@ -193,6 +193,8 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
 
     if summary.mesh_reason:
         yield "mesh", summary.mesh_reason
+    if summary.rank_order:
+        yield "ranks", f"on devices {summary.rank_order}, by measured links"
     if summary.microbatch:
         pieces = f"{summary.microbatches} microbatches of " if summary.microbatches > 1 else ""
         yield (

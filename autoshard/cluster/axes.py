@@ -85,7 +85,7 @@ _NOT_BUILT: Mapping[str, tuple[str, str]] = {
     ),
     "ep": (
         "expert parallelism",
-        "tp=N, or a free axis such as experts=N, which the search may lay on experts",
+        "fsdp=N, over which experts are divided and their rows exchanged where that is cheaper",
     ),
 }
 

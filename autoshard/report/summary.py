@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard.analysis import Analysis
 from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.order import RankOrder
 from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even, local_shape
@@ -131,6 +132,7 @@ class Summary:
     parameters: tuple[Decision, ...]
     ops: tuple[Decision, ...]
     mesh_reason: str = ""
+    rank_order: str = ""
     microbatches: int = 1
     microbatch: int = 0
     zero: tuple[ZeroGroup, ...] = ()
@@ -176,6 +178,7 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
         tuple(_parameters(plan, classes, mesh)),
         tuple(_ops(plan, analysis, mesh)),
         _mesh_reason(plan),
+        str(RankOrder(plan.order)) if plan.order else "",
         plan.microbatches,
         plan.batch,
         _zero(plan, classes, mesh),

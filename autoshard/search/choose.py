@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import gcd, isfinite
 
+from autoshard.cluster.assign import assign_ranks
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cluster.order import RankOrder
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.cost.step_time import OVERLAP
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
@@ -99,7 +101,7 @@ def choose(
     ask = ask or Ask()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
-    search = _Search(model, cluster, ask, progress)
+    search = _Search(model, cluster.used_by(meshes[0].world_size), ask, progress)
     if ask.tactics:
         found = search.by_tactics(meshes)
     elif len(meshes) == 1 and ask.batch is None:
@@ -120,11 +122,20 @@ class _Search:
         self.failures: list[AutoshardError] = []
         self.shapes: list[Shape] = []
         self.interrupted = False
+        self.orders: dict[Mesh, RankOrder] = {}
 
     def one(self, mesh: Mesh) -> Settled:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        posed = pose(self.model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, pins=self.ask.pins)
+        posed = pose(
+            self.model,
+            mesh,
+            self.cluster,
+            self.setting,
+            recipe=self.ask.recipe,
+            pins=self.ask.pins,
+            order=self.order(mesh),
+        )
         placed = self.proven(posed, self.tune(posed, self.setting))
         where = Configuration(mesh, self.captured, 1)
         return Settled(posed, placed, where, self.cluster, placed.lower_bound)
@@ -154,7 +165,7 @@ class _Search:
 
     def many(self, meshes: Sequence[Mesh]) -> Settled:
         try:
-            for group in shapes_of(meshes, experts_of(self.model)):
+            for group in shapes_of(self.reachable(meshes), experts_of(self.model)):
                 try:
                     self.shapes.append(self.shape(group))
                 except UsageError as error:
@@ -167,6 +178,25 @@ class _Search:
         if not any(isfinite(e.seconds) for e in ranked):
             return self.nothing(self.shapes)
         return self.exact(sorted(ranked, key=lambda e: (e.seconds, str(e.configuration.mesh))))
+
+    def reachable(self, meshes: Sequence[Mesh]) -> list[Mesh]:
+        """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
+
+        More ranks than sequences only help if something other than the batch is divided, too.
+        """
+        if self.ask.batch is None:
+            return list(meshes)
+        found = [m for m in meshes if self.total % data_ways(m) == 0]
+        if len(found) == len(meshes):
+            return found
+        for mesh in meshes:
+            data = [a for a in mesh.axes if a.meaning.splits_batch]
+            ways = gcd(self.total, data_ways(mesh))
+            if len(data) == 1 and 1 < ways < data[0].size:
+                rest = [a for a in mesh.axes if not a.meaning.splits_batch]
+                axes = (Axis(data[0].name, ways), Axis("seq", data[0].size // ways), *rest)
+                found.append(Mesh(axes))
+        return found or list(meshes)
 
     def ranked(self, shape: Shape) -> list[Estimated]:
         return rank(shape, self.total, self.cluster, self.setting, self.ask.budget, self.ask.recipe)
@@ -229,7 +259,26 @@ class _Search:
             ) from None
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = len(mesh.axes) > 1 and not experts_of(self.model)
-        return pose(model, mesh, self.cluster, self.setting, recipe=self.ask.recipe, merge=merge, pins=pins)
+        return pose(
+            model,
+            mesh,
+            self.cluster,
+            self.setting,
+            recipe=self.ask.recipe,
+            merge=merge,
+            pins=pins,
+            order=self.order(mesh),
+        )
+
+    def order(self, mesh: Mesh) -> RankOrder | None:
+        """Ranks on devices by measured links, where there are any: slow links get little to do."""
+        links = self.cluster.links
+        if links is None:
+            return None
+        if mesh not in self.orders:
+            self.progress(f"assigning ranks of {mesh} to devices")
+            self.orders[mesh] = assign_ranks(mesh, links)
+        return self.orders[mesh]
 
     def least_seconds(self, posed: Posed) -> float:
         """Seconds of computing and talking that no placements go below, for one microbatch."""

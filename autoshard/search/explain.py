@@ -56,6 +56,7 @@ def explain(
         replicated=tuple(replicated),
         microbatches=where.microbatches,
         batch=where.batch,
+        order=() if settled.posed.order is None else settled.posed.order.devices,
         recompute=dict(placed.setting.recompute),
     )
     marginals = min_marginals(placed.network)

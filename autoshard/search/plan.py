@@ -64,7 +64,10 @@ class Plan:
     of shared values and segment inputs. params: the life of every class of parameters. ports: layout
     of inputs and tangents. results: layout of outputs, by position in the joint results.
     why: reasons, under the same keys as text. warnings: things a reader should know. target: where the
-    model came from. replicated: ops without a rule, which run on whole tensors.
+    model came from. replicated: ops without a rule, which run on whole tensors. microbatches: the graph is
+    one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the whole mesh,
+    0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
+    forward segment -> what of it runs again in backward.
     """
 
     mesh: str
@@ -83,6 +86,7 @@ class Plan:
     replicated: tuple[str, ...] = ()
     microbatches: int = 1
     batch: int = 0
+    order: tuple[int, ...] = ()
     recompute: dict[str, Recompute] = field(default_factory=dict)
 
 

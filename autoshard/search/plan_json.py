@@ -36,6 +36,7 @@ def plan_to_json(plan: Plan) -> str:
         "replicated": list(plan.replicated),
         "microbatches": plan.microbatches,
         "batch": plan.batch,
+        "order": list(plan.order),
         "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
         "proof": [
             plan.proof.seconds,
@@ -80,6 +81,7 @@ def plan_from_json(text: str) -> Plan:
             tuple(map(str, raw["replicated"])),
             int(raw["microbatches"]),
             int(raw["batch"]),
+            tuple(int(d) for d in raw["order"]),
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.errors import UsageError
@@ -34,6 +35,7 @@ class Posed:
     problem: Problem
     strict: bool
     free: Placed
+    order: RankOrder | None = None
     allowed: tuple[Array | None, ...] = ()
 
 
@@ -47,15 +49,17 @@ def pose(
     merge: bool = False,
     pins: Sequence[Pin] = (),
     axes: SearchAxes | None = None,
+    order: RankOrder | None = None,
 ) -> Posed:
     """The problem of a model on a mesh.
 
-    merge: see neighbouring batch axes as one (`SearchAxes`). axes: in their place. pins: what is decided
-    already. Raises UsageError if the mesh cannot be used for the model at all, or with these pins.
+    merge: see neighbouring batch axes as one (`SearchAxes`). axes: in their place. order: of ranks on
+    devices. pins: what is decided already. Raises UsageError if the mesh cannot be used for the model at
+    all, or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
-    params = cost_model(cluster, mesh)
-    ops = cost_model(cluster, merged_mesh(axes, mesh.names)) if axes.merged else params
+    params = cost_model(cluster, mesh, order)
+    ops = cost_model(cluster, merged_mesh(axes, mesh.names), order) if axes.merged else params
     prices = Prices(ops, params, recipe)
     reasons: list[UsageError] = []
     for strict in (True, False):
@@ -73,7 +77,7 @@ def pose(
         except UsageError as error:
             reasons.append(error)
             continue
-        return Posed(model, mesh, prices, problem, strict, free, allowed)
+        return Posed(model, mesh, prices, problem, strict, free, order, allowed)
     raise reasons[-1]
 
 
