@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.report.summary import Decision, Summary
 
 _MOST_PARAMETERS = 16
+_LIVES = {"whole": "whole on every data rank", "divided": "each data rank its own part"}
 #: what a shell gives for a command that Ctrl-C ended
 INTERRUPTED = 130
 #: choices this close differ by nothing that a clock could show
@@ -202,8 +203,7 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{summary.microbatches * summary.microbatch} sequences a step: {pieces}{summary.microbatch}",
         )
     stages = ", ".join(
-        f"{'ZeRO-' + str(z.stage) if z.stage else 'whole on every data rank'} for {z.parameters} parameters "
-        f"({bytes_text(z.bytes)})"
+        f"{_LIVES.get(z.life, z.life)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
         for z in summary.zero
     )
     if stages:

@@ -16,6 +16,7 @@ from autoshard.placement import Layout, Shard, is_even, local_shape
 from autoshard.program.text import layout_text
 from autoshard.report.units import seconds_text
 from autoshard.search.choose import Settled
+from autoshard.search.explain import life_text, zero_stage
 from autoshard.search.plan import Plan, Why, why_key
 from autoshard.search.problem import model_flop
 
@@ -38,9 +39,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class ZeroGroup:
-    """Parameters that share a ZeRO stage. stage: 0 to 3. bytes: of the whole model's parameters in it."""
+    """Parameters that live alike over the data axes. bytes: of the whole model's parameters among them.
 
-    stage: int
+    life: ``ZeRO-1`` to ``ZeRO-3``, ``whole`` (on every data rank), or ``divided`` (used as it is stored,
+    each rank its own part, as experts are whose rows are exchanged).
+    """
+
+    life: str
     parameters: int
     bytes: float
 
@@ -193,15 +198,15 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
 
 
 def _zero(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> tuple[ZeroGroup, ...]:
-    """ZeRO stages of the trained parameters, over the axes that split the batch."""
+    """The lives of the trained parameters over the axes that split the batch."""
     data = [k for k, axis in enumerate(mesh.axes) if axis.meaning.splits_batch]
-    found: dict[int, tuple[int, float]] = {}
+    found: dict[str, tuple[int, float]] = {}
     for group in classes:
         if group.grads:
             life = plan.params[group.key]
-            sharded = any(life.stored[k] != life.use[k] for k in data)
-            stage = (1 if life.late else 2) if life.keep else 3
-            stage = stage if sharded else 0
+            gathered = any(life.stored[k] != life.use[k] for k in data)
+            divided = any(isinstance(life.use[k], Shard) for k in data)
+            stage = zero_stage(life) if gathered else "divided" if divided else "whole"
             count, size = found.get(stage, (0, 0.0))
             members = len(group.ports)
             found[stage] = (count + members, size + members * group.first.type.nbytes)
@@ -273,9 +278,7 @@ def _parameters(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> list[De
     rows = []
     for group in sorted(classes, key=lambda c: -len(c.ports) * c.first.type.nbytes):
         life = plan.params[group.key]
-        choice = layout_text(life.stored, mesh.names)
-        if life.use != life.stored:
-            choice += f", used as {layout_text(life.use, mesh.names)}"
+        choice = life_text(life, mesh)
         why = plan.why.get(why_key("param", group.key[1]), Why(""))
         rows.append(_decision(_class_name(group), len(group.ports), choice, why))
     return rows

@@ -16,7 +16,7 @@ from autoshard.search.axes import SearchAxes
 from autoshard.search.choose import Settled
 from autoshard.search.marginals import min_marginals
 from autoshard.search.plan import Plan, Proof, Why, why_key
-from autoshard.search.variables import NodeVar, ParamVar, PortVar, ResultVar, ValueVar, Variable
+from autoshard.search.variables import NodeVar, ParamState, ParamVar, PortVar, ResultVar, ValueVar, Variable
 
 
 def explain(
@@ -139,14 +139,21 @@ def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
             return "" if layout is None else _layout(axes.to_mesh(layout), mesh)
         case ParamVar():
             life = variable.states[state]
-            use = axes.to_mesh(life.use)
-            if life.stored == use:
-                return _layout(life.stored, mesh)
-            stage = {(False, False): "ZeRO-3", (True, False): "ZeRO-2", (True, True): "ZeRO-1"}
-            stored, way = _layout(life.stored, mesh), stage.get((life.keep, life.late), "")
-            return f"{stored} used as {_layout(use, mesh)}, {way}"
+            return life_text(replace(life, use=axes.to_mesh(life.use)), mesh)
         case _:
             return _layout(axes.to_mesh(variable.states[state]), mesh)
+
+
+def life_text(life: ParamState, mesh: Mesh) -> str:
+    """``fsdp:S(0) used as fsdp:R, ZeRO-3``; life: with layouts over the mesh."""
+    if life.stored == life.use:
+        return _layout(life.stored, mesh)
+    return f"{_layout(life.stored, mesh)} used as {_layout(life.use, mesh)}, {zero_stage(life)}"
+
+
+def zero_stage(life: ParamState) -> str:
+    """The stage of Rajbhandari et al., ZeRO, SC'20, that a life with something to gather is."""
+    return ("ZeRO-1" if life.late else "ZeRO-2") if life.keep else "ZeRO-3"
 
 
 def _layout(layout: Layout, mesh: Mesh) -> str:

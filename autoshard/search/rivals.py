@@ -90,13 +90,15 @@ def _megatron(devices: int, cluster: Cluster, solve: _Solver) -> Rival:
     node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
     ways = [t for t in range(1, min(node, devices) + 1) if devices % t == 0 and node % t == 0]
     name = "Megatron-LM (SC'21)"
-    last = Rival(name, f"dp={devices}", 1, None, "does not fit the memory")
-    for tp in ways:
+    best: Rival | None = None
+    for tp in reversed(ways):  # if the most of it does not fit, less does not either
         axes = [Axis(n, size) for n, size in (("dp", devices // tp), ("tp", tp)) if size > 1]
-        last = solve.one(name, Mesh(tuple(axes) or (Axis("dp", 1),)), between_layers_whole=True)
-        if last.seconds is not None:
-            break
-    return last
+        found = solve.one(name, Mesh(tuple(axes) or (Axis("dp", 1),)), between_layers_whole=True)
+        if found.seconds is None:
+            return best or found
+        best = found
+    assert best is not None
+    return best
 
 
 def _whole_between_layers(posed: Posed) -> list[Array | None]:

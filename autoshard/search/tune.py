@@ -19,6 +19,8 @@ from autoshard.search.settle import Placed, place, placed_at
 _ENOUGH = 1e-3
 #: work for what is kept, and less for what only has to show which way to go; exposures tried in each
 FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
+#: states of all variables up to which every start is tried
+_SMALL = 4_000
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
@@ -79,20 +81,12 @@ class _Tuning:
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
         self.found: list[Placed] = []
+        self.small = sum(problem.terms.states) <= _SMALL
 
     def best(self, free: Placed, hint: Setting) -> Placed:
         self._attempt(self.bare)
         if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
-            if hint.recompute:
-                self._attempt(hint)
-            for policy in ("selective", "full"):
-                every = {name: Recompute(policy, n) for name, n in self.bare.calls.items()}
-                self._attempt(replace(self.bare, recompute=every))
-            self._refit(free, [hint, *(p.setting for p in self.found)])
-            for start in [free, *self.found]:
-                again = fill(start.taken, self.bare, self.budget)
-                if again is not None and all(again != p.setting for p in self.found):
-                    self._attempt(again)
+            self._with_recompute(free, hint)
         if not self.found:
             # says what is missing, with the least memory that any placements need
             everything = {s: Recompute("full", n) for s, n in self.bare.calls.items()}
@@ -102,10 +96,40 @@ class _Tuning:
         last = self._final(min(self.found, key=lambda p: (p.seconds, p.bytes)))
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
+    def _with_recompute(self, free: Placed, hint: Setting) -> None:
+        """The hint, everything by one policy, and what the placements found so far leave to run again."""
+        extremes = [hint] if hint.recompute else []
+        for policy in ("selective", "full"):
+            every = {name: Recompute(policy, n) for name, n in self.bare.calls.items()}
+            extremes.append(replace(self.bare, recompute=every))
+        self._refit(free, extremes)
+        if self.small or not self.found:
+            for extreme in extremes:
+                self._attempt(extreme)
+        else:
+            self._attempt(min(self.found, key=lambda p: p.seconds).setting)
+        starts = sorted(self.found, key=lambda p: p.seconds)
+        for start in [free, *starts] if self.small else starts[:1]:
+            again = fill(start.taken, self.bare, self.budget)
+            if again is not None and all(again != p.setting for p in self.found):
+                self._at(again, start)
+                self._attempt(again)
+
+    def _at(self, setting: Setting, start: Placed) -> None:
+        """The placements of ``start`` as they are, if they fit in another setting."""
+        bound = exposure_of(setting.sums(start.taken), setting.how)
+        network = setting.network(self.problem.terms, bound, self.allowed)
+        if network.bytes_of(start.states) <= self.budget:
+            self.found.append(placed_at(self.problem, setting, network, start.states))
+
     def _final(self, winner: Placed) -> Placed:
         """The winner once more with more work, and with less recomputation if that fits by now."""
         less = fill(winner.taken, self.bare, self.budget)
-        setting = winner.setting if less is None or less.step(winner.taken).total >= winner.seconds else less
+        setting = winner.setting
+        if less is not None and less.step(winner.taken).total < winner.seconds:
+            setting = less
+            self._at(less, winner)
+            winner = min(winner, *self.found, key=lambda p: (p.seconds, p.bytes))
         try:
             last = self._place(setting, self.limits, winner)
         except InfeasibleNetwork:
