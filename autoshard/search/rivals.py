@@ -80,7 +80,7 @@ class _Solver:
         everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
         for trial in (setting, replace(setting, recompute=everything)):
             try:
-                return place(posed.problem, trial, self.budget, allowed=allowed, limits=QUICK)
+                return place(posed.problem, trial, self.budget, allowed=allowed, limits=QUICK, rounds=2)
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None

@@ -20,7 +20,7 @@ _ENOUGH = 1e-3
 #: work for what is kept, and less for what only has to show which way to go; exposures tried in each
 FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
 #: states of all variables up to which every start is tried
-_SMALL = 4_000
+_SMALL = 2_200
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
