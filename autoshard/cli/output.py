@@ -17,6 +17,8 @@ from rich.table import Table
 from autoshard.errors import AutoshardError, UsageError
 
 SCHEMA = 1
+#: what a shell gives for a command that Ctrl-C ended
+INTERRUPTED = 130
 
 
 def stdout() -> Console:
@@ -39,6 +41,9 @@ def reporting(debug: bool) -> Iterator[None]:
             raise
         _print_error(error)
         raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        stderr().print("[bold red]interrupted:[/] nothing was written")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _print_error(error: AutoshardError) -> None:

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 import typer
 
 from autoshard.cli import options as opt
-from autoshard.cli.output import Progress, memory_of, print_json, print_table, reporting, stdout, table
+from autoshard.cli.output import (
+    INTERRUPTED,
+    Progress,
+    memory_of,
+    print_json,
+    print_table,
+    reporting,
+    stdout,
+    table,
+)
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,8 +30,6 @@ if TYPE_CHECKING:
 
 _MOST_PARAMETERS = 16
 _LIVES = {"whole": "whole on every data rank", "divided": "each data rank its own part"}
-#: what a shell gives for a command that Ctrl-C ended
-INTERRUPTED = 130
 #: choices this close differ by nothing that a clock could show
 TIE_SECONDS = 5e-8
 

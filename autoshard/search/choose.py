@@ -299,6 +299,15 @@ class _Search:
         alone = tuple(u + m for u, m in zip(network.unary, network.memory, strict=True))
         return solve(CostNetwork(alone, network.memory, network.edges), limits=QUICK).lower_bound
 
+    def at_once(self, posed: Posed, setting: Setting) -> Placed:
+        """Placements that fit, with the least work."""
+        budget = self.ask.budget
+        try:
+            return place(posed.problem, setting, budget, allowed=posed.allowed, limits=QUICK, rounds=1)
+        except InfeasibleNetwork:
+            everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
+            return self.tune(posed, replace(setting, recompute=everything))
+
     def proven(self, posed: Posed, placed: Placed) -> Placed:
         if not self.ask.recompute:
             return placed
@@ -338,10 +347,13 @@ class _Search:
                 solved[where] = float("inf")
                 continue
             except KeyboardInterrupt:
-                if best is None:
-                    raise
                 self.interrupted = True
-                break
+                if best is not None:
+                    break
+                # nothing is solved yet: what the estimate says is at hand in a moment
+                self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
+                posed = self.pose(where.mesh, where.batch, self.ask.pins)
+                placed = self.at_once(posed, estimated.setting)
             solved[where] = placed.seconds
             # estimates err alike, so they are compared with each other, unless this one was far off
             far = _MARGIN * estimated.seconds < placed.seconds
@@ -350,7 +362,7 @@ class _Search:
                 best = Settled(posed, placed, where, self.cluster, placed.lower_bound)
         if best is None:
             raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
-        placed = self.proven(best.posed, best.placed)
+        placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
         return self.finished(replace(best, placed=placed, bound=placed.lower_bound), ranked, solved)
 
     def finished(

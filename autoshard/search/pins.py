@@ -37,7 +37,7 @@ class Pin:
     @classmethod
     def parse(cls, text: str) -> Pin:
         """From ``GLOB=axis:placement[,axis:placement]``; raises UsageError."""
-        glob, equals, rest = text.rpartition("=")
+        glob, equals, rest = text.partition("=")
         pairs = [part.partition(":") for part in _split(rest)]
         if not equals or not glob.strip() or not all(name.strip() and placed for name, _, placed in pairs):
             raise UsageError(f"{text!r} is not a pin", hint=_FORM)
