@@ -1,44 +1,33 @@
-"""``python -m autoshard.bench [planning|steps ...]``: run benchmarks and print their tables."""
+"""``python -m autoshard.bench [planning|steps|quality ...]``, ``python -m autoshard.bench published PATH``.
+
+Runs benchmarks and prints their tables; without a name, planning and steps.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.planning import PlanningRow, measure
+from autoshard.errors import AutoshardError
 
-CONSOLE = Console(width=110)
+CONSOLE = Console(width=150)
 
 
 def planning() -> None:
-    """GPT-3 175B for dp=16,tp=8 from cold, and how depth counts once the model is captured."""
-    CONSOLE.print("[bold]planning[/] (fresh process each, median of 3)")
-    table = Table("case", "process s", "capture s", "after capture s", "peak GiB", "gap")
-    rows: dict[int, PlanningRow] = {}
-    for layers in (12, 96):
-        runs = [measure(layers, 12288, 96, "dp=16,tp=8") for _ in range(3)]
-        rows[layers] = row = sorted(runs, key=lambda r: r.seconds)[1]
-        after = statistics.median(r.after_capture_s for r in runs)
-        rows[layers] = PlanningRow(row.case, row.seconds, row.capture_s, after, row.peak_gib, row.gap)
-        table.add_row(
-            row.case,
-            f"{row.seconds:.1f}",
-            f"{row.capture_s:.1f}",
-            f"{after:.2f}",
-            f"{row.peak_gib:.2f}",
-            f"{row.gap:.1%}",
-        )
-    CONSOLE.print(table)
-    ratio = rows[96].after_capture_s / rows[12].after_capture_s
-    CONSOLE.print(f"96 layers against 12 once captured: {ratio:.2f} x (goal 1.5)")
+    """Big models planned from cold, and how depth and width count."""
+    from autoshard.bench.planning_table import print_planning, print_scaling
+
+    print_planning(CONSOLE)
+    print_scaling(CONSOLE)
 
 
 def steps() -> None:
@@ -63,15 +52,49 @@ def steps() -> None:
     CONSOLE.print(table)
 
 
-BENCHMARKS = {"planning": planning, "steps": steps}
+def quality() -> None:
+    """Small cases against trying everything; some minutes."""
+    from autoshard.bench.quality import SMALL, quality_of
+    from autoshard.bench.quality_table import print_quality
+
+    print_quality(CONSOLE, (q for case in SMALL for q in quality_of(case)))
 
 
-def main(names: list[str]) -> None:
-    unknown = set(names) - set(BENCHMARKS)
-    if unknown:
-        raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    for name in names or list(BENCHMARKS):
-        BENCHMARKS[name]()
+def published(args: Sequence[str]) -> None:
+    """Published plans against ours; some minutes."""
+    parser = argparse.ArgumentParser("python -m autoshard.bench published")
+    parser.add_argument("path", type=Path, help="measurements, a JSON list of objects")
+    parser.add_argument("--study", default="", help="only the runs of this study")
+    given = parser.parse_args(args)
+    from autoshard.bench.published import Comparison, compare
+    from autoshard.bench.published_rows import Skipped, read_rows
+    from autoshard.bench.published_table import print_comparisons
+
+    rows, skipped = read_rows(given.path, given.study)
+    say = Console(stderr=True)
+    found = list(compare(rows, lambda text: say.print(text, markup=False, highlight=False)))
+    unpriced = [s for s in found if isinstance(s, Skipped)]
+    print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
+
+
+BENCHMARKS = {"planning": planning, "steps": steps, "quality": quality}
+DEFAULT = ("planning", "steps")
+
+
+def main(args: Sequence[str]) -> None:
+    """Raises SystemExit with a message for a name that is not known, or what a benchmark refuses."""
+    try:
+        if args and args[0] == "published":
+            published(args[1:])
+            return
+        unknown = set(args) - set(BENCHMARKS)
+        if unknown:
+            known = ", ".join([*BENCHMARKS, "published PATH"])
+            raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
+        for name in args or DEFAULT:
+            BENCHMARKS[name]()
+    except AutoshardError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

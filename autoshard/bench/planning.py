@@ -1,63 +1,140 @@
-"""Time and memory of planning big models, each in a fresh process."""
+"""Time and memory of planning big models, each in a fresh process: ``python -m autoshard.bench.planning``.
+
+The worker reads a `Case` as JSON from its arguments and prints a `PlanningRow` as JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autoshard.bench.cases import Case
 
 
 @dataclass(frozen=True)
 class PlanningRow:
-    """seconds: of the whole process, which also compiles the program; capture_s: of the trace;
-    after_capture_s: from there to the plan; peak_gib: memory.
+    """What a process took and found.
+
+    process_s: its whole life, seconds. capture_s: of the trace; search_s: from there to the plan, rivals
+    among it. peak_gib: of its resident memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival:
+    the best one by hand with its mesh, "" if none can be used, and then rivals_why says why; rival_ratio: its
+    step over the plan's.
     """
 
-    case: str
-    seconds: float
+    process_s: float
     capture_s: float
-    after_capture_s: float
+    search_s: float
     peak_gib: float
+    mesh: str
+    microbatches: int
+    step_s: float
+    mfu: float
     gap: float
+    rival: str = ""
+    rival_ratio: float = 0.0
+    rivals_why: str = ""
 
 
-def plan_case(layers: int, hidden: int, heads: int, mesh: str) -> PlanningRow:
-    """Plan and compile one GPT shape in this process."""
+def plan_case(case: Case) -> PlanningRow:
+    """Plan a case in this process, as ``autoshard plan`` does; process_s is left to who started it.
+
+    Raises what `autoshard.plan` raises.
+    """
     import gc
-    import resource
 
-    start = time.perf_counter()
     from autoshard.analysis import analyse
-    from autoshard.api import compile_analysed, plan_analysed
-    from autoshard.bench.models import gpt2_shape
-    from autoshard.cluster import Mesh, load_cluster
+    from autoshard.api import plan_analysed
+    from autoshard.bench.models import on_meta
+    from autoshard.cluster import Mesh, load_cluster, mesh_candidates, usable_memory
+    from autoshard.cost.recipe import recipe_named
     from autoshard.passes.capture import capture
+    from autoshard.report.summary import summarise
+    from autoshard.search.choose import Ask
 
-    model, inputs = gpt2_shape(layers, hidden, heads)
-    before = time.perf_counter()
+    model, inputs = on_meta(case.model, case.batch, case.seq)
+    cluster = load_cluster(case.cluster)
+    meshes = [Mesh.parse(case.mesh)] if case.mesh else mesh_candidates(cluster, case.devices)
+    ask = Ask(
+        batch=None if case.mesh else case.batch,
+        recipe=recipe_named(case.optimizer),
+        rivals=not case.mesh,
+    )
+    start = time.perf_counter()
     joint = capture(model, (), inputs)
     gc.collect()  # what the trace left behind is part of its price
     captured = time.perf_counter()
-    planned = plan_analysed(analyse(joint), [Mesh.parse(mesh)], load_cluster("h100-dgx"))
+    memory = usable_memory(cluster.used_by(case.devices).device)
+    planned = plan_analysed(analyse(joint), meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()
-    compile_analysed(planned)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
-    name = f"GPT {layers} layers, hidden {hidden}, {mesh}"
-    return PlanningRow(name, end - start, captured - before, end - captured, peak, planned.plan.proof.gap)
+    summary = summarise(planned.plan, planned.analysis, planned.settled)
+    assert summary.step is not None
+    usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.rivals if r.ratio is not None]
+    ratio, rival = min(usable, default=(0.0, ""))
+    return PlanningRow(
+        0.0,
+        captured - start,
+        end - captured,
+        _peak_gib(),
+        summary.mesh,
+        summary.microbatches,
+        summary.step.seconds,
+        summary.step.mfu,
+        summary.gap,
+        rival,
+        ratio,
+        "" if usable else "; ".join(f"{r.name} {r.mesh}: {r.why}" for r in summary.rivals),
+    )
 
 
-def measure(layers: int, hidden: int, heads: int, mesh: str) -> PlanningRow:
+def measure(case: Case) -> PlanningRow:
     """The same in a fresh process, whose whole life is timed."""
-    command = [sys.executable, "-m", "autoshard.bench.planning", str(layers), str(hidden), str(heads), mesh]
+    command = [sys.executable, "-m", "autoshard.bench.planning", json.dumps(asdict(case))]
     start = time.perf_counter()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    raw = json.loads(done.stdout.splitlines()[-1])
-    raw["seconds"] = time.perf_counter() - start
-    return PlanningRow(**raw)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(f"planning {case.name} on {case.devices} devices failed:\n{done.stderr}")
+    return replace(PlanningRow(**json.loads(done.stdout.splitlines()[-1])), process_s=seconds)
+
+
+def median_of(case: Case, run: Callable[[Case], PlanningRow] = measure) -> PlanningRow:
+    """Medians of seconds and memory over the runs of a case; the plan is the same in each."""
+    rows = [run(case) for _ in range(case.runs)]
+    return replace(
+        rows[0],
+        process_s=statistics.median(r.process_s for r in rows),
+        capture_s=statistics.median(r.capture_s for r in rows),
+        search_s=statistics.median(r.search_s for r in rows),
+        peak_gib=statistics.median(r.peak_gib for r in rows),
+    )
+
+
+def _peak_gib() -> float:
+    """Most resident memory of this process so far.
+
+    From /proc: what getrusage gives may be that of the process that started this one.
+    """
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    kib = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(kib) / 2**20
+
+
+def _main(text: str) -> None:
+    from autoshard.bench.cases import Case
+    from autoshard.bench.models import Architecture
+
+    raw = json.loads(text)
+    case = Case(**{**raw, "model": Architecture(**raw["model"])})
+    print(json.dumps(asdict(plan_case(case))))
 
 
 if __name__ == "__main__":
-    layers, hidden, heads = (int(a) for a in sys.argv[1:4])
-    print(json.dumps(asdict(plan_case(layers, hidden, heads, sys.argv[4]))))
+    _main(sys.argv[1])

@@ -14,6 +14,9 @@ from autoshard.errors import UsageError
 #: (0.4-0.6 GiB), the buffers of the collective library (NCCL: a few MiB per channel and peer, 0.3-1 GiB)
 #: and blocks that the caching allocator cannot reuse.
 USABLE_FRACTION = 0.94
+#: Share of computing that hides collectives of parameters where a cluster file does not say: NCCL's kernels
+#: take multiprocessors and memory bandwidth from what they hide behind. Assumed.
+OVERLAP = 0.8
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Device:
 
     memory_bytes: bytes that the driver shows. peak_flops: short dtype name -> dense FLOP/s; ``f32`` is the
     rate of the vector units and must be there. memory_bandwidth: bytes/s. matmul_efficiency: part of
-    ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op.
+    ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op. overlap:
+    share of the time of computing that can hide collectives of parameters, 0 if nothing runs beside it.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Device:
     memory_bandwidth: float
     matmul_efficiency: float
     launch_overhead: float
+    overlap: float = OVERLAP
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -41,6 +46,8 @@ class Device:
         if not 0 < self.matmul_efficiency <= 1:
             what = f"matmul_efficiency is {self.matmul_efficiency}"
             raise UsageError(what, where=where, why="it must be above 0 and at most 1")
+        if not 0 <= self.overlap <= 1:
+            raise UsageError(f"overlap is {self.overlap}", where=where, why="it is a share, from 0 to 1")
         if not (isfinite(self.launch_overhead) and self.launch_overhead >= 0):
             what = f"launch_overhead is {self.launch_overhead}"
             raise UsageError(what, where=where, why="it must be 0 seconds or more")
@@ -221,6 +228,7 @@ def bounding(devices: Sequence[Device]) -> Device:
         min(device.memory_bandwidth for device in devices),
         min(reached[dtype] / peaks[dtype] for dtype in dtypes),
         max(device.launch_overhead for device in devices),
+        min(device.overlap for device in devices),
     )
 
 

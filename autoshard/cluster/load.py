@@ -14,7 +14,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device, Level
+from autoshard.cluster.cluster import OVERLAP, Cluster, Device, Level
 from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
 from autoshard.errors import UsageError
 from autoshard.ir.types import DTYPES
@@ -51,6 +51,7 @@ _DEVICE: Schema = {
     "memory_bandwidth": (_NUMBER, True),
     "matmul_efficiency": (_NUMBER, True),
     "launch_overhead": (_NUMBER, True),
+    "overlap": (_NUMBER, False),
     "source": _SOURCE,
 }
 _LEVEL: Schema = {
@@ -189,6 +190,7 @@ def _device(table: Mapping[str, Any], where: str) -> Device:
         memory_bandwidth=float(table["memory_bandwidth"]),
         matmul_efficiency=float(table["matmul_efficiency"]),
         launch_overhead=float(table["launch_overhead"]),
+        overlap=float(table.get("overlap", OVERLAP)),
     )
 
 

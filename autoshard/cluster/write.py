@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import OVERLAP, Cluster
 from autoshard.cluster.links import Matrix
 from autoshard.errors import UsageError
 
@@ -73,6 +73,8 @@ def _lines(
     yield f"memory_bandwidth = {_number(device.memory_bandwidth)}"
     yield f"matmul_efficiency = {_number(device.matmul_efficiency)}"
     yield f"launch_overhead = {_number(device.launch_overhead)}"
+    if device.overlap != OVERLAP:
+        yield f"overlap = {_number(device.overlap)}"
     yield from _table("\n[device.source]", device_source)
     for level, source in zip(cluster.levels, level_sources, strict=True):
         yield "\n[[level]]"

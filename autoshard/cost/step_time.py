@@ -11,10 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-#: share of a parameter collective that hides behind as much computing: NCCL's kernels take multiprocessors
-#: and memory bandwidth from it (assumed; 10 to 30 % slow-down is what overlapped training reports)
-OVERLAP = 0.8
-
 
 @dataclass(frozen=True)
 class Sums:
@@ -58,7 +54,7 @@ class Overlap:
     """
 
     microbatches: int = 1
-    share: float = OVERLAP
+    share: float = 0.0
     edge: float = 0.0
 
 

@@ -12,7 +12,6 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.recipe import ADAMW, Recipe
-from autoshard.cost.step_time import OVERLAP
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
 from autoshard.search.network import CostNetwork, InfeasibleNetwork
@@ -52,15 +51,15 @@ class Ask:
 
     budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
     with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
-    computing that hides parameter collectives. recipe: what training keeps per parameter. rivals: whether to
-    price what a user would have picked by hand. pins: placements that are decided already.
-    tactics: what to decide axis by axis, on a mesh that is given.
+    computing that hides parameter collectives (None: what the cluster says). recipe: what training keeps
+    per parameter. rivals: whether to price what a user would have picked by hand. pins: placements that are
+    decided already. tactics: what to decide axis by axis, on a mesh that is given.
     """
 
     budget: int | None = None
     batch: int | None = None
     recompute: bool = True
-    overlap: float = OVERLAP
+    overlap: float | None = None
     recipe: Recipe = ADAMW
     rivals: bool = False
     pins: tuple[Pin, ...] = ()
@@ -118,7 +117,8 @@ class _Search:
         self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
         self.captured = batch_of(model.folded)
         self.total = ask.batch or self.captured
-        self.setting = Setting(1, layer_calls(model.folded), overlap=ask.overlap)
+        overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
+        self.setting = Setting(1, layer_calls(model.folded), overlap=overlap)
         self.failures: list[AutoshardError] = []
         self.shapes: list[Shape] = []
         self.interrupted = False

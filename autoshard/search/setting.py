@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoshard.cost.step_time import OVERLAP, Exposure, Overlap, StepTime, Sums, step_time, weights
+from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, step_time, weights
 from autoshard.search.network import Array, CostNetwork
 from autoshard.search.plan import Recompute
 from autoshard.search.terms import Bytes, Profile, Terms, Time, TimeWeight, compose
@@ -36,7 +36,7 @@ class Setting:
     calls: Mapping[str, int]
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     optimistic: bool = False
-    overlap: float = OVERLAP
+    overlap: float = 0.0
 
     @property
     def how(self) -> Overlap:

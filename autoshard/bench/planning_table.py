@@ -1,0 +1,77 @@
+"""The planner's tables: cases from cold, then how depth and width count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.bench.cases import CASES, DEPTH, DEPTH_GOAL, WIDTH, WIDTH_GOAL, Case
+from autoshard.bench.planning import PlanningRow, median_of
+from autoshard.report.units import seconds_text
+
+Measure = Callable[[Case], PlanningRow]
+
+
+def print_planning(console: Console, measure: Measure = median_of, cases: Sequence[Case] = CASES) -> None:
+    """Cases of `bench.cases`, each measured from cold."""
+    runs = max((c.runs for c in cases), default=0)
+    console.print(
+        f"[bold]planning[/] (whole fresh processes, bf16 on h100-dgx unless said, median of {runs} or of as "
+        "many as the case says; other work on the machine counts)"
+    )
+    table = Table("case", "GPUs", "s", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
+    for case in cases:
+        row = measure(case)
+        table.add_row(
+            case.name + (f" ({case.runs} run)" if case.runs == 1 else ""),
+            f"{case.devices:,}",
+            f"{row.process_s:.1f}",
+            f"{row.peak_gib:.2f}",
+            f"{row.mesh} x{row.microbatches}",
+            seconds_text(row.step_s),
+            f"{row.mfu:.1%}",
+            f"{row.gap:.1%}",
+            _rival(case, row),
+            goals_text(case, row),
+        )
+    console.print(table)
+    console.print("best by hand: the fastest rival at its best, its step over the plan's; x: microbatches")
+
+
+def print_scaling(console: Console, measure: Measure = median_of) -> None:
+    """How seconds grow with layers and with devices."""
+    for name, pair, goal in (("depth", DEPTH, DEPTH_GOAL), ("width", WIDTH, WIDTH_GOAL)):
+        for line in scaling_lines(name, pair, [measure(c) for c in pair], goal):
+            console.print(line)
+
+
+def scaling_lines(name: str, pair: Sequence[Case], rows: Sequence[PlanningRow], goal: float) -> Iterator[str]:
+    """The larger case against the smaller: once captured, and as a whole. pair, rows: larger first."""
+    large, small = rows
+    search, whole = large.search_s / small.search_s, large.process_s / small.process_s
+    yield (
+        f"{name}: {pair[0].name} against {pair[1].name}: once captured {search:.2f} x "
+        f"({large.search_s:.2f} s, {small.search_s:.2f} s), the whole process {whole:.2f} x "
+        f"({large.process_s:.1f} s, {small.process_s:.1f} s); goal {goal:.1f}, "
+        f"{_verdict(search <= goal)} once captured, {_verdict(whole <= goal)} as a whole"
+    )
+
+
+def goals_text(case: Case, row: PlanningRow) -> str:
+    """``5 s met, 1 GiB met``; "" without goals."""
+    pairs = ((case.goal_s, "s", row.process_s), (case.goal_gib, "GiB", row.peak_gib))
+    return ", ".join(
+        f"{goal:g} {unit} {_verdict(got <= goal)}" for goal, unit, got in pairs if goal is not None
+    )
+
+
+def _rival(case: Case, row: PlanningRow) -> str:
+    if case.mesh:
+        return ""
+    return f"{row.rival} {row.rival_ratio:.2f} x" if row.rival else f"none: {row.rivals_why}"
+
+
+def _verdict(good: bool) -> str:
+    return "met" if good else "missed"

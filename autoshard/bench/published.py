@@ -1,0 +1,148 @@
+"""Plans that people published against ours, both priced by the same model of cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.bench.models import on_meta
+from autoshard.bench.published_rows import Policy, Published, Skipped
+from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, usable_memory
+from autoshard.cost.recipe import MIXED
+from autoshard.errors import AutoshardError, UsageError
+from autoshard.passes.capture import capture
+from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.plan import Recompute
+from autoshard.search.problem import Model
+from autoshard.search.problems import layer_calls, pose
+from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+
+#: sequences of the capture that stands for every batch but 1
+_CAPTURED = 16
+#: sizes of memory that differ by less are one device, sold as GB and counted by its driver
+_SAME = 0.05
+#: our plan counts as slower beyond rounding
+SLOWER = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A published plan and ours.
+
+    published_s: a step of the published mesh, microbatch and recomputation at its best placements, which
+    gives it whatever its authors' code does and more. fits: whether it does in our count of memory; if not,
+    it is priced without a limit, which ours has. ours_s, mesh, microbatches: of our plan, None, "" and 0 if
+    nothing is found, and then why says why.
+    """
+
+    row: Published
+    published_s: float
+    fits: bool
+    ours_s: float | None
+    mesh: str = ""
+    microbatches: int = 0
+    why: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Our step over the published one: at most 1 if our plan is as good."""
+        return None if self.ours_s is None else self.ours_s / self.published_s
+
+    @property
+    def slower(self) -> bool:
+        """Whether our search missed a plan it should know: the published one fits and beats ours."""
+        return self.fits and (self.ratio is None or self.ratio > SLOWER)
+
+
+def compare(
+    rows: Sequence[Published], progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Comparison | Skipped]:
+    """One comparison per row, or why the row cannot be priced.
+
+    Models are captured once per shape, and searched once per batch and machine.
+
+    Raises what capturing raises.
+    """
+    ordered = sorted(rows, key=lambda r: (repr(r.model), r.seq, _question(r), r.id))
+    for (model, _), alike in groupby(ordered, key=lambda r: (r.model, r.seq)):
+        same = list(alike)
+        progress(f"capturing {model.kind} of {model.layers} layers, hidden {model.hidden}")
+        many = _analysed(same[0], _CAPTURED)
+        one = _analysed(same[0], 1) if any(r.micro == 1 for r in same) else many
+        for _, asked in groupby(same, key=_question):
+            yield from _compare(list(asked), many, one, progress)
+
+
+def _question(row: Published) -> tuple[str, int, int, int]:
+    """What our plan depends on beside the model."""
+    return (row.cluster, row.memory, row.devices, row.batch)
+
+
+def _analysed(row: Published, batch: int) -> Analysis:
+    model, inputs = on_meta(row.model, batch, row.seq)
+    return analyse(capture(model, (), inputs))
+
+
+def _compare(
+    rows: Sequence[Published], many: Analysis, one: Analysis, progress: Callable[[str], None]
+) -> Iterator[Comparison | Skipped]:
+    first = rows[0]
+    cluster = machine(first)
+    budget = usable_memory(cluster.device)
+    progress(f"searching {first.devices} x {cluster.name}, batch {first.batch}")
+    ours: Settled | None = None
+    why = ""
+    try:
+        meshes = mesh_candidates(cluster, first.devices)
+        ours = choose(many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
+    except AutoshardError as error:
+        why = error.what
+    for row in rows:
+        try:
+            base = rebatched((one if row.micro == 1 else many).model, row.micro)
+            placed, fits = price(base, row, cluster, budget)
+        except (NotRebatchable, UsageError) as error:
+            yield Skipped(row.id, row.study, f"its plan cannot be priced: {error}")
+            continue
+        if ours is None:
+            yield Comparison(row, placed.seconds, fits, None, why=why)
+        else:
+            found = ours.configuration
+            yield Comparison(
+                row, placed.seconds, fits, ours.placed.seconds, str(found.mesh), found.microbatches
+            )
+
+
+def machine(row: Published) -> Cluster:
+    """The catalog's entry for a row, with the memory of the row's devices where that is another size."""
+    cluster = load_cluster(row.cluster)
+    nominal = cluster.device.memory_bytes
+    if not row.memory or abs(row.memory - nominal) <= _SAME * nominal:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory_bytes=row.memory))
+
+
+def price(model: Model, row: Published, cluster: Cluster, budget: float) -> tuple[Placed, bool]:
+    """(the published plan, whether it fits the budget); without a limit if it does not.
+
+    model: with the row's microbatch. Raises UsageError if the mesh cannot be used for the model.
+    """
+    setting = published_setting(layer_calls(model.folded), row.batch // row.micro, row.recompute)
+    posed = pose(model, Mesh.parse(row.mesh), cluster, setting, recipe=MIXED)
+    try:
+        return place(posed.problem, setting, budget), True
+    except InfeasibleNetwork:
+        return place(posed.problem, setting, None), False
+
+
+def published_setting(calls: Mapping[str, int], microbatches: int, policy: Policy) -> Setting:
+    """A policy for all layers alike. calls: of every forward segment of a layer."""
+    bare = Setting(microbatches, calls)
+    if policy == "none":
+        return bare
+    return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})

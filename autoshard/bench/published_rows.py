@@ -1,0 +1,167 @@
+"""Published measurements of parallel training: which can be compared with a plan, and why others cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from autoshard.bench.models import Architecture
+from autoshard.errors import UsageError
+
+Policy = Literal["none", "selective", "full"]
+
+#: start of the name of a GPU -> the catalog entry with that GPU
+_CLUSTERS: Mapping[str, str] = MappingProxyType(
+    {"A100": "a100-selene", "H100": "h100-dgx", "H200": "h200-dgx", "B200": "b200-nvl72", "V100": "v100-dgx2"}
+)
+_NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "n_gpus", "t", "d", "mbs", "gbs")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run of a plan that somebody chose by hand.
+
+    memory: bytes of a device. mesh: ``fsdp`` axes where its ZeRO stage shards anything. batch: sequences per
+    step; micro: per microbatch over the whole mesh. seconds: measured, of a step.
+    """
+
+    id: str
+    study: str
+    model: Architecture
+    seq: int
+    cluster: str
+    memory: int
+    devices: int
+    mesh: str
+    batch: int
+    micro: int
+    recompute: Policy
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A row that is not compared."""
+
+    id: str
+    study: str
+    why: str
+
+
+def read_rows(path: Path, study: str = "") -> tuple[list[Published], list[Skipped]]:
+    """The runs of a file of measurements (a JSON list of objects), of one study if it is named.
+
+    Raises UsageError if the file cannot be read as such, or has no run of the study.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError("cannot read the measurements", where=str(path), why=str(error)) from error
+    if not isinstance(raw, list) or not all(isinstance(r, dict) for r in raw):
+        raise UsageError("the measurements are not a list of objects", where=str(path))
+    runs = [r for r in raw if r.get("kind") == "run" and (not study or r.get("study") == study)]
+    if not runs:
+        names = sorted({str(r.get("study")) for r in raw if r.get("kind") == "run"})
+        raise UsageError(f"no runs of study {study!r}", where=str(path), hint=f"known: {', '.join(names)}")
+    found: list[Published] = []
+    skipped: list[Skipped] = []
+    for row in runs:
+        why = reason_to_skip(row)
+        if why:
+            skipped.append(Skipped(str(row["id"]), str(row["study"]), why))
+        else:
+            found.append(_published(row))
+    return found, skipped
+
+
+def reason_to_skip(row: Mapping[str, Any]) -> str:
+    """Why a run is not compared; "" if it is."""
+    if not row.get("config_complete"):
+        return "its configuration is not complete"
+    if (row.get("p") or 1) > 1:
+        return "pipeline stages are not built"
+    if (row.get("cp") or 1) > 1:
+        return "context parallelism is not built"
+    if (row.get("ep") or 1) > 1 or row.get("experts"):
+        return "experts of other sizes than a known config"
+    if "fp8" in str(row.get("precision")):
+        return "fp8 is not priced"
+    if row.get("oom"):
+        return "it ran out of memory"
+    absent = [k for k in _NUMBERS if not row.get(k)]
+    if absent:
+        return f"no {', '.join(absent)}"
+    if not _seconds(row):
+        return "no step time"
+    if _cluster(row) is None:
+        return f"no cluster of the catalog has a {row.get('gpu')}"
+    if row["t"] * row["d"] != row["n_gpus"]:
+        return "t x d is not its number of GPUs"
+    if row["gbs"] % (row["mbs"] * row["d"]):
+        return "its microbatches do not divide its batch"
+    if row["d"] % (row.get("fsdp_shard") or row["d"]):
+        return "its sharding group does not divide its data ranks"
+    if _recompute(row) is None:
+        return f"recomputation {row.get('recompute')!r} is not known"
+    return ""
+
+
+def _published(row: Mapping[str, Any]) -> Published:
+    policy, cluster = _recompute(row), _cluster(row)
+    assert policy is not None and cluster is not None
+    return Published(
+        str(row["id"]),
+        str(row["study"]),
+        _architecture(row),
+        row["seq"],
+        cluster,
+        int(row["gpu_mem_gb"] * 2**30) if row.get("gpu_mem_gb") else 0,
+        row["n_gpus"],
+        _mesh(row),
+        row["gbs"],
+        row["mbs"] * row["d"],
+        policy,
+        _seconds(row),
+    )
+
+
+def _architecture(row: Mapping[str, Any]) -> Architecture:
+    """Llamas by the name of the model; everything else that is published here is a GPT."""
+    kind: Literal["gpt2", "llama"] = "llama" if "llama" in str(row["model"]).lower() else "gpt2"
+    heads = row["heads"]
+    kv_heads = row.get("kv_heads") or heads
+    return Architecture(
+        kind, row["layers"], row["hidden"], heads, kv_heads, row["ffn"], row["vocab"], row["seq"]
+    )
+
+
+def _mesh(row: Mapping[str, Any]) -> str:
+    """Data ranks outside, tensor ranks inside, as Megatron-LM and torchtitan lay them."""
+    shard = (row.get("fsdp_shard") or row["d"]) if row.get("zero") else 1
+    axes = (("dp", row["d"] // shard), ("fsdp", shard), ("tp", row["t"]))
+    return ",".join(f"{name}={size}" for name, size in axes if size > 1) or "dp=1"
+
+
+def _recompute(row: Mapping[str, Any]) -> Policy | None:
+    """Core attention alone is nothing here: attention is one op, which keeps no scores.
+
+    (Korthikanti et al., MLSys 2023, section 5, recompute what that op never stores.)
+    """
+    text = str(row.get("recompute") or "none").lower()
+    if "core attention" in text or text == "none":
+        return "none"
+    if text.startswith("selective"):
+        return "selective"
+    return "full" if text.startswith("full") else None
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    return float(row.get("step_time_s") or row.get("step_time_s_derived") or 0.0)
+
+
+def _cluster(row: Mapping[str, Any]) -> str | None:
+    return next((c for gpu, c in _CLUSTERS.items() if str(row.get("gpu")).startswith(gpu)), None)

@@ -1,0 +1,59 @@
+"""The table of `compare`, and what was left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.report.units import seconds_text
+
+if TYPE_CHECKING:
+    from autoshard.bench.published import Comparison
+    from autoshard.bench.published_rows import Skipped
+
+
+def comparisons_table(found: Sequence[Comparison]) -> Table:
+    """One row per comparison; ``*`` marks published plans over our count of memory."""
+    table = Table("run", "GPUs", "published plan", "its step", "measured", "our plan", "step", "ratio")
+    for c in sorted(found, key=lambda c: c.row.id):
+        row = c.row
+        pieces = row.batch // row.micro
+        ratio = "" if c.ratio is None else f"{c.ratio:.3f}" + (" SLOWER" if c.slower else "")
+        table.add_row(
+            row.id,
+            str(row.devices),
+            f"{row.mesh} x{pieces} {row.recompute}" + ("" if c.fits else " *"),
+            seconds_text(c.published_s),
+            seconds_text(row.seconds),
+            c.why or f"{c.mesh} x{c.microbatches}",
+            "" if c.ours_s is None else seconds_text(c.ours_s),
+            ratio,
+        )
+    return table
+
+
+def print_comparisons(console: Console, found: Sequence[Comparison], skipped: Sequence[Skipped]) -> None:
+    """The table, its summary, and the counts of what was skipped by reason."""
+    console.print(comparisons_table(found))
+    over = [c for c in found if not c.fits]
+    ratios = [c.ratio for c in found if c.fits and c.ratio is not None]
+    console.print(
+        "both steps are predictions of one model of cost; x: microbatches; *: over our count of memory, so "
+        f"priced without a limit, which our plan keeps ({len(over)} rows, not in the figures below)"
+    )
+    if ratios:
+        console.print(
+            f"{len(ratios)} rows that fit: our step over the published one, median {median(ratios):.3f}, "
+            f"least {min(ratios):.3f}, most {max(ratios):.3f} (goal: at most 1)"
+        )
+    for c in (c for c in found if c.slower):
+        console.print(f"[red]slower than published[/]: {c.row.id} {c.row.mesh}, ours {c.mesh or c.why}")
+    for why, count in Counter(s.why for s in skipped).most_common():
+        studies = Counter(s.study for s in skipped if s.why == why)
+        names = ", ".join(f"{name} {n}" for name, n in studies.most_common())
+        console.print(f"skipped {count}: {why} ({names})", soft_wrap=True)
