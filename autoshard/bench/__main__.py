@@ -19,15 +19,21 @@ from rich.table import Table
 
 from autoshard.errors import AutoshardError
 
-CONSOLE = Console(width=150)
+CONSOLE, PROGRESS = Console(width=150), Console(stderr=True)
 
 
 def planning() -> None:
     """Big models planned from cold, and how depth and width count."""
+    from autoshard.bench.cases import Case
+    from autoshard.bench.planning import PlanningRow, median_of
     from autoshard.bench.planning_table import print_planning, print_scaling
 
-    print_planning(CONSOLE)
-    print_scaling(CONSOLE)
+    def told(case: Case) -> PlanningRow:
+        PROGRESS.print(f"planning {case.name} on {case.devices:,} GPUs", highlight=False)
+        return median_of(case)
+
+    print_planning(CONSOLE, told)
+    print_scaling(CONSOLE, told)
 
 
 def steps() -> None:
@@ -71,8 +77,7 @@ def published(args: Sequence[str]) -> None:
     from autoshard.bench.published_table import print_comparisons
 
     rows, skipped = read_rows(given.path, given.study)
-    say = Console(stderr=True)
-    found = list(compare(rows, lambda text: say.print(text, markup=False, highlight=False)))
+    found = list(compare(rows, lambda text: PROGRESS.print(text, markup=False, highlight=False)))
     unpriced = [s for s in found if isinstance(s, Skipped)]
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 

@@ -11,8 +11,8 @@ from autoshard.bench.models import Architecture
 class Case:
     """One thing to plan.
 
-    mesh: "" to search it. batch: sequences per optimizer step; with a mesh in one piece. runs: fresh
-    processes, of which the median is shown. goal_s, goal_gib: of a cold process, None without a goal.
+    mesh: "" to search it. batch: sequences per optimizer step; with a mesh in one piece, in any memory. runs:
+    fresh processes, of which the median is shown. goal_s, goal_gib: of a cold process, None without a goal.
     optimizer: see `cost.recipe`.
     """
 
@@ -52,7 +52,7 @@ CASES = (
     Case("GPT 1T", GPT_1T, 100_000, 12_500, 2048, runs=1),
 )
 
-#: (what is compared, the larger, the smaller, how many times the smaller's seconds the larger may take)
+#: pairs, the larger first; goals: how many times the seconds of the smaller the larger may take
 DEPTH = (
     Case("96 layers", GPT3_175B, 1024, 1536, 2048),
     Case("12 layers", gpt(12, 12288, 96), 1024, 1536, 2048),

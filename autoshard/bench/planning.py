@@ -71,7 +71,8 @@ def plan_case(case: Case) -> PlanningRow:
     joint = capture(model, (), inputs)
     gc.collect()  # what the trace left behind is part of its price
     captured = time.perf_counter()
-    memory = usable_memory(cluster.used_by(case.devices).device)
+    # as for `autoshard.plan`: a mesh alone has no limit of memory
+    memory = None if case.mesh else usable_memory(cluster.used_by(case.devices).device)
     planned = plan_analysed(analyse(joint), meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()
     summary = summarise(planned.plan, planned.analysis, planned.settled)

@@ -18,12 +18,12 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
     """Cases of `bench.cases`, each measured from cold."""
     runs = max((c.runs for c in cases), default=0)
     console.print(
-        f"[bold]planning[/] (whole fresh processes, bf16 on h100-dgx unless said, median of {runs} or of as "
-        "many as the case says; other work on the machine counts)"
+        f"[bold]planning[/] (whole fresh processes, bf16 on h100-dgx, medians of {runs} unless said; "
+        "whatever else the machine does counts, too)"
     )
     table = Table("case", "GPUs", "s", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
-    for case in cases:
-        row = measure(case)
+    measured = [(case, measure(case)) for case in cases]
+    for case, row in measured:
         table.add_row(
             case.name + (f" ({case.runs} run)" if case.runs == 1 else ""),
             f"{case.devices:,}",
@@ -38,6 +38,9 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
         )
     console.print(table)
     console.print("best by hand: the fastest rival at its best, its step over the plan's; x: microbatches")
+    for case, row in measured:
+        if row.rivals_why:
+            console.print(f"no rival of {case.name} on {case.devices:,} GPUs: {row.rivals_why}")
 
 
 def print_scaling(console: Console, measure: Measure = median_of) -> None:
@@ -70,7 +73,7 @@ def goals_text(case: Case, row: PlanningRow) -> str:
 def _rival(case: Case, row: PlanningRow) -> str:
     if case.mesh:
         return ""
-    return f"{row.rival} {row.rival_ratio:.2f} x" if row.rival else f"none: {row.rivals_why}"
+    return f"{row.rival} {row.rival_ratio:.2f} x" if row.rival else "none can be used"
 
 
 def _verdict(good: bool) -> str:

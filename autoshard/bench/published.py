@@ -132,7 +132,9 @@ def price(model: Model, row: Published, cluster: Cluster, budget: float) -> tupl
 
     model: with the row's microbatch. Raises UsageError if the mesh cannot be used for the model.
     """
-    setting = published_setting(layer_calls(model.folded), row.batch // row.micro, row.recompute)
+    setting = published_setting(
+        layer_calls(model.folded), row.batch // row.micro, row.recompute, cluster.device.overlap
+    )
     posed = pose(model, Mesh.parse(row.mesh), cluster, setting, recipe=MIXED)
     try:
         return place(posed.problem, setting, budget), True
@@ -140,9 +142,9 @@ def price(model: Model, row: Published, cluster: Cluster, budget: float) -> tupl
         return place(posed.problem, setting, None), False
 
 
-def published_setting(calls: Mapping[str, int], microbatches: int, policy: Policy) -> Setting:
-    """A policy for all layers alike. calls: of every forward segment of a layer."""
-    bare = Setting(microbatches, calls)
+def published_setting(calls: Mapping[str, int], microbatches: int, policy: Policy, overlap: float) -> Setting:
+    """A policy for all layers alike. calls: of every forward segment of a layer. overlap: see `Setting`."""
+    bare = Setting(microbatches, calls, overlap=overlap)
     if policy == "none":
         return bare
     return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})

@@ -128,7 +128,7 @@ def _space(case: Small, analysis: Analysis) -> Iterator[_Open]:
     calls = layer_calls(analysis.folded)
     for mesh in mesh_candidates(cluster, case.devices):
         for batch in (b for b in _microbatches(mesh, case.batch) if b > 1):
-            bare = Setting(case.batch // batch, calls)
+            bare = Setting(case.batch // batch, calls, overlap=cluster.device.overlap)
             try:
                 posed = pose(rebatched(analysis.model, batch), mesh, cluster, bare, recipe=MIXED)
             except UsageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, isfinite
+from math import gcd, inf, isfinite
 
 from autoshard.cluster.assign import assign_ranks
 from autoshard.cluster.cluster import Cluster
@@ -109,7 +109,10 @@ def choose(
         found = search.many(meshes)
     if not ask.rivals or found.interrupted:
         return found
-    return replace(found, rivals=search.rivals(found.configuration.mesh.world_size))
+    try:
+        return replace(found, rivals=search.rivals(found.configuration.mesh.world_size))
+    except KeyboardInterrupt:
+        return replace(found, interrupted=True)
 
 
 class _Search:
@@ -175,16 +178,16 @@ class _Search:
                 raise
             self.interrupted = True  # what is known by now still gives a plan
         ranked = [e for shape in self.shapes for e in self.ranked(shape)]
-        if not any(isfinite(e.seconds) for e in ranked):
+        if not ranked:
             return self.nothing(self.shapes)
-        return self.exact(sorted(ranked, key=lambda e: (e.seconds, str(e.configuration.mesh))))
+        return self.exact(sorted(ranked, key=lambda e: (e.seconds, e.bound, str(e.configuration.mesh))))
 
     def reachable(self, meshes: Sequence[Mesh]) -> list[Mesh]:
         """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
-        if self.ask.batch is None:
+        if self.ask.batch is None or len(meshes) == 1:
             return list(meshes)
         found = [m for m in meshes if self.total % data_ways(m) == 0]
         if len(found) == len(meshes):
@@ -325,45 +328,57 @@ class _Search:
         """Solve the configurations that look best, until the others are ruled out or far behind."""
         best: Settled | None = None
         solved: dict[Configuration, float] = {}
-        limit = float("inf")
+        limit = inf
         alike: Counter[object] = Counter()
         for estimated in ranked:
             where = estimated.configuration
             if best is not None and (
                 self.interrupted
                 or estimated.bound >= best.placed.seconds
-                or estimated.seconds > limit
+                or (isfinite(estimated.seconds) and estimated.seconds > limit)
                 or len(solved) >= _MOST
                 or alike[_kind(where)] >= _ALIKE
             ):
                 continue
             alike[_kind(where)] += 1
-            self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
             try:
-                posed = self.pose(where.mesh, where.batch, self.ask.pins)
-                placed = self.tune(posed, estimated.setting)
+                found = self.solved(estimated, at_once=best is None)
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
-                solved[where] = float("inf")
+                solved[where] = inf
                 continue
             except KeyboardInterrupt:
+                if best is None:
+                    raise
                 self.interrupted = True
-                if best is not None:
-                    break
-                # nothing is solved yet: what the estimate says is at hand in a moment
-                self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-                posed = self.pose(where.mesh, where.batch, self.ask.pins)
-                placed = self.at_once(posed, estimated.setting)
-            solved[where] = placed.seconds
-            # estimates err alike, so they are compared with each other, unless this one was far off
-            far = _MARGIN * estimated.seconds < placed.seconds
-            limit = min(limit, placed.seconds / _MARGIN if far else _MARGIN * estimated.seconds)
-            if best is None or placed.seconds < best.placed.seconds:
-                best = Settled(posed, placed, where, self.cluster, placed.lower_bound)
+                break
+            seconds = solved[where] = found.placed.seconds
+            if isfinite(estimated.seconds):
+                # estimates err alike, so they are compared with each other, unless this one was far off
+                far = _MARGIN * estimated.seconds < seconds
+                limit = min(limit, seconds / _MARGIN if far else _MARGIN * estimated.seconds)
+            if best is None or seconds < best.placed.seconds:
+                best = found
         if best is None:
-            raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
-        placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
-        return self.finished(replace(best, placed=placed, bound=placed.lower_bound), ranked, solved)
+            raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", inf))
+        return self.finished(best, ranked, solved)
+
+    def solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
+        """One configuration. at_once: if interrupted, finish with the least work instead of stopping."""
+        where = estimated.configuration
+        try:
+            self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
+            posed = self.pose(where.mesh, where.batch, self.ask.pins)
+            placed = self.tune(posed, estimated.setting)
+        except KeyboardInterrupt:
+            if not at_once:
+                raise
+            # nothing is solved yet: what the estimate says is at hand in a moment
+            self.interrupted = True
+            self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
+            posed = self.pose(where.mesh, where.batch, self.ask.pins)
+            placed = self.at_once(posed, estimated.setting)
+        return Settled(posed, placed, where, self.cluster, placed.lower_bound)
 
     def finished(
         self,
@@ -371,9 +386,13 @@ class _Search:
         ranked: Sequence[Estimated],
         solved: dict[Configuration, float],
     ) -> Settled:
+        try:
+            placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
+        except KeyboardInterrupt:
+            self.interrupted, placed = True, best.placed
+        best = replace(best, placed=placed)
         others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
-        bounds = [e.bound for c, e in others if c not in solved]
-        bound = min([best.bound, *bounds, *(s for s in solved.values())])
+        bound = min([placed.lower_bound, *(e.bound for _, e in others)])
         priced = ((_name(c), solved.get(c, e.seconds)) for c, e in others)
         named = sorted((p for p in priced if isfinite(p[1])), key=lambda pair: (pair[1], pair[0]))
         return replace(best, bound=bound, rejected=tuple(named), interrupted=self.interrupted)
@@ -391,7 +410,7 @@ class _Search:
                 continue
             where = Configuration(mesh, shape.low.batch, setting.microbatches)
             return Settled(posed, placed, where, self.cluster, placed.lower_bound)
-        raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", float("inf")))
+        raise min(self.failures, key=lambda e: getattr(e, "smallest_bytes", inf))
 
 
 def _kind(where: Configuration) -> object:

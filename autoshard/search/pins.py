@@ -74,6 +74,23 @@ def pin_masks(
     return tuple(_mask(pin, names, mesh, problem) for pin in pins)
 
 
+def pinned_keys(pins: Sequence[Pin], model: Model) -> frozenset[object]:
+    """Keys (as in `Problem.index`) of the parameters and ops that pins name."""
+    if not pins:
+        return frozenset()
+    names = _Names(model)
+    found: set[object] = set()
+    for group, _, name in names.ports():
+        if any(fnmatchcase(name, pin.glob) for pin in pins):
+            found.add(group.key)
+    for (segment, value), own in names.modules():
+        if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
+            nodes = model.folded.segments[segment].nodes
+            number = next(k for k, node in enumerate(nodes) if value in node.outs)
+            found.add(("node", segment, number))
+    return frozenset(found)
+
+
 def combined(masks: Sequence[Sequence[Array | None]], variables: int) -> list[Array | None]:
     """All masks together."""
     found: list[Array | None] = [None] * variables

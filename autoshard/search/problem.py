@@ -88,18 +88,28 @@ class Problem:
     index: dict[object, int]
 
 
-def build_problem(model: Model, axes: SearchAxes, prices: Prices, *, strict: bool = True) -> Problem:
+def build_problem(
+    model: Model,
+    axes: SearchAxes,
+    prices: Prices,
+    *,
+    strict: bool = True,
+    loose: frozenset[object] = frozenset(),
+) -> Problem:
     """The decisions about a model on a mesh.
 
     strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
-    products inside layers over tp); otherwise that is left to the costs.
+    products inside layers over tp); otherwise that is left to the costs. loose: keys of parameters and ops
+    (as in `Problem.index`) to which that does not apply.
     """
-    return _Builder(model, axes, prices, strict).build()
+    return _Builder(model, axes, prices, strict, loose).build()
 
 
 class _Builder:
-    def __init__(self, model: Model, axes: SearchAxes, prices: Prices, strict: bool) -> None:
-        self.model, self.axes, self.prices, self.strict = model, axes, prices, strict
+    def __init__(
+        self, model: Model, axes: SearchAxes, prices: Prices, strict: bool, loose: frozenset[object]
+    ) -> None:
+        self.model, self.axes, self.prices, self.strict, self.loose = model, axes, prices, strict, loose
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
         self.terms = Terms()
@@ -193,7 +203,8 @@ class _Builder:
             rule = self.model.rules[name, number]
             ins = [types[r] for r in refs_of(node)]
             digits = self.model.digits.factors[name, number]
-            must = self._must_divide(name, rule)
+            free = ("node", name, number) in self.loose
+            must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
             states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
             busy = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
             var = self._add(("node", name, number), NodeVar(name, number, states))
@@ -330,7 +341,10 @@ class _Builder:
         layouts = self._representable(group.key, port.type, [m.may_store_sharded for m in meanings])
         for axis, meaning in enumerate(meanings):
             if meaning.stores_sharded or (
-                self.strict and meaning.divides_products and self._is_matrix(group)
+                self.strict
+                and meaning.divides_products
+                and group.key not in self.loose
+                and self._is_matrix(group)
             ):
                 split = [lay for lay in layouts if isinstance(lay[axis], Shard)]
                 layouts = split or layouts

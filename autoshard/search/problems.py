@@ -14,7 +14,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import Folded
 from autoshard.search.axes import SearchAxes, merged_axes, merged_mesh, plain_axes
 from autoshard.search.network import Array, NoFiniteAssignment
-from autoshard.search.pins import Pin, check_pins, combined, pin_masks
+from autoshard.search.pins import Pin, check_pins, combined, pin_masks, pinned_keys
 from autoshard.search.prices import Prices
 from autoshard.search.problem import Model, Problem, build_problem
 from autoshard.search.setting import Setting
@@ -62,9 +62,12 @@ def pose(
     ops = cost_model(cluster, merged_mesh(axes, mesh.names), order) if axes.merged else params
     prices = Prices(ops, params, recipe)
     reasons: list[UsageError] = []
-    for strict in (True, False):
+    nothing: frozenset[object] = frozenset()
+    pinned = pinned_keys(pins, model)
+    # what is pinned may not do as the axes mean; the rest of the model still can
+    for strict, loose in dict.fromkeys(((True, nothing), (True, pinned), (False, nothing))):
         # some op may follow the axes' meanings only alone, not together with its neighbours
-        problem = build_problem(model, axes, prices, strict=strict)
+        problem = build_problem(model, axes, prices, strict=strict, loose=loose)
         try:
             masks = pin_masks(pins, model, mesh, problem)
             allowed = tuple(combined(masks, len(problem.variables)))

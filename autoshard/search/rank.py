@@ -20,7 +20,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.ir import DTYPES
-from autoshard.placement import Layout, Shard
+from autoshard.placement import Layout, R, Shard
 from autoshard.search.again import fill
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
@@ -31,6 +31,8 @@ from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamVar
 
 K = TypeVar("K")
+#: bytes that differ by less are the same, but for uneven parts
+_MORE = 1.01
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class Estimated:
 class Parameters:
     """The trained parameters of a shape, as they are used. Arrays over classes.
 
-    count: members. whole: bytes of one member in use. ways: over how many of the data ranks its use is
-    split, which need no gather. width: bytes per element. both: whether forward and backward use it.
+    count: members. whole: bytes of one member in use. base: as stored, were it not split over data ranks.
+    split: over how many of the data ranks its use is split, which need no gather. width: bytes per element.
+    phases: how many of forward and backward use it.
     """
 
     count: Array
     whole: Array
+    base: Array
     split: Array
     width: Array
     phases: Array
@@ -152,13 +156,20 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
             (
                 len(group.ports),
                 posed.prices.ops.local_bytes(type_, life.use, axes.sizes),
+                posed.prices.params.local_bytes(type_, _off_data(life.stored, posed), axes.mesh_sizes),
                 _data_ways(life.use, posed),
                 DTYPES[type_.dtype][1],
                 len(phases),
             )
         )
-    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+    table = np.array(rows, dtype=np.float64).reshape(-1, 6)
     return Parameters(*table.T)
+
+
+def _off_data(stored: Layout, posed: Posed) -> Layout:
+    """The layout of a stored parameter, were it whole on every data rank."""
+    meanings = posed.problem.axes.mesh_meanings
+    return tuple(R if m.splits_batch else p for p, m in zip(stored, meanings, strict=True))
 
 
 def _data_ways(use: Layout, posed: Posed) -> float:
@@ -229,13 +240,16 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     ways = float(np.prod([mesh.sizes[k] for k in stored]))
     if (given.split > ways).any():
         return []  # used in more parts than this mesh stores them in
-    missing = ways / given.split
-    own = given.whole / missing
-    gather = sum((seconds("all_gather", given.whole, links[k]) for k in stored), np.zeros(len(own)))
-    gather = given.count * np.where(missing > 1, gather, 0.0)
-    reduce = gather + given.count * sum(
-        (seconds("all_reduce", own, links[k]) for k in spread), np.zeros(len(own))
+    own, part = given.base / ways, given.base / given.split
+    zeros = np.zeros(len(own))
+    inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
+    over_data = sum((seconds("all_gather", part, links[k]) for k in stored), zeros)
+    inside = sum((seconds("all_gather", given.whole, links[k]) for k in inner), zeros)
+    gather = given.count * (
+        np.where(given.split < ways, over_data, 0.0) + np.where(given.whole > _MORE * part, inside, 0.0)
     )
+    gathered = given.whole > _MORE * own
+    reduce = gather + given.count * sum((seconds("all_reduce", own, links[k]) for k in spread), zeros)
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
     touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * given.width
@@ -243,20 +257,21 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     update = float((elements * touched).sum()) / cluster.device.memory_bandwidth
     state = float((given.count * own + elements * (grad + optimizer)).sum())
     whole = given.count * given.whole
-    windows = float((np.minimum(given.count, GATHERED) * np.where(missing > 1, given.whole, 0.0)).sum())
+    copies = np.where(gathered, given.whole, 0.0)
+    windows = float((np.minimum(given.count, GATHERED) * copies).sum())
     fixed = {Time("update"): update}
-    if not stored:
+    if not gathered.any():
         return [Profile({**fixed, Time("last", True): float(reduce.sum())}, {Bytes("state"): state})]
     forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
     ahead = {Time("gather"): forward, Time("gather", True): backward}
     first = {Time("first"): forward}
     each, once = {Time("reduce", True): float(reduce.sum())}, {Time("last", True): float(reduce.sum())}
-    gathered = float(np.where(missing > 1, whole, 0.0).sum())
-    full_grads = float(((whole / given.width - elements) * grad).sum())
+    held = state + float((given.count * copies).sum())
+    full_grads = float((np.where(gathered, whole / given.width - elements, 0.0) * grad).sum())
     return [
         Profile({**fixed, **ahead, **each}, {Bytes("state"): state + windows}),
-        Profile({**fixed, **first, **each}, {Bytes("state"): state + gathered}),
-        Profile({**fixed, **first, **once}, {Bytes("state"): state + gathered + full_grads}),
+        Profile({**fixed, **first, **each}, {Bytes("state"): held}),
+        Profile({**fixed, **first, **once}, {Bytes("state"): held + full_grads}),
     ]
 
 

@@ -1,0 +1,206 @@
+"""The benchmarks' functions on tiny cases; no times are asserted."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autoshard.bench.__main__ import main
+from autoshard.bench.cases import Case
+from autoshard.bench.models import Architecture, on_meta
+from autoshard.bench.planning import PlanningRow, median_of, plan_case
+from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
+from autoshard.bench.published import Comparison, compare, published_setting
+from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
+from autoshard.bench.published_table import print_comparisons
+from autoshard.bench.quality import Small, quality_of, recomputations
+from autoshard.bench.quality_table import print_quality
+from autoshard.errors import UsageError
+from autoshard.search.plan import Recompute
+
+TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
+CASE = Case("tiny", TINY, 2, 4, 16)
+
+
+def shown(write: Any) -> str:
+    out = io.StringIO()
+    write(Console(file=out, width=200))
+    return out.getvalue()
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    """A published run, small enough to plan at once."""
+    base: dict[str, Any] = {
+        "id": "a-1",
+        "study": "a",
+        "kind": "run",
+        "config_complete": True,
+        "model": "GPT-tiny",
+        "gpu": "A100-SXM4-80GB",
+        "gpu_mem_gb": 80,
+        "n_gpus": 4,
+        "layers": 1,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": None,
+        "ffn": 256,
+        "vocab": 96,
+        "seq": 16,
+        "t": 2,
+        "p": 1,
+        "d": 2,
+        "zero": 0,
+        "mbs": 2,
+        "gbs": 8,
+        "recompute": "full",
+        "precision": "fp16",
+        "step_time_s": 1.5,
+    }
+    return {**base, **changed}
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "measured.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"config_complete": False}, "not complete"),
+        ({"p": 4}, "pipeline"),
+        ({"cp": 2}, "context"),
+        ({"ep": 8}, "experts"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"gpu": "TPU"}, "TPU"),
+        ({"d": 3}, "number of GPUs"),
+        ({"gbs": 6}, "microbatches"),
+        ({"recompute": "some"}, "'some'"),
+        ({"step_time_s": None}, "step time"),
+        ({"ffn": None}, "no ffn"),
+        ({"oom": True}, "out of memory"),
+    ],
+)
+def test_rows_are_skipped_with_a_reason(changed: dict[str, Any], word: str) -> None:
+    assert not reason_to_skip(row())
+    assert word in reason_to_skip(row(**changed))
+
+
+def test_a_row_becomes_a_mesh_a_microbatch_and_a_policy(tmp_path: Path) -> None:
+    rows = [
+        row(),
+        row(id="a-2", zero=3, d=4, t=1, fsdp_shard=2, recompute="selective (op-level SAC)"),
+        row(id="a-3", recompute="selective(core attention)", p=2, n_gpus=8),
+        row(id="a-4", recompute="selective(core attention)", study="b"),
+        {"id": "a-5", "study": "a", "kind": "component"},
+    ]
+    found, skipped = read_rows(written(tmp_path, rows))
+    assert [(r.id, r.mesh, r.micro, r.batch, r.recompute) for r in found] == [
+        ("a-1", "dp=2,tp=2", 4, 8, "full"),
+        ("a-2", "dp=2,fsdp=2", 8, 8, "selective"),
+        ("a-4", "dp=2,tp=2", 4, 8, "none"),
+    ]
+    assert [s.id for s in skipped] == ["a-3"]
+    assert [r.id for r in read_rows(tmp_path / "measured.json", "b")[0]] == ["a-4"]
+    with pytest.raises(UsageError, match="known: a, b"):
+        read_rows(tmp_path / "measured.json", "c")
+
+
+def test_unreadable_measurements_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        read_rows(tmp_path / "absent.json")
+    (tmp_path / "numbers.json").write_text("[3]")
+    with pytest.raises(UsageError, match="not a list"):
+        read_rows(tmp_path / "numbers.json")
+
+
+def test_a_policy_holds_for_all_layers() -> None:
+    bare = published_setting({"l": 3}, 2, "none", 0.8)
+    assert bare.recompute == {} and bare.overlap == 0.8 and bare.microbatches == 2
+    assert published_setting({"l": 3}, 2, "full", 0.8).recompute == {"l": Recompute("full", 3)}
+
+
+def test_published_plans_against_ours(tmp_path: Path) -> None:
+    pair = row(n_gpus=2, t=1, d=2, mbs=1, gbs=4)
+    one = {**pair, "id": "a-2", "t": 2, "d": 1, "recompute": "none"}
+    rows = [pair, one, {**pair, "id": "a-3", "gpu_mem_gb": 1e-4}]
+    found, _ = read_rows(written(tmp_path, rows))
+    results = list(compare(found))
+    assert not [r for r in results if isinstance(r, Skipped)]
+    by_id = {r.row.id: r for r in results if isinstance(r, Comparison)}
+    assert by_id["a-1"].fits and not by_id["a-1"].slower
+    assert by_id["a-1"].ratio is not None and 0 < by_id["a-1"].ratio <= 1
+    assert by_id["a-2"].fits and by_id["a-2"].published_s > 0
+    # a device of 100 kB holds neither
+    assert not by_id["a-3"].fits and by_id["a-3"].ours_s is None and by_id["a-3"].why
+    text = shown(lambda console: print_comparisons(console, list(by_id.values()), [Skipped("x", "s", "y")]))
+    assert "full *" in text and "skipped 1: y (s 1)" in text
+
+
+def test_a_slower_plan_of_ours_is_named(tmp_path: Path) -> None:
+    published = read_rows(written(tmp_path, [row()]))[0][0]
+    slow = Comparison(published, 1.0, True, 1.01, "dp=4", 1)
+    assert slow.slower and not replace(slow, fits=False).slower and not replace(slow, ours_s=1.0).slower
+    assert replace(slow, ours_s=None).slower  # ours must fit where the published one does
+    assert "slower than published: a-1 dp=2,tp=2, ours dp=4" in shown(
+        lambda console: print_comparisons(console, [slow], [])
+    )
+
+
+def test_planning_a_case() -> None:
+    found = plan_case(CASE)
+    assert found.step_s > 0 and 0 < found.mfu < 1 and found.peak_gib > 0 and found.microbatches >= 1
+    assert found.rival and found.rival_ratio >= 1 - 1e-9
+    given = plan_case(replace(CASE, mesh="tp=2"))
+    assert given.mesh == "tp=2" and not given.rival
+
+
+def test_planning_tables() -> None:
+    runs = iter([3.0, 1.0, 2.0])
+    made = PlanningRow(0.0, 0.5, 4.0, 0.7, "dp=4", 1, 0.1, 0.5, 0.0, "", 0.0, "it does not fit")
+    row_ = median_of(CASE, lambda _: replace(made, process_s=next(runs)))
+    assert row_.process_s == 2.0 and row_.search_s == 4.0
+    case = replace(CASE, goal_s=1.5, goal_gib=1.0)
+    assert goals_text(case, row_) == "1.5 s missed, 1 GiB met"
+    text = shown(lambda console: print_planning(console, lambda _: row_, (case,)))
+    assert "it does not fit" in text and "1.5 s missed" in text
+    (line,) = scaling_lines("depth", (CASE, CASE), (row_, replace(row_, search_s=2.0)), 1.3)
+    assert "once captured 2.00 x" in line and "missed once captured, met as a whole" in line
+
+
+def test_quality_of_a_tiny_case() -> None:
+    small = Small("tiny", TINY, 16, 2, 2, "cpu-gloo", (0.8,))
+    (found,) = quality_of(small)
+    assert found.tried > 0 and found.ratio is not None
+    assert found.ratio >= 1 - 1e-9 and found.bound_holds  # nothing beats trying everything
+    assert "tiny" in shown(lambda console: print_quality(console, [found]))
+
+
+def test_all_recomputations_are_tried() -> None:
+    found = list(recomputations({"a": 2, "b": 1}))
+    assert len(found) == 5 * 3 and {} in found
+    assert {"a": Recompute("full", 2), "b": Recompute("selective", 1)} in found
+
+
+def test_models_on_meta() -> None:
+    model, inputs = on_meta(Architecture("gpt2", 1, 64, 4, 4, 128, 96, 32), 2, 16)
+    assert {str(p.dtype) for p in model.parameters()} == {"torch.bfloat16"}
+    assert all(p.is_meta for p in model.parameters()) and tuple(inputs["input_ids"].shape) == (2, 16)
+    with pytest.raises(UsageError, match="positions"):
+        on_meta(TINY, 2, 64)
+    with pytest.raises(UsageError, match="heads"):
+        on_meta(replace(TINY, kind="gpt2"), 2, 16)
+
+
+def test_unknown_benchmarks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="unknown benchmark nothing"):
+        main(["nothing"])
+    with pytest.raises(SystemExit, match="cannot read"):
+        main(["published", str(tmp_path / "absent.json")])

@@ -1,0 +1,346 @@
+"""The planner against the truth: its parts by definition, its answer against every configuration there is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from families import BATCH, family
+from hypothesis import given
+from hypothesis import strategies as st
+from planned import analysed
+from torch import nn
+
+import autoshard
+from autoshard.analysis import analyse, fingerprint
+from autoshard.cluster import Mesh, load_cluster, mesh_candidates
+from autoshard.cost.step_time import Exposure, Overlap, Sums, dot, exposure_of, step_time, weights
+from autoshard.errors import InfeasibleError
+from autoshard.passes.capture import capture
+from autoshard.program.verify import verify
+from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.plan import Recompute
+from autoshard.search.problems import Posed, layer_calls, pose
+from autoshard.search.rank import microbatch_sizes
+from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+from autoshard.search.terms import compose, profile
+from autoshard.search.tune import QUICK, tune
+from autoshard.search.variables import ParamState, ParamVar
+
+# -- another batch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-odd", "mixtral", "bert"])
+def test_a_scaled_model_is_the_captured_one(name: str) -> None:
+    """Scaled from 4 to 8 sequences, it is what a capture of 8 gives."""
+    model, inputs = family(name).make()
+    small = analyse(capture(model, (), {k: x[: BATCH // 2] for k, x in inputs.items()}))
+    found, wanted = rebatched(small.model, BATCH), analysed(name)
+    assert small.model.folded.segments != found.folded.segments
+    for segment, graph in found.folded.segments.items():
+        assert graph.types() == wanted.folded.segments[segment].types()
+    for key, rule in found.rules.items():
+        assert rule.sizes == wanted.rules[key].sizes, key
+        assert rule.flops == pytest.approx(wanted.rules[key].flops, rel=1e-12), key
+    assert found.digits == wanted.digits
+    for place_, group in found.flow.classes.items():
+        assert group.ports == wanted.flow.classes[place_].ports
+    assert found.folded.joint.ports == wanted.folded.joint.ports
+    again = fingerprint(found.folded, found.flow, found.rules, found.digits)
+    assert small.fingerprint == again == wanted.fingerprint
+
+
+def test_one_sequence_cannot_be_scaled() -> None:
+    with pytest.raises(NotRebatchable, match="one sequence"):
+        rebatched(analysed("llama").model, 1)
+
+
+def test_a_plan_with_microbatches_equals_eager() -> None:
+    """Planned from a capture of the whole batch, compiled from one of a microbatch."""
+    model, inputs = family("llama").make()
+    inputs["labels"] = inputs["labels"].clamp(min=3)  # as many labels in every microbatch
+    options = {"example_inputs": inputs, "global_batch": BATCH, "recompute": False}
+    free = autoshard.plan(model, "dp=2,tp=2", **options)
+    assert free.settled is not None and free.plan.microbatches == 1
+    limit = int(0.55 * free.settled.placed.bytes)
+    made = autoshard.plan(model, "dp=2,tp=2", memory=limit, **options)
+    assert made.settled is not None and made.settled.placed.bytes <= limit
+    assert made.plan.microbatches > 1 and made.plan.microbatches * made.plan.batch == BATCH
+    program = autoshard.compile(model, made).program
+    assert program.microbatches == made.plan.microbatches
+    assert verify(program, model, (), inputs, steps=1).ok
+
+
+# -- the time of a step ------------------------------------------------------------------------------------
+
+seconds = st.floats(0.0, 10.0)
+shares = st.floats(0.0, 1.0)
+all_sums = st.builds(Sums, **{f.name: seconds for f in fields(Sums)})
+overlaps = st.builds(Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9))
+exposures = st.builds(Exposure, shares, shares, shares, shares)
+EACH = ("talk_forward", "talk_backward", "gather_forward", "gather_backward", "reduce")
+COMMUNICATION = (*EACH, "first", "last")
+
+
+@given(all_sums, overlaps, exposures)
+def test_weights_bound_the_step_from_below(sums: Sums, how: Overlap, exposure: Exposure) -> None:
+    total = step_time(sums, how).total
+    assert dot(weights(how, exposure), sums) <= total * (1 + 1e-12) + 1e-12
+    assert dot(weights(how, exposure_of(sums, how)), sums) == pytest.approx(total, rel=1e-12, abs=1e-12)
+
+
+@given(all_sums, overlaps, st.sampled_from(COMMUNICATION), seconds)
+def test_more_communication_is_never_faster(sums: Sums, how: Overlap, name: str, more: float) -> None:
+    longer = replace(sums, **{name: getattr(sums, name) + more})
+    before, after = step_time(sums, how), step_time(longer, how)
+    assert after.total >= before.total - 1e-9
+    assert after.exposed >= before.exposed - 1e-9
+    assert after.compute == before.compute
+
+
+@given(all_sums, overlaps)
+def test_without_overlap_everything_is_exposed(sums: Sums, how: Overlap) -> None:
+    step, m = step_time(sums, replace(how, share=0.0)), how.microbatches
+    each = sum(getattr(sums, n) for n in EACH)
+    assert step.exposed == pytest.approx(m * each + sums.first + sums.last, rel=1e-9, abs=1e-9)
+    assert step.hidden == pytest.approx(0.0, abs=1e-9)
+    assert step.total == pytest.approx(step.compute + step.exposed + sums.update, rel=1e-12)
+
+
+def test_a_window_hides_its_share() -> None:
+    """Two microbatches by hand: 3 s to gather in each beside 2 s of computing, of which half hides."""
+    sums = Sums(work_forward=2.0, gather_forward=3.0, first=1.0, update=0.5)
+    step = step_time(sums, Overlap(2, share=0.5))
+    # the first microbatch gathers 4 s, the second 3 s, and 1 s of each hides
+    assert (step.compute, step.exposed, step.hidden, step.total) == (4.0, 3.0 + 2.0, 2.0, 9.5)
+    assert step_time(Sums(), Overlap(1)).total == 0.0
+
+
+# -- networks from terms -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def _calls(name: str) -> Mapping[str, int]:
+    return layer_calls(analysed(name).folded)
+
+
+def _setting(name: str, microbatches: int, cluster: str) -> Setting:
+    return Setting(microbatches, _calls(name), overlap=load_cluster(cluster).device.overlap)
+
+
+@functools.cache
+def _posed(name: str, mesh: str, batch: int, cluster: str) -> Posed:
+    shape, model = Mesh.parse(mesh), analysed(name).model
+    setting, machine = _setting(name, 1, cluster), load_cluster(cluster)
+    return pose(rebatched(model, batch), shape, machine, setting, merge=len(shape.axes) > 1)
+
+
+def _policies(name: str) -> Iterator[dict[str, Recompute]]:
+    """Every policy for every number of calls of every kind of layer."""
+    options: list[list[Recompute | None]] = [
+        [None, *(Recompute(p, n) for p in ("selective", "full") for n in range(1, calls + 1))]  # type: ignore[arg-type]
+        for calls in _calls(name).values()
+    ]
+    for combo in product(*options):
+        yield {s: r for s, r in zip(_calls(name), combo, strict=True) if r is not None}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("mixtral", "fsdp=4")])
+def test_composed_networks_add_up(name: str, mesh: str) -> None:
+    """Seconds and bytes of a network are the weighted sums of what an assignment takes."""
+    problem = _posed(name, mesh, BATCH, "cpu-gloo").problem
+    free = replace(problem.terms, hard={})  # else next to no random assignment is allowed
+    rng = np.random.default_rng(0)
+    for number, policy in enumerate(_policies(name)):
+        setting = Setting(1 + number % 3, _calls(name), policy, overlap=0.5)
+        states = tuple(int(rng.integers(0, n)) for n in free.states)
+        bound = Exposure(*rng.random(4))
+        taken = profile(free, states)
+        network = setting.network(free, bound)
+        weigh = setting.time_weight(bound)
+        wanted = sum(weigh(key) * value for key, value in taken.seconds.items())
+        held = sum(setting.bytes_weight(key) * value for key, value in taken.bytes.items())
+        assert wanted > 0 and held > 0
+        assert network.seconds_of(states) == pytest.approx(wanted, rel=1e-9)
+        assert network.bytes_of(states) == pytest.approx(held, rel=1e-9)
+        assert setting.held(taken).total == pytest.approx(held, rel=1e-9)
+        # the sums that the step is made of lose nothing
+        assert dot(weights(setting.how, bound), setting.sums(taken)) == pytest.approx(wanted, rel=1e-9)
+        assert wanted <= setting.step(taken).total * (1 + 1e-9)
+
+
+def test_forbidden_pairs_stay_forbidden_whatever_the_weights() -> None:
+    terms = _posed("llama", "fsdp=2,tp=2", BATCH, "cpu-gloo").problem.terms
+    (u, v), wall = next((pair, w) for pair, w in terms.hard.items() if np.isinf(w).any())
+    network = compose(terms, lambda key: 0.0, lambda key: 0.0)
+    assert (np.isinf(network.edges[u, v]) == np.isinf(wall)).all()
+    mask = np.full(terms.states[u], np.inf)
+    mask[0] = 0.0
+    pinned = compose(
+        terms, lambda key: 0.0, lambda key: 0.0, [mask if k == u else None for k in range(u + 1)]
+    )
+    assert pinned.unary[u].tolist() == mask.tolist()
+
+
+# -- the best of everything --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A configuration. least: seconds that it does not go below, in any memory and with any recomputation."""
+
+    posed: Posed
+    setting: Setting
+    least: float
+
+
+@functools.cache
+def _candidates(name: str, cluster: str, ranks: int) -> tuple[_Candidate, ...]:
+    """Every mesh, microbatch and recomputation, those first that are fast if memory is no limit."""
+    found = []
+    for mesh in mesh_candidates(load_cluster(cluster), ranks):
+        for batch in (b for b in microbatch_sizes(mesh, BATCH) if b >= 2):
+            posed = _posed(name, str(mesh), batch, cluster)
+            bare = _setting(name, BATCH // batch, cluster)
+            # what runs again only adds work, and a step never gets shorter by more work
+            least = place(posed.problem, bare, None).lower_bound
+            found += [_Candidate(posed, replace(bare, recompute=p), least) for p in _policies(name)]
+    return tuple(sorted(found, key=lambda c: c.least))
+
+
+def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> Placed:
+    """The best of all within the budget: those that little work does not rule out get full limits."""
+    best: Placed | None = None
+    open_: list[tuple[float, _Candidate]] = []
+    for candidate in _candidates(name, cluster, ranks):
+        if best is not None and candidate.least >= best.seconds:
+            break
+        try:
+            placed = place(candidate.posed.problem, candidate.setting, budget, limits=QUICK, rounds=2)
+        except InfeasibleNetwork:
+            continue
+        open_.append((placed.lower_bound, candidate))
+        if best is None or placed.seconds < best.seconds:
+            best = placed
+    assert best is not None
+    for least, candidate in sorted(open_, key=lambda pair: pair[0]):
+        if least < best.seconds:
+            placed = place(candidate.posed.problem, candidate.setting, budget)
+            best = placed if placed.seconds < best.seconds else best
+    return best
+
+
+@functools.cache
+def _chosen(name: str, cluster: str, ranks: int, budget: int | None) -> Settled:
+    machine = load_cluster(cluster)
+    ask = Ask(batch=BATCH, budget=budget)
+    return choose(analysed(name).model, mesh_candidates(machine, ranks), machine, ask)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "ranks", "share"),
+    [
+        ("llama", "h100-dgx", 4, 1.0),
+        ("llama", "h100-dgx", 4, 0.7),
+        ("llama", "h100-dgx", 4, 0.45),
+        ("gpt2", "h100-dgx", 4, 1.0),
+        ("gpt2", "h100-dgx", 4, 0.7),
+        ("gpt2", "h100-dgx", 4, 0.45),
+        ("gpt2", "h100-dgx", 8, 0.7),
+        pytest.param("llama", "cpu-gloo", 4, 0.7),
+    ],
+)
+def test_nothing_is_faster(name: str, cluster: str, ranks: int, share: float) -> None:
+    """The plan is the best of every mesh, microbatch and recomputation, each placed with full limits."""
+    budget = int(share * _chosen(name, cluster, ranks, None).placed.bytes)
+    best, found = _exhaustive(name, cluster, ranks, budget), _chosen(name, cluster, ranks, budget)
+    assert found.placed.bytes <= budget
+    assert found.bound <= best.seconds * (1 + 1e-9)
+    assert found.placed.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+# -- ZeRO --------------------------------------------------------------------------------------------------
+
+
+def _deep_llama() -> nn.Module:
+    """Six layers: gathering two at a time holds less than keeping them all."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 88, "vocab_size": 96, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=6, **sizes, **heads))
+
+
+@functools.cache
+def _sharded() -> Posed:
+    """Parameters sharded over four ranks, on links that are too slow to hide a gather."""
+    _, inputs = family("llama").make()
+    found = analyse(capture(_deep_llama(), (), inputs))
+    setting = Setting(1, layer_calls(found.folded), overlap=0.0)
+    mesh, cluster = Mesh.parse("dp=1,fsdp=4"), load_cluster("cpu-gloo")
+    return pose(found.model, mesh, cluster, setting, merge=True)
+
+
+def _lives(posed: Posed, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
+    """Of trained parameters: (life, whether anything is gathered, bytes)."""
+    found = []
+    for variable, state in zip(posed.problem.variables, states, strict=True):
+        if isinstance(variable, ParamVar) and posed.model.flow.classes[variable.place].grads:
+            group, life = posed.model.flow.classes[variable.place], variable.states[state]
+            gathered = life.stored != posed.problem.axes.to_mesh(life.use)
+            found.append((life, gathered, float(len(group.ports) * group.first.type.nbytes)))
+    return found
+
+
+def _stages(posed: Posed, states: Sequence[int]) -> dict[int, float]:
+    """ZeRO stage -> bytes of the parameters in it."""
+    found = dict.fromkeys((1, 2, 3), 0.0)
+    for life, gathered, size in _lives(posed, states):
+        if gathered:
+            found[(1 if life.late else 2) if life.keep else 3] += size
+    return found
+
+
+def test_less_memory_means_a_later_stage() -> None:
+    """From ZeRO-1, which reduces and gathers once a step, to ZeRO-3, which holds least."""
+    posed = _sharded()
+    setting = Setting(4, layer_calls(posed.model.folded), overlap=0.0)
+    free = tune(posed.problem, setting, None)
+    with pytest.raises(InfeasibleNetwork) as none:
+        tune(posed.problem, setting, 1.0, recompute=False)
+    least, most = none.value.smallest_bytes, free.bytes
+    found = [free]
+    for share in (0.75, 0.5, 0.25, 0.0):
+        budget = least + share * (most - least)
+        placed = tune(posed.problem, setting, budget, recompute=False)
+        assert placed.bytes <= budget and not placed.setting.recompute
+        assert setting.held(placed.taken).total == pytest.approx(placed.bytes, rel=1e-12)
+        found.append(placed)
+    stages = [_stages(posed, p.states) for p in found]
+    assert all(a.seconds <= b.seconds for a, b in pairwise(found))
+    # what ZeRO-3 frees may let another parameter stay at ZeRO-1, so that alone need not fall
+    assert stages[0][1] > 0 and stages[0][2] == stages[0][3] == 0
+    assert stages[2][2] > 0 and stages[2][3] == 0
+    assert stages[-1][1] == 0 and stages[-1][3] > stages[-1][2]
+    assert all(a[3] <= b[3] for a, b in pairwise(stages))
+    for placed in found:
+        # a gradient waits for the last microbatch only beside its whole parameter
+        assert all(
+            life.keep or not gathered for life, gathered, _ in _lives(posed, placed.states) if life.late
+        )
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    model, machine, mesh = analysed("llama").model, load_cluster("cpu-gloo"), Mesh.parse("dp=1,fsdp=4")
+    with pytest.raises(InfeasibleError, match="the smallest feasible is") as none:
+        choose(model, [mesh], machine, Ask(budget=1000, recompute=False))
+    assert none.value.smallest_bytes is not None
+    least = int(none.value.smallest_bytes) + 1
+    assert choose(model, [mesh], machine, Ask(budget=least, recompute=False)).placed.bytes <= least

@@ -1,0 +1,199 @@
+"""What is decided already: placements by name, and axes one by one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from families import BATCH, family
+from lockstep_check import RTOL, compare_step
+from planned import analysed
+
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.errors import UsageError
+from autoshard.ir.flow import Place
+from autoshard.placement import R, Shard
+from autoshard.search.choose import Ask
+from autoshard.search.pins import Pin
+from autoshard.search.plan import Plan
+from autoshard.search.tactics import parse_tactics
+
+CLUSTER = "cpu-gloo"
+MESH = "dp=2,tp=2"
+Q = "model.layers.*.self_attn.q_proj.weight"
+GATE = "model.layers.*.mlp.gate_proj"
+
+
+@functools.cache
+def _made(pins: tuple[str, ...] = (), tactics: str = "", name: str = "llama") -> Planned:
+    mesh = Mesh.parse(MESH)
+    ask = Ask(pins=tuple(map(Pin.parse, pins)), tactics=parse_tactics(tactics, mesh) if tactics else ())
+    return plan_analysed(analysed(name), [mesh], load_cluster(CLUSTER), ask=ask)
+
+
+def _param(plan: Plan, target: str) -> Place:
+    groups = analysed("llama").flow.classes
+    return next(
+        key for key, g in groups.items() if any(p.target == target for p in g.ports) and key in plan.params
+    )
+
+
+def _equals_eager(made: Planned) -> None:
+    errors = compare_step(compile_analysed(made), *family("llama").make())
+    assert "loss" in errors and len(errors) > 10
+    assert {k: e for k, e in errors.items() if e > RTOL} == {}
+
+
+# -- pins --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", [f"{Q}=tp:S(1)", "*.norm=tp:R,dp:S(0)", "input_ids=dp:S(0)", "w=tp:S(0,outer=8),dp:R", "w=tp:P"]
+)
+def test_a_pin_is_its_text(text: str) -> None:
+    assert str(Pin.parse(text)) == text
+    assert Pin.parse(f" {text.replace('=', ' = ', 1).replace(':', ' : ')} ") == Pin.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "=tp:R", "a=", "a=tp", "a=:R", "a=tp:", "a=tp:S(", "a=tp:R,", "a=tp:X"]
+)
+def test_what_is_no_pin_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a pin"):
+        Pin.parse(text)
+
+
+def test_a_parameter_is_pinned() -> None:
+    free, made = _made(), _made((f"{Q}=tp:S(1)",))
+    key = _param(made.plan, Q.replace("*", "0"))
+    assert free.plan.params[key].stored[1] == free.plan.params[key].use[1] == Shard(0)
+    assert made.plan.params[key].stored[1] == made.plan.params[key].use[1] == Shard(1)
+    assert made.plan.proof.seconds > free.plan.proof.seconds
+    _equals_eager(made)
+
+
+def test_a_module_is_pinned() -> None:
+    """Its output has the placement, in both layers."""
+    free, made = _made(), _made((f"{GATE}=tp:S(2)",))
+    made_of = {
+        (name, number): node
+        for name, graph in analysed("llama").folded.segments.items()
+        for number, node in enumerate(graph.nodes)
+        if node.origin.fqn == GATE.replace("*", "0") and not node.backward
+    }
+    last = max(made_of)
+    assert made_of[last].types[0].shape == (BATCH, 12, 88)
+    assert free.plan.nodes[last].outputs[0][1] != Shard(2)
+    assert made.plan.nodes[last].outputs[0][1] == Shard(2)
+    _equals_eager(made)
+
+
+def test_an_input_is_pinned() -> None:
+    made = _made(("input_ids=dp:S(0)",))
+    assert made.plan.proof.seconds == _made().plan.proof.seconds
+    with pytest.raises(UsageError, match="'input_ids=dp:S\\(1\\)' cannot hold") as refused:
+        _made(("input_ids=dp:S(1)",))
+    assert "S(0) R" in str(refused.value)
+
+
+def test_a_part_of_a_dim_is_pinned() -> None:
+    """What a refusal says is possible can be given as it stands."""
+    made = _made((f"{Q}=tp:S(0,outer=2)",))
+    life = made.plan.params[_param(made.plan, Q.replace("*", "1"))]
+    assert str(life.stored[1]) == str(life.use[1]) == "S(0,outer=2)"
+    _equals_eager(made)
+
+
+def test_pins_hold_together() -> None:
+    made = _made((f"{GATE}=tp:S(2)", "lm_head.weight=tp:S(0)"))
+    assert made.plan.params[_param(made.plan, "lm_head.weight")].stored == (R, Shard(0))
+    assert made.plan.proof.seconds >= max(
+        _made((pin,)).plan.proof.seconds for pin in (f"{GATE}=tp:S(2)", "lm_head.weight=tp:S(0)")
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "what", "hint"),
+    [
+        ((f"{Q}=tp:S(7)",), "cannot hold", "S\\(1\\)"),
+        (("model.layers.*.self_attn.q_porj.weight=tp:R",), "matches no tensor", "self_attn.q_proj.weight"),
+        (("model.layers.0.mlp.up_proj.weight=tp:R",), "but not model.layers.1.mlp.up_proj.weight", "use \\*"),
+        (("lm_head.weight=sp:S(0)",), "no axis 'sp'", "dp, tp"),
+        (("lm_head.weight=tp:S(0)", "lm_head.*=tp:R"), "contradict each other", "drop one"),
+    ],
+)
+def test_impossible_pins_are_refused(pins: tuple[str, ...], what: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=what) as refused:
+        _made(pins)
+    assert refused.match(hint)
+
+
+def test_a_contradiction_names_the_pins_that_make_it() -> None:
+    """And none beside them."""
+    pins = ("input_ids=dp:S(0)", "lm_head.weight=tp:S(0)", f"{GATE}=tp:S(2)", "lm_head.*=tp:R")
+    with pytest.raises(UsageError) as refused:
+        _made(pins)
+    assert refused.value.what == f"the pins '{pins[1]}' and '{pins[3]}' contradict each other"
+
+
+# -- tactics -----------------------------------------------------------------------------------------------
+
+
+def test_tactics_are_applied_in_order() -> None:
+    text = "dp on batch; pin lm_head.weight=tp:S(0); auto on tp"
+    made = _made((), text)
+    assert made.settled is not None
+    stages = made.settled.stages
+    assert [s.tactic for s in stages] == [part.strip() for part in text.split(";")]
+    assert [s.mesh for s in stages] == ["dp=2,tp=1", "dp=2,tp=1", "dp=2,tp=2"]
+    assert stages[0].step == stages[1].step and stages[1].held.total > stages[2].held.total > 0
+    assert stages[2].step == made.settled.placed.step
+    assert made.plan.params[_param(made.plan, "lm_head.weight")].stored == (R, Shard(0))
+    _equals_eager(made)
+
+
+def test_later_tactics_keep_what_was_decided() -> None:
+    """What is decided on dp alone is found again once tp is decided, too."""
+    one = plan_analysed(analysed("llama"), [Mesh.parse("dp=2,tp=1")], load_cluster(CLUSTER)).plan
+    both = _made((), "dp on batch; auto on tp").plan
+    for key, life in one.params.items():
+        assert (both.params[key].stored[0], both.params[key].use[0]) == (life.stored[0], life.use[0])
+    for key, state in one.nodes.items():
+        before = [layout and layout[0] for layout in (*state.inputs, *state.outputs)]
+        after = both.nodes[key]
+        assert [layout and layout[0] for layout in (*after.inputs, *after.outputs)] == before, key
+
+
+def test_a_tactic_may_use_an_axis_for_something_else() -> None:
+    """dp stores parameters split if it is told to."""
+    made = _made((), "dp on parameters; auto on tp")
+    lives = made.plan.params.values()
+    assert any(isinstance(life.stored[0], Shard) for life in lives)
+    assert all(life.stored[0] == R for life in _made().plan.params.values())
+    _equals_eager(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("sp on batch; auto", "no axis 'sp'"),
+        ("auto on sp; auto", "no axis 'sp'"),
+        ("dp on batch; auto on dp; auto on tp", "two tactics use the axis 'dp'"),
+        ("dp on batch", "no tactic uses the axis 'tp'"),
+        ("; ;", "no tactic uses the axis 'dp'"),
+        ("dp on bath; auto", "did you mean 'batch'"),
+        ("dp; auto", "'dp' is not a tactic"),
+        ("dp on ; auto", "is not a tactic"),
+        ("pin lm_head; auto", "is not a pin"),
+    ],
+)
+def test_what_is_no_tactic_is_refused(text: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        parse_tactics(text, Mesh.parse(MESH))
+
+
+def test_auto_takes_the_axes_that_are_left() -> None:
+    mesh = Mesh.parse("dp=2,fsdp=2,tp=2")
+    assert [t.axis for t in parse_tactics("fsdp on parameters; auto", mesh)] == ["fsdp", "dp", "tp"]
+    assert [t.text for t in parse_tactics("auto", mesh)] == ["auto on dp", "auto on fsdp", "auto on tp"]

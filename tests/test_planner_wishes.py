@@ -1,0 +1,256 @@
+"""Plans beside those made by hand, the same every time, stopped early; and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from families import BATCH, family
+from planned import analysed
+from typer.testing import CliRunner
+
+import autoshard
+from autoshard.api import plan_analysed
+from autoshard.cli.folders import read_plan
+from autoshard.cli.main import app
+from autoshard.cli.output import Progress
+from autoshard.cluster import Mesh, load_cluster, mesh_candidates
+from autoshard.errors import UsageError
+from autoshard.placement import Placement, Shard
+from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.plan_json import plan_to_json
+from autoshard.search.problems import layer_calls, pose
+from autoshard.search.rivals import _whole_between_layers
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+from autoshard.search.tune import tune
+from autoshard.search.variables import ValueVar
+
+CLUSTER = "cpu-gloo"
+MESH = "dp=2,tp=2"
+
+
+# -- rivals ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _against(name: str, cluster: str) -> Settled:
+    machine = load_cluster(cluster)
+    return choose(analysed(name).model, mesh_candidates(machine, 4), machine, Ask(batch=BATCH, rivals=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("llama", "cpu-gloo"), ("gpt2", "h100-dgx"), ("vit", "h100-dgx")]
+)
+def test_no_rival_is_faster(name: str, cluster: str) -> None:
+    found = _against(name, cluster)
+    assert [r.name for r in found.rivals] == ["data parallel", "FSDP2", "Megatron-LM (SC'21)"]
+    assert [r.mesh for r in found.rivals] == ["dp=4", "fsdp=4", "dp=4"]
+    for rival in found.rivals:
+        assert rival.seconds is not None
+        assert rival.seconds / found.placed.seconds >= 1 - 1e-9
+        assert rival.seconds >= found.bound
+
+
+def test_megatron_keeps_what_travels_between_layers_whole() -> None:
+    """Where the plan itself splits it: over the sequence."""
+    model = analysed("llama").model
+    posed = pose(
+        model,
+        Mesh.parse("tp=4"),
+        load_cluster(CLUSTER),
+        Setting(1, layer_calls(model.folded)),
+    )
+    allowed = _whole_between_layers(posed)
+    kept = place(posed.problem, posed.free.setting, None, allowed=allowed)
+    assert kept.seconds > posed.free.seconds
+
+    def between(states: tuple[int, ...]) -> list[Placement]:
+        backward = posed.model.folded.is_backward()
+        found = []
+        for source, target in posed.model.flow.edges:
+            both = {source[0], target[0]} == {"layers_fwd"}
+            if both and not backward[target[0]]:
+                variable = posed.problem.variables[posed.problem.index[target]]
+                assert isinstance(variable, ValueVar)
+                found.append(variable.states[states[posed.problem.index[target]]][0])
+        return found
+
+    assert between(kept.states) and all(not isinstance(p, Shard) for p in between(kept.states))
+
+
+# -- the same every time -----------------------------------------------------------------------------------
+
+FRESH = """
+import sys
+from test_planner_wishes import limited_plan
+sys.stdout.write(limited_plan())
+"""
+
+
+def limited_plan() -> str:
+    """A plan with everything in it: one of two meshes, microbatches, recomputation."""
+    meshes = [Mesh.parse("fsdp=2,tp=2"), Mesh.parse("tp=4")]
+    machine, ask = load_cluster("h100-dgx"), Ask(batch=BATCH)
+    made = plan_analysed(analysed("gpt2"), meshes, machine, memory=200_000, ask=ask)
+    assert made.plan.microbatches > 1 and made.plan.recompute
+    return plan_to_json(made.plan)
+
+
+def test_plans_are_the_same_byte_for_byte() -> None:
+    """Twice in a process, and in a fresh one that hashes otherwise."""
+    text = limited_plan()
+    assert limited_plan() == text
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(here)}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=env, cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text
+
+
+# -- stopping early ----------------------------------------------------------------------------------------
+
+
+def _interrupting(prefix: str, nth: int, seen: list[str]) -> Callable[[str], None]:
+    """A progress callback that is Ctrl-C at the nth text with this beginning."""
+
+    def say(text: str) -> None:
+        seen.append(text)
+        if text.startswith(prefix) and sum(t.startswith(prefix) for t in seen) == nth:
+            raise KeyboardInterrupt
+
+    return say
+
+
+def _interrupted(nth: int) -> tuple[Settled, list[str]]:
+    """At the nth shape of four ranks."""
+    machine, seen, ask = load_cluster(CLUSTER), list[str](), Ask(batch=BATCH, rivals=True)
+    meshes = mesh_candidates(machine, 4)
+    found = choose(analysed("llama").model, meshes, machine, ask, _interrupting("searching", nth, seen))
+    return found, seen
+
+
+def test_interrupted_after_the_first_shape() -> None:
+    """The plan is the best of what was known by then."""
+    found, seen = _interrupted(2)
+    assert found.interrupted and not found.rivals
+    assert sum(t.startswith("solving") for t in seen) == 1
+    whole = _against("llama", CLUSTER)
+    assert not whole.interrupted and found.placed.seconds >= whole.placed.seconds
+
+
+def _two_solved(say: Callable[[str], None]) -> Settled:
+    """A search that solves two configurations."""
+    machine = load_cluster("h100-dgx")
+    meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4")]
+    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), say)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_interrupted_while_solving(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nth configuration is not solved; without any, the best estimate is placed at once."""
+    solved: list[Placed] = []
+
+    def tune_some(*args: Any, **kwargs: Any) -> Placed:
+        if len(solved) == nth - 1:
+            raise KeyboardInterrupt
+        solved.append(tune(*args, **kwargs))
+        return solved[-1]
+
+    whole = _two_solved(lambda _: None)
+    monkeypatch.setattr("autoshard.search.choose.tune", tune_some)
+    found = _two_solved(lambda _: None)
+    assert found.interrupted and not whole.interrupted and len(solved) == nth - 1
+    assert found.bound <= whole.placed.seconds <= found.placed.seconds
+    if solved:
+        assert found.placed.states == solved[0].states
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_interrupted_between_two_solutions(nth: int) -> None:
+    try:
+        found = _two_solved(_interrupting("solving", nth, []))
+    except KeyboardInterrupt:  # pytest would stop, too
+        pytest.fail("shapes are known, and yet there is no plan")
+    assert found.interrupted
+
+
+def test_interrupted_before_anything_is_known() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted(1)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    """A small llama as the command line takes it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 88, "vocab_size": 96, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (tmp_path / "llama.json").write_text(json.dumps(config))
+    return f"hf:{tmp_path / 'llama.json'}"
+
+
+def test_the_command_writes_what_it_has(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C: the folder is complete, the exit code that of an interrupt."""
+    say = _interrupting("searching", 2, [])
+    monkeypatch.setattr(Progress, "__call__", lambda self, text: say(text))
+    options = [
+        "--cluster",
+        CLUSTER,
+        "--gpus",
+        "4",
+        "--global-batch",
+        "8",
+        "--seq",
+        "12",
+        "-o",
+        str(tmp_path / "p"),
+    ]
+    done = CliRunner().invoke(app, ["plan", target, *options])
+    assert done.exit_code == 130, done.output
+    assert "interrupted" in done.output
+    plan, request = read_plan(tmp_path / "p")
+    assert any("interrupted" in w for w in plan.warnings) and request.target == target
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--mesh", MESH, "--batch", "8", "--global-batch", "8"], "exclude each other"),
+        (["--mesh", MESH, "--optimizer", "adam"], "did you mean 'adamw'"),
+        (["--cluster", CLUSTER, "--gpus", "4", "--tactics", "auto"], "tactics need a mesh"),
+        (["--mesh", MESH, "--batch", "8", "--tactics", "auto on cp"], "no axis 'cp'"),
+        (["--mesh", MESH, "--global-batch", "8", "--tactics", "auto"], "one batch"),
+        pytest.param(
+            ["--mesh", "dp=4", "--global-batch", "6"],
+            "does not divide over 4 batch shards",
+        ),
+    ],
+)
+def test_mistakes_are_refused(target: str, options: list[str], what: str) -> None:
+    done = CliRunner().invoke(app, ["plan", target, "--seq", "12", *options])
+    assert done.exit_code == 2, done.output
+    assert what in done.output.replace("\n", " ")
+
+
+def test_a_batch_that_no_mesh_divides_is_refused() -> None:
+    machine = load_cluster(CLUSTER)
+    meshes = [Mesh.parse(m) for m in ("dp=4", "fsdp=4", "dp=2,fsdp=2")]
+    with pytest.raises(UsageError, match="a batch of 7 does not divide over 4 batch shards"):
+        choose(analysed("llama").model, meshes, machine, Ask(batch=7))
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    model, inputs = family("llama").make()
+    with pytest.raises(UsageError, match="global_batch is 0"):
+        autoshard.plan(model, MESH, example_inputs=inputs, global_batch=0)
