@@ -41,6 +41,8 @@ from autoshard.search.tune import QUICK, proven, tune
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
+#: states of solved configurations together after which no other is solved
+_WORK = 8_000
 #: configurations whose estimate is this much over that of one that was solved are not solved
 _MARGIN = 1.03
 
@@ -217,7 +219,10 @@ class _Search:
         def pose(where: Configuration) -> Posed:
             return self.pose(where.mesh, where.batch)
 
-        return rivals(devices, self.cluster, self.ask.budget, self.setting, ranked, pose)
+        def known(mesh: Mesh) -> bool:
+            return any(mesh in s.meshes for s in self.shapes)
+
+        return rivals(devices, self.cluster, self.ask.budget, self.setting, ranked, pose, known)
 
     def shape(self, meshes: tuple[Mesh, ...]) -> Shape:
         """Solve the shape at its smallest and its largest microbatch."""
@@ -328,7 +333,7 @@ class _Search:
         """Solve the configurations that look best, until the others are ruled out or far behind."""
         best: Settled | None = None
         solved: dict[Configuration, float] = {}
-        limit = inf
+        limit, work = inf, 0
         alike: Counter[object] = Counter()
         for estimated in ranked:
             where = estimated.configuration
@@ -337,6 +342,7 @@ class _Search:
                 or estimated.bound >= best.placed.seconds
                 or (isfinite(estimated.seconds) and estimated.seconds > limit)
                 or len(solved) >= _MOST
+                or work > _WORK
                 or alike[_kind(where)] >= _ALIKE
             ):
                 continue
@@ -353,6 +359,7 @@ class _Search:
                 self.interrupted = True
                 break
             seconds = solved[where] = found.placed.seconds
+            work += sum(found.posed.problem.terms.states)
             if isfinite(estimated.seconds):
                 # estimates err alike, so they are compared with each other, unless this one was far off
                 far = _MARGIN * estimated.seconds < seconds
@@ -393,8 +400,9 @@ class _Search:
         best = replace(best, placed=placed)
         others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
         bound = min([placed.lower_bound, *(e.bound for _, e in others)])
-        priced = ((_name(c), solved.get(c, e.seconds)) for c, e in others)
-        named = sorted((p for p in priced if isfinite(p[1])), key=lambda pair: (pair[1], pair[0]))
+        # an estimate below what was found says little: those that were solved come first
+        priced = sorted((c not in solved, solved.get(c, e.seconds), _name(c)) for c, e in others)
+        named = [(name, seconds) for _, seconds, name in priced if isfinite(seconds)]
         return replace(best, bound=bound, rejected=tuple(named), interrupted=self.interrupted)
 
     def nothing(self, shapes: Sequence[Shape]) -> Settled:

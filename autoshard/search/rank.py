@@ -20,7 +20,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.ir import DTYPES
-from autoshard.placement import Layout, R, Shard
+from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import fill
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
@@ -60,7 +60,7 @@ class Parameters:
 
     count: members. whole: bytes of one member in use. base: as stored, were it not split over data ranks.
     split: over how many of the data ranks its use is split, which need no gather. width: bytes per element.
-    phases: how many of forward and backward use it.
+    phases: how many of forward and backward use it. shapes: of one member, as stored but for data ranks.
     """
 
     count: Array
@@ -69,6 +69,7 @@ class Parameters:
     split: Array
     width: Array
     phases: Array
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def way_of(posed: Posed, placed: Placed) -> Way:
 def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
     """The parameters of a problem, in the layouts that its placements use."""
     rows = []
+    shapes: list[tuple[int, ...]] = []
     axes = posed.problem.axes
     groups = posed.model.flow.classes
     backward = posed.model.folded.is_backward()
@@ -152,18 +154,21 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
         life = variable.states[state]
         type_ = group.first.type
         phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
+        off_data = _off_data(life.stored, posed)
+        shapes.append(local_shape(type_.shape, off_data, axes.mesh_sizes, (0,) * len(axes.mesh_sizes)))
         rows.append(
             (
                 len(group.ports),
                 posed.prices.ops.local_bytes(type_, life.use, axes.sizes),
-                posed.prices.params.local_bytes(type_, _off_data(life.stored, posed), axes.mesh_sizes),
+                posed.prices.params.local_bytes(type_, off_data, axes.mesh_sizes),
                 _data_ways(life.use, posed),
                 DTYPES[type_.dtype][1],
                 len(phases),
             )
         )
     table = np.array(rows, dtype=np.float64).reshape(-1, 6)
-    return Parameters(*table.T)
+    count, whole, base, split, width, both = table.T
+    return Parameters(count, whole, base, split, width, both, tuple(shapes))
 
 
 def _off_data(stored: Layout, posed: Posed) -> Layout:
@@ -237,16 +242,19 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     links = cost_model(cluster, mesh).bucketed.links
     stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
     spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
-    ways = float(np.prod([mesh.sizes[k] for k in stored]))
+    ways = int(np.prod([mesh.sizes[k] for k in stored]))
     if (given.split > ways).any():
         return []  # used in more parts than this mesh stores them in
-    own, part = given.base / ways, given.base / given.split
+    # a shape that does not divide so that every rank holds some of it is stored whole
+    divides = np.array([any(_divides(n, ways) for n in shape) for shape in given.shapes], dtype=bool)
+    own, part = given.base / np.where(divides, ways, given.split), given.base / given.split
     zeros = np.zeros(len(own))
     inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
     over_data = sum((seconds("all_gather", part, links[k]) for k in stored), zeros)
     inside = sum((seconds("all_gather", given.whole, links[k]) for k in inner), zeros)
     gather = given.count * (
-        np.where(given.split < ways, over_data, 0.0) + np.where(given.whole > _MORE * part, inside, 0.0)
+        np.where((given.split < ways) & divides, over_data, 0.0)
+        + np.where(given.whole > _MORE * part, inside, 0.0)
     )
     gathered = given.whole > _MORE * own
     reduce = gather + given.count * sum((seconds("all_reduce", own, links[k]) for k in spread), zeros)
@@ -275,6 +283,11 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     ]
 
 
+def _divides(size: int, ways: int) -> bool:
+    """Whether a dim can be split over so many ranks."""
+    return size % ways == 0 or (size >= ways and chunk(size, ways, ways - 1)[1] > 0)
+
+
 def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:
     return {k: (1 - t) * a.get(k, 0.0) + t * b.get(k, 0.0) for k in dict.fromkeys((*a, *b))}
 
@@ -283,7 +296,8 @@ def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]
     """Meshes that differ only in how the data axes are divided, together; most sharded first.
 
     owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then only
-    the mesh that divides them furthest is kept, since gathering experts costs far more.
+    the mesh that divides them furthest is kept, beside the one that stores everything whole, since gathering
+    experts costs far more.
     """
     groups: dict[object, list[Mesh]] = {}
     for mesh in meshes:
@@ -293,7 +307,8 @@ def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]
     for group in groups.values():
         ordered = sorted(group, key=lambda m: -_sharded(m))
         alone = next((m for m in ordered if owners and owners % _sharded(m) == 0), None)
-        found.append(tuple(ordered) if alone is None else (alone,))
+        whole = [m for m in ordered if _sharded(m) == 1 and m != alone]
+        found.append(tuple(ordered) if alone is None else (alone, *whole))
     return found
 
 

@@ -40,7 +40,13 @@ class Rival:
 
 
 def rivals(
-    devices: int, cluster: Cluster, budget: float | None, setting: Setting, ranked: Ranking, pose: Poser
+    devices: int,
+    cluster: Cluster,
+    budget: float | None,
+    setting: Setting,
+    ranked: Ranking,
+    pose: Poser,
+    known: Callable[[Mesh], bool],
 ) -> tuple[Rival, ...]:
     """Data parallel, FSDP2, and Megatron-LM's tensor and data parallelism, each at its best microbatch.
 
@@ -51,7 +57,7 @@ def rivals(
     return (
         solve.one("data parallel", Mesh((Axis("dp", devices),))),
         solve.one("FSDP2", Mesh((Axis("fsdp", devices),))),
-        _megatron(devices, cluster, solve),
+        _megatron(devices, cluster, solve, known),
     )
 
 
@@ -86,19 +92,24 @@ class _Solver:
         return None
 
 
-def _megatron(devices: int, cluster: Cluster, solve: _Solver) -> Rival:
+def _megatron(devices: int, cluster: Cluster, solve: _Solver, known: Callable[[Mesh], bool]) -> Rival:
+    """As little tensor parallelism as fits, of the meshes that are known, or the most there can be."""
     node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
     ways = [t for t in range(1, min(node, devices) + 1) if devices % t == 0 and node % t == 0]
     name = "Megatron-LM (SC'21)"
-    best: Rival | None = None
-    for tp in reversed(ways):  # if the most of it does not fit, less does not either
-        axes = [Axis(n, size) for n, size in (("dp", devices // tp), ("tp", tp)) if size > 1]
-        found = solve.one(name, Mesh(tuple(axes) or (Axis("dp", 1),)), between_layers_whole=True)
-        if found.seconds is None:
-            return best or found
-        best = found
-    assert best is not None
-    return best
+    meshes = [Mesh(_axes(devices // tp, tp)) for tp in ways]
+    last = Rival(name, str(meshes[-1]), 1, None, "does not fit the memory")
+    for mesh in meshes:
+        if known(mesh) or mesh == meshes[-1]:
+            last = solve.one(name, mesh, between_layers_whole=True)
+            if last.seconds is not None:
+                break
+    return last
+
+
+def _axes(dp: int, tp: int) -> tuple[Axis, ...]:
+    axes = tuple(Axis(name, size) for name, size in (("dp", dp), ("tp", tp)) if size > 1)
+    return axes or (Axis("dp", 1),)
 
 
 def _whole_between_layers(posed: Posed) -> list[Array | None]:
