@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import errors_of, program_of, vgg
+from architectures import errors_of, program_of
 from lockstep_check import RTOL
+from plain_nets import vgg
 from torch import nn
 from torch.nn import functional as F
 
