@@ -138,4 +138,8 @@ def _main(text: str) -> None:
 
 
 if __name__ == "__main__":
+    from autoshard.cli.main import collect_rarely, end_at_once
+
+    collect_rarely()  # as the `autoshard plan` command does, which this stands for
     _main(sys.argv[1])
+    end_at_once(0)

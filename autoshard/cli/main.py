@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import gc
+import os
+import sys
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -49,6 +52,32 @@ def _root(
     pass
 
 
+#: commands that start no process group and leave nothing open, so that nothing is lost by ending at once
+_OFFLINE = frozenset(("check", "plan"))
+
+
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point.
+
+    A command is short and makes millions of objects that live to its end: collecting garbage rarely saves a
+    tenth of the time, and not taking everything apart at the end a second (measured on a plan of Llama-3 8B).
+    """
+    collect_rarely()
+    try:
+        app()
+    except SystemExit as end:
+        if not _OFFLINE & set(sys.argv[1:2]) or not isinstance(end.code, int | None):
+            raise
+        end_at_once(end.code or 0)
+
+
+def collect_rarely() -> None:
+    """Collect garbage as rarely as suits a process that ends soon."""
+    gc.set_threshold(200_000, 20, 100)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without taking its objects apart."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
