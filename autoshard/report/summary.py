@@ -19,6 +19,7 @@ from autoshard.search.choose import Settled
 from autoshard.search.explain import life_text, zero_stage
 from autoshard.search.plan import Plan, Why, why_key
 from autoshard.search.problem import model_flop
+from autoshard.search.setting import Held
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Predicted bytes on the fullest rank. state: parameters, gradients, optimizer and gathered copies."""
-
-    state: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations
-
-
-@dataclass(frozen=True)
 class RivalRow:
     """A strategy that a user would have picked. ratio: its step over ours, None if it cannot be used."""
 
@@ -143,7 +132,7 @@ class Summary:
     zero: tuple[ZeroGroup, ...] = ()
     recompute: tuple[RecomputeRow, ...] = ()
     step: Step | None = None
-    memory: Memory | None = None
+    memory: Held | None = None
     rivals: tuple[RivalRow, ...] = ()
     stages: tuple[StageRow, ...] = ()
 
@@ -189,7 +178,7 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
         _zero(plan, classes, mesh),
         _recompute(plan, analysis),
         None if settled is None else _step(settled),
-        None if settled is None else _memory(settled),
+        None if settled is None else settled.placed.setting.held(settled.placed.taken),
         () if settled is None else _rivals(settled),
         ()
         if settled is None
@@ -231,11 +220,6 @@ def _step(settled: Settled) -> Step:
     )
     mfu = m * flop / possible if possible else 0.0
     return Step(step.total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
-
-
-def _memory(settled: Settled) -> Memory:
-    held = settled.placed.setting.held(settled.placed.taken)
-    return Memory(held.state, held.activations)
 
 
 def _rivals(settled: Settled) -> tuple[RivalRow, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 from autoshard.cost.step_time import Exposure, between
-from autoshard.search.network import Array, CostNetwork, Limits
+from autoshard.search.network import Array, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
@@ -41,18 +41,18 @@ def dual_bound(
     count as exposed (any is valid); half of it is tried, too.
     """
     known: dict[tuple[float, Exposure], float] = {}
+    policies = extremes(setting)
 
     def at(price: float, exposure: Exposure) -> float:
         key = (price, exposure)
         if key not in known:
-            policies = extremes(setting)
             least = (_priced(problem, p, budget, price, allowed, limits, exposure) for p in policies)
             known[key] = min(least)
         return known[key]
 
     half = between(exposure, Exposure(0.0, 0.0, 0.0, 0.0))
     exposure = max((exposure, half), key=lambda e: at(price, e))
-    if len(extremes(setting)) > _FEW:
+    if len(policies) > _FEW:
         return max(known.values())
     for factor in (2.0, 0.5):
         for _ in range(_MOVES):
@@ -87,7 +87,5 @@ def _priced(
     limits: Limits | None,
     bound: Exposure,
 ) -> float:
-    net = policy.network(problem.terms, bound, allowed)
-    unary = tuple(u + price * m for u, m in zip(net.unary, net.memory, strict=True))
-    both = CostNetwork(unary, net.memory, net.edges)
-    return solve(both, limits=limits).lower_bound - price * budget
+    network = policy.network(problem.terms, bound, allowed).at_price(price)
+    return solve(network, limits=limits).lower_bound - price * budget

@@ -14,9 +14,8 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
-from autoshard.search.network import CostNetwork, InfeasibleNetwork
+from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.pins import Pin
-from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rank import (
@@ -36,7 +35,7 @@ from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place, priced
 from autoshard.search.solve import solve
 from autoshard.search.tactics import Stage, Tactic, run_tactics
-from autoshard.search.terms import compose
+from autoshard.search.terms import compose, profile
 from autoshard.search.tune import QUICK, proven, tune
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
@@ -128,19 +127,12 @@ class _Search:
         self.shapes: list[Shape] = []
         self.interrupted = False
         self.orders: dict[Mesh, RankOrder] = {}
+        self.models: dict[int, Model] = {}
 
     def one(self, mesh: Mesh) -> Settled:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        posed = pose(
-            self.model,
-            mesh,
-            self.cluster,
-            self.setting,
-            recipe=self.ask.recipe,
-            pins=self.ask.pins,
-            order=self.order(mesh),
-        )
+        posed = self.pose(mesh, self.captured, self.ask.pins, merge=False)
         placed = self.proven(posed, self.tune(posed, self.setting))
         where = Configuration(mesh, self.captured, 1)
         return Settled(posed, placed, where, self.cluster, placed.lower_bound)
@@ -255,9 +247,10 @@ class _Search:
             return [self.captured]
         return microbatch_sizes(mesh, self.total)
 
-    def pose(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = ()) -> Posed:
+    def pose(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True) -> Posed:
         try:
-            model = rebatched(self.model, batch)
+            if batch not in self.models:
+                self.models[batch] = rebatched(self.model, batch)
         except NotRebatchable as error:
             raise UsageError(
                 f"the model cannot be planned for microbatches of {batch} sequences",
@@ -266,9 +259,9 @@ class _Search:
                 hint="plan one batch in one piece (--batch), with example inputs of that many sequences",
             ) from None
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
-        merge = len(mesh.axes) > 1 and not experts_of(self.model)
+        merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
         return pose(
-            model,
+            self.models[batch],
             mesh,
             self.cluster,
             self.setting,
@@ -304,8 +297,7 @@ class _Search:
             return 0.0
         setting = replace(self.setting, optimistic=self.ask.recompute)
         network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
-        alone = tuple(u + m for u, m in zip(network.unary, network.memory, strict=True))
-        return solve(CostNetwork(alone, network.memory, network.edges), limits=QUICK).lower_bound
+        return solve(network.at_price(1.0), limits=QUICK).lower_bound
 
     def at_once(self, posed: Posed, setting: Setting) -> Placed:
         """Placements that fit, with the least work."""
@@ -313,8 +305,7 @@ class _Search:
         try:
             return place(posed.problem, setting, budget, allowed=posed.allowed, limits=QUICK, rounds=1)
         except InfeasibleNetwork:
-            everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
-            return self.tune(posed, replace(setting, recompute=everything))
+            return self.tune(posed, setting.running_again("full"))
 
     def proven(self, posed: Posed, placed: Placed) -> Placed:
         if not self.ask.recompute:
@@ -433,10 +424,7 @@ def _name(where: Configuration) -> str:
 
 
 def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:
-    from autoshard.search.terms import profile
-
-    everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
-    held = replace(setting, recompute=everything).held(profile(posed.problem.terms, error.states))
+    held = setting.running_again("full").held(profile(posed.problem.terms, error.states))
     parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
     binding = max(parts, key=lambda k: parts[k])
     text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())

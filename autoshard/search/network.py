@@ -43,6 +43,11 @@ class CostNetwork:
             if table.shape != (len(self.unary[u]), len(self.unary[v])):
                 raise ValueError(f"edge ({u}, {v}): {table.shape} does not fit its variables")
 
+    def at_price(self, price: float) -> CostNetwork:
+        """The network in which every byte also costs ``price`` seconds."""
+        unary = tuple(u + price * m for u, m in zip(self.unary, self.memory, strict=True))
+        return CostNetwork(unary, self.memory, self.edges)
+
     def seconds_of(self, states: Sequence[int]) -> float:
         """Total seconds of an assignment; always summed in the same order."""
         alone = sum((float(u[s]) for u, s in zip(self.unary, states, strict=True)), 0.0)

@@ -80,8 +80,8 @@ def pinned_keys(pins: Sequence[Pin], model: Model) -> frozenset[object]:
         return frozenset()
     names = _Names(model)
     found: set[object] = set()
-    for group, _, name in names.ports():
-        if any(fnmatchcase(name, pin.glob) for pin in pins):
+    for group, own in names.ports():
+        if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
             found.add(group.key)
     for (segment, value), own in names.modules():
         if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
@@ -145,13 +145,17 @@ class _Names:
             if call.label and not call.backward:
                 self.labels.setdefault(call.segment, []).append(call.label)
 
-    def ports(self) -> Iterator[tuple[PortClass, str, str]]:
+    def ports(self) -> Iterator[tuple[PortClass, list[str]]]:
+        """(class, names of its members)."""
+        inputs = self.model.folded.joint.input_names
         for group in self.model.flow.classes.values():
-            for port in group.ports:
-                name = port.target
-                if port.kind == "input" and name.isdigit():
-                    name = self.model.folded.joint.input_names[int(name)]
-                yield group, port.kind, name
+            yield (
+                group,
+                [
+                    inputs[int(p.target)] if p.kind == "input" and p.target.isdigit() else p.target
+                    for p in group.ports
+                ],
+            )
 
     def modules(self) -> Iterator[tuple[Place, list[str]]]:
         """(value, names of the modules whose output it is: one per repeated layer)."""
@@ -184,8 +188,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
     found: list[Array | None] = [None] * len(problem.variables)
     known: list[str] = []
     hits = 0
-    for group in names.model.flow.classes.values():
-        own = [n for g, _, n in names.ports() if g is group]
+    for group, own in names.ports():
         known += own
         matching = [n for n in own if fnmatchcase(n, pin.glob)]
         if matching:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -34,7 +35,7 @@ from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
-from autoshard.search.kept import kept_activations
+from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.lives import lives_of
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Terms, Time
@@ -58,6 +59,11 @@ class Model:
     flow: Flow
     rules: dict[tuple[str, int], Factored]
     digits: DigitTable
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What backward reads of forward; the same on every mesh."""
+        return kept_activations(self.folded, self.flow, self.rules)
 
 
 def model_flop(model: Model) -> tuple[float, str]:
@@ -121,7 +127,7 @@ class _Builder:
         self.producer: dict[Place, tuple[int, int]] = {}
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
-        self.kept = kept_activations(model.folded, model.flow, model.rules)
+        self.kept = model.kept
         self.users: dict[Place, list[tuple[str, int]]] = {}
         for name, graph in model.folded.segments.items():
             for number, node in enumerate(graph.nodes):

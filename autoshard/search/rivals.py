@@ -14,7 +14,6 @@ from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout, Shard
 from autoshard.search.network import Array, InfeasibleNetwork, NoFiniteAssignment
-from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed
 from autoshard.search.rank import Configuration, Estimated
@@ -83,8 +82,7 @@ class _Solver:
         return Rival(name, str(mesh), 1, None, "does not fit the memory")
 
     def _place(self, posed: Posed, setting: Setting, allowed: Sequence[Array | None]) -> Placed | None:
-        everything = {s: Recompute("full", n) for s, n in setting.calls.items()}
-        for trial in (setting, replace(setting, recompute=everything)):
+        for trial in (setting, setting.running_again("full")):
             try:
                 return place(posed.problem, trial, self.budget, allowed=allowed, limits=QUICK, rounds=2)
             except (InfeasibleNetwork, NoFiniteAssignment):

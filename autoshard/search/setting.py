@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, step_time, weights
+from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure_of, step_time, weights
 from autoshard.search.network import Array, CostNetwork
 from autoshard.search.plan import Recompute
 from autoshard.search.terms import Bytes, Profile, Terms, Time, TimeWeight, compose
@@ -41,6 +42,10 @@ class Setting:
     @property
     def how(self) -> Overlap:
         return Overlap(self.microbatches, self.overlap, 1 / (1 + sum(self.calls.values())))
+
+    def running_again(self, policy: Literal["selective", "full"]) -> Setting:
+        """The same with every call of every layer computed again by one policy."""
+        return replace(self, recompute={name: Recompute(policy, n) for name, n in self.calls.items()})
 
     def again(self, segment: str, cheap: bool) -> float:
         """Which part of the calls of a forward segment runs again."""
@@ -114,6 +119,10 @@ class Setting:
             else:
                 found[key.kind] += seconds
         return Sums(**found)
+
+    def exposure(self, taken: Profile) -> Exposure:
+        """Which overlaps are bound by communication."""
+        return exposure_of(self.sums(taken), self.how)
 
     def step(self, taken: Profile) -> StepTime:
         return step_time(self.sums(taken), self.how)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.cost.step_time import Exposure, StepTime, between, exposure_of
+from autoshard.cost.step_time import Exposure, StepTime, between
 from autoshard.search.network import Array, CostNetwork, Limits, SearchStats, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
@@ -69,11 +69,11 @@ def place(
         lower = max(lower, solution.lower_bound)
         if best is None or step.total < best.seconds:
             best = Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
-        shown = exposure_of(setting.sums(taken), setting.how)
+        shown = setting.exposure(taken)
         if shown == bound:
             break
         # where two exposures lead to each other, the truth lies between
-        bound = shown if shown not in tried else between(bound, tried[-2] if len(tried) > 1 else shown)
+        bound = shown if shown not in tried else between(bound, tried[-2])
         if bound in tried:
             break
     assert best is not None
@@ -86,8 +86,7 @@ def priced(
     """Placements of least seconds where a byte costs ``price`` seconds."""
     bound = Exposure(0.0, 0.0, 0.0, 0.0)
     network = setting.network(problem.terms, bound, allowed)
-    unary = tuple(u + price * m for u, m in zip(network.unary, network.memory, strict=True))
-    solution = solve(CostNetwork(unary, network.memory, network.edges))
+    solution = solve(network.at_price(price))
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
     return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.cost.step_time import exposure_of
 from autoshard.search.again import fill, marginal_price
 from autoshard.search.bound import dual_bound
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
-from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
 from autoshard.search.refit import refit
 from autoshard.search.setting import Setting
@@ -62,7 +60,7 @@ def proven(
     price = max(placed.solution.multiplier, again)
     if budget is None or not price:
         return placed
-    exposure = exposure_of(placed.setting.sums(placed.taken), placed.setting.how)
+    exposure = placed.setting.exposure(placed.taken)
     bound = dual_bound(problem, bare, budget, price, exposure, allowed=allowed, limits=limits)
     return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
 
@@ -89,19 +87,15 @@ class _Tuning:
             self._with_recompute(free, hint)
         if not self.found:
             # says what is missing, with the least memory that any placements need
-            everything = {s: Recompute("full", n) for s, n in self.bare.calls.items()}
-            return place(
-                self.problem, replace(self.bare, recompute=everything), self.budget, allowed=self.allowed
-            )
+            everything = self.bare.running_again("full")
+            return place(self.problem, everything, self.budget, allowed=self.allowed)
         last = self._final(min(self.found, key=lambda p: (p.seconds, p.bytes)))
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _with_recompute(self, free: Placed, hint: Setting) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
         extremes = [hint] if hint.recompute else []
-        for policy in ("selective", "full"):
-            every = {name: Recompute(policy, n) for name, n in self.bare.calls.items()}
-            extremes.append(replace(self.bare, recompute=every))
+        extremes += [self.bare.running_again("selective"), self.bare.running_again("full")]
         self._refit(free, extremes)
         if self.small or not self.found:
             for extreme in extremes:
@@ -117,7 +111,7 @@ class _Tuning:
 
     def _at(self, setting: Setting, start: Placed) -> None:
         """The placements of ``start`` as they are, if they fit in another setting."""
-        bound = exposure_of(setting.sums(start.taken), setting.how)
+        bound = setting.exposure(start.taken)
         network = setting.network(self.problem.terms, bound, self.allowed)
         if network.bytes_of(start.states) <= self.budget:
             self.found.append(placed_at(self.problem, setting, network, start.states))
@@ -145,7 +139,7 @@ class _Tuning:
     def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
         for chosen in settings:
-            bound = exposure_of(chosen.sums(base.taken), chosen.how)
+            bound = chosen.exposure(base.taken)
             network = chosen.network(self.problem.terms, bound, self.allowed)
             states = refit(self.problem, network, base.states, self.budget)
             if states is not None:
@@ -153,7 +147,7 @@ class _Tuning:
 
     def _place(self, setting: Setting, limits: Limits, near: Placed | None) -> Placed:
         """near: a solution whose exposure to begin with."""
-        start = None if near is None else exposure_of(near.setting.sums(near.taken), near.setting.how)
+        start = None if near is None else near.setting.exposure(near.taken)
         return place(
             self.problem,
             setting,
