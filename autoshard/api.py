@@ -34,6 +34,8 @@ from autoshard.program.store import load_program, save_program
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
+from autoshard.schedules.registry import make
+from autoshard.schedules.schedule import Schedule
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
@@ -289,8 +291,16 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
     order = RankOrder(plan.order) if plan.order else None
     prices = cost_model(planned.cluster, mesh, order)
     how = Lowering(analysis.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
-    program = build_program(analysis.folded, how, plan, analysis.dumps)
+    program = build_program(analysis.folded, how, plan, analysis.dumps, _schedule(plan))
     return replace(program, user_ops=_user_ops(analysis))
+
+
+def _schedule(plan: Plan) -> Schedule | None:
+    """The order in which the stages of a plan run, None without a pipeline."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return None
+    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks)
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:
@@ -317,7 +327,7 @@ def load(
     from autoshard.runtime.module import bind
 
     program = load_program(folder, rules=rules)
-    return bind(program, model, device_mesh_for(program.mesh, mesh), seed=seed)
+    return bind(program, model, device_mesh_for(program.whole_mesh, mesh), seed=seed)
 
 
 def parallelize(
@@ -387,7 +397,7 @@ def _parallelize_now(
     planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, memory=memory, rules=rules)
     program = compile_analysed(planned)
     given = mesh if isinstance(mesh, DeviceMesh) else None
-    return bind(program, model, device_mesh_for(program.mesh, given), seed=seed)
+    return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
 
 
 def _decorate(target: Any, **options: Any) -> Any:

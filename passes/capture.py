@@ -25,7 +25,7 @@ from autoshard.ops.lift import Lifter, lifting
 from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
 from autoshard.passes.repeat_views import repeat_views
-from autoshard.passes.repeats import NotRepeated, Repeats, find_groups
+from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import aot
 from autoshard.torch_adapters.checks import checks_pass
 from autoshard.torch_adapters.host_random import no_host_random
@@ -77,11 +77,27 @@ def _whole(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> J
     repeats = _repeats_of(model, inputs, differentiate)
     if repeats is not None:
         try:
-            return expand_repeats(_joint(model, inputs, differentiate, repeats), repeats.bodies)
+            return _with_repeats(model, inputs, differentiate, repeats)
         except (NotRepeated, CaptureError):
             # the plain trace finds the same fault, if it is one, and names the layer's own line
             return _joint(model, inputs, differentiate, None)
     return _joint(model, inputs, differentiate, None)
+
+
+def _with_repeats(model: nn.Module, inputs: _Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
+    """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
+    try:
+        joint = _joint(model, inputs, differentiate, repeats)
+        found = expand_repeats(joint, repeats.bodies, repeats.away)
+    except NotApart:
+        found = None
+    if found is not None:
+        return found
+    repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
+    joint = _joint(model, inputs, differentiate, repeats)
+    found = expand_repeats(joint, repeats.bodies, repeats.away)
+    assert found is not None
+    return found
 
 
 def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate) -> Repeats | None:
@@ -95,7 +111,7 @@ def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate)
     seed = torch.empty((), dtype=torch.int64, device="meta")
     try:
         with _unchanged(model), torch.enable_grad(), aot.compiling(), mode:
-            repeats.install()
+            repeats.install(state.names)
             function(*(aot.fake_like(t, mode) for t in [*state.tensors, *inputs.tensors, seed]))
         with _unchanged(model):
             repeats.trace_bodies(
@@ -113,7 +129,7 @@ def _joint(model: nn.Module, inputs: _Inputs, differentiate: Differentiate, repe
         state = _state_of(model)
         function = _Function(model, state, inputs, differentiate, repeats)
         if repeats is not None:
-            repeats.install()
+            repeats.install(state.names)
         seed = torch.empty((), dtype=torch.int64, device="meta")
         traced = _trace(function, [*state.tensors, *inputs.tensors, seed])
     arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
@@ -177,6 +193,11 @@ class _State:
     tensors: list[torch.Tensor] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> dict[tuple[int, str], str]:
+        """(identity of a module's table, key in it) -> name of the argument."""
+        return {(id(table), key): self.arguments[position][1] for table, key, position in self.slots}
 
 
 def _state_of(model: nn.Module) -> _State:

@@ -1,48 +1,76 @@
-"""Gradients that every rank keeps whole are reduced in large messages across layers.
+"""Gradients that every rank keeps whole are reduced once a step, in large messages across layers.
 
-An all-reduce does not make a gradient smaller, so nothing is lost by waiting for more of them: they leave
-their segment unreduced and go out together, `BUCKET_BYTES` at a time (the size that
-DistributedDataParallel uses). Reductions that scatter stay where they are, since they free memory.
+An all-reduce does not make a gradient smaller, so nothing is lost by waiting for more of them, nor for
+further microbatches: gradients leave their segment unreduced, are summed over the microbatches, and go out
+together, `BUCKET_BYTES` at a time (the size that DistributedDataParallel uses). Reductions that scatter
+stay where they are, since they free memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 
 BUCKET_BYTES = 25 * 2**20
 _REDUCTIONS = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
 
 
-def defer_reductions(lowered: Lowered) -> Lowered:
-    """The program with the last all-reduces of backward segments in main, merged."""
-    found = {name: _deferrable(name, lowered) for name in lowered.segments}
-    if not any(found.values()):
-        return lowered
+def defer_reductions(lowered: Lowered, grads: Collection[str]) -> Lowered:
+    """The program with the last all-reduces of gradients in a part of its own, ``reduce``, for every stage.
+
+    grads: values that are gradients of parameters.
+    """
+    ends = _Ends(lowered, frozenset(grads))
+    found = {name: ends.deferrable(name) for name in lowered.segments}
     segments = {name: _without(segment, found[name]) for name, segment in lowered.segments.items()}
-    return _Main(lowered, segments, found).run()
+    main = _Main(lowered, segments, found, ends)
+    order = list(lowered.parts)
+    pieces = [(part, main.part(part)) for part in order]
+    reduced = [main.reduced(stage) for stage in sorted({p.stage for p in order})]
+    parts: list[Part] = []
+    items: list[Instruction] = []
+    for part, made in [*pieces, *reduced]:
+        parts.append(replace(part, start=len(items), stop=len(items) + len(made)))
+        items += made
+    return replace(lowered, segments=segments, main=tuple(items), values=main.values, parts=tuple(parts))
 
 
-def _deferrable(name: str, lowered: Lowered) -> dict[str, tuple[str, str]]:
-    """Output of a segment -> (the value before its reduction, the axis), where only results use it."""
-    calls = [i for i in lowered.main if isinstance(i, Call) and i.segment == name]
-    if not calls or not calls[0].backward:
-        return {}
-    graph = lowered.segments[name].graph
-    used_inside = {r for n in graph.nodes for r in refs_of(n)}
-    used_in_main = {a for i in lowered.main for a in (i.args if isinstance(i, Call) else refs_of(i))}
-    found: dict[str, tuple[str, str]] = {}
-    for node in graph.nodes:
-        if node.op not in _REDUCTIONS or node.kwarg("op", "sum") != "sum":
-            continue
-        ends = {call.outs[k] for call in calls for k, out in enumerate(graph.outputs) if out in node.outs}
-        free = all(o in graph.outputs and o not in used_inside for o in node.outs)
-        if free and used_in_main.isdisjoint(ends):
-            found.update((o, (r, str(node.args[1]))) for o, r in zip(node.outs, refs_of(node), strict=True))
-    return found
+class _Ends:
+    """Which values only leave the program, as gradients."""
+
+    def __init__(self, lowered: Lowered, grads: frozenset[str]) -> None:
+        self.lowered, self.grads = lowered, grads
+        self.used = {a for i in lowered.main for a in (i.args if isinstance(i, Call) else refs_of(i))}
+
+    def is_end(self, value: str) -> bool:
+        return value in self.grads and value not in self.used
+
+    def deferrable(self, name: str) -> dict[str, tuple[str, str]]:
+        """Output of a segment -> (the value before its reduction, the axis), where only results use it."""
+        calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == name]
+        if not calls or not calls[0].backward:
+            return {}
+        graph = self.lowered.segments[name].graph
+        used_inside = {r for n in graph.nodes for r in refs_of(n)}
+        found: dict[str, tuple[str, str]] = {}
+        for node in graph.nodes:
+            if node.op not in _REDUCTIONS or node.kwarg("op", "sum") != "sum":
+                continue
+            leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o in node.outs}
+            free = all(o in graph.outputs and o not in used_inside for o in node.outs)
+            if free and all(map(self.is_end, leaving)):
+                outs = zip(node.outs, refs_of(node), strict=True)
+                found.update((o, (r, str(node.args[1]))) for o, r in outs)
+        return found
+
+    def is_deferrable(self, item: Instruction) -> bool:
+        """Whether an instruction of main is such a reduction."""
+        if isinstance(item, Call) or item.op not in _REDUCTIONS or not item.backward:
+            return False
+        return item.kwarg("op", "sum") == "sum" and all(map(self.is_end, item.outs))
 
 
 def _without(segment: LoweredSegment, deferred: dict[str, tuple[str, str]]) -> LoweredSegment:
@@ -61,29 +89,41 @@ class _Bucket:
 
 
 class _Main:
+    """Main with reductions taken out of it, and those of each stage in messages."""
+
     def __init__(
         self,
         lowered: Lowered,
         segments: dict[str, LoweredSegment],
         found: dict[str, dict[str, tuple[str, str]]],
+        ends: _Ends,
     ) -> None:
-        self.lowered, self.segments, self.found = lowered, segments, found
+        self.lowered, self.segments, self.found, self.ends = lowered, segments, found, ends
         self.values = dict(lowered.values)
-        self.buckets: dict[tuple[str, str], _Bucket] = {}
+        self.buckets: dict[tuple[int, str, str], _Bucket] = {}
+        self.messages: dict[int, list[Instruction]] = {}
 
-    def run(self) -> Lowered:
+    def part(self, part: Part) -> list[Instruction]:
+        """The instructions of a part that are left."""
         main: list[Instruction] = []
-        for item in self.lowered.main:
-            if not isinstance(item, Call) or not self.found[item.segment]:
+        for item in self.lowered.of(part):
+            if self.ends.is_deferrable(item):
+                assert isinstance(item, Node)
+                for source, out in zip(refs_of(item), item.outs, strict=True):
+                    self._wait(part.stage, str(item.args[1]), source, out)
+            elif isinstance(item, Call) and self.found[item.segment]:
+                main.append(self._call(item, part.stage))
+            else:
                 main.append(item)
-                continue
-            main.append(self._call(item))
-            full = [key for key, bucket in self.buckets.items() if bucket.bytes >= BUCKET_BYTES]
-            main += [self._node(key, self.buckets.pop(key)) for key in full]
-        main += [self._node(key, bucket) for key, bucket in self.buckets.items()]
-        return replace(self.lowered, segments=self.segments, main=tuple(main), values=self.values)
+        return main
 
-    def _call(self, call: Call) -> Call:
+    def reduced(self, stage: int) -> tuple[Part, list[Instruction]]:
+        """The reductions of a stage."""
+        for key in [k for k in self.buckets if k[0] == stage]:
+            self._send(key)
+        return Part(stage, "reduce", 0, 0), self.messages.get(stage, [])
+
+    def _call(self, call: Call, stage: int) -> Call:
         """The call with unreduced outputs, which are put into buckets."""
         segment = self.lowered.segments[call.segment]
         outs = list(call.outs)
@@ -92,18 +132,28 @@ class _Main:
                 continue
             source, axis = self.found[call.segment][output]
             reduced = call.outs[position]
-            placed = self.values[reduced]
             outs[position] = f"{reduced}_partial"
-            self.values[outs[position]] = Placed(placed.type, segment.layouts[source])
-            bucket = self.buckets.setdefault((axis, placed.type.dtype), _Bucket())
-            bucket.pairs.append((outs[position], reduced))
-            bucket.bytes += placed.type.nbytes
+            self.values[outs[position]] = Placed(self.values[reduced].type, segment.layouts[source])
+            self._wait(stage, axis, outs[position], reduced)
         return replace(call, outs=tuple(outs))
 
-    def _node(self, key: tuple[str, str], bucket: _Bucket) -> Node:
+    def _wait(self, stage: int, axis: str, source: str, reduced: str) -> None:
+        """Put a reduction into the message that is being filled."""
+        type_ = self.values[reduced].type
+        key = (stage, axis, type_.dtype)
+        bucket = self.buckets.setdefault(key, _Bucket())
+        bucket.pairs.append((source, reduced))
+        bucket.bytes += type_.nbytes
+        if bucket.bytes >= BUCKET_BYTES:
+            self._send(key)
+
+    def _send(self, key: tuple[int, str, str]) -> None:
+        self.messages.setdefault(key[0], []).append(self._node(key[1], self.buckets.pop(key)))
+
+    def _node(self, axis: str, bucket: _Bucket) -> Node:
         sources: Sequence[Ref] = [Ref(source) for source, _ in bucket.pairs]
         outs = tuple(reduced for _, reduced in bucket.pairs)
         types = tuple(self.values[out].type for out in outs)
         if len(outs) == 1:
-            return Node(_REDUCTIONS[0], (sources[0], key[0]), (), outs, types, Origin(), True)
-        return Node(_REDUCTIONS[1], (tuple(sources), key[0]), (), outs, types, Origin(), True)
+            return Node(_REDUCTIONS[0], (sources[0], axis), (), outs, types, Origin(), True)
+        return Node(_REDUCTIONS[1], (tuple(sources), axis), (), outs, types, Origin(), True)

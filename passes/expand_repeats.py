@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeAlias
 
-from autoshard.ir import Arg, Graph, Joint, Node, Origin, Port, Ref, substitute
+from autoshard.ir import Arg, Graph, Joint, Node, Origin, Port, Ref, Result, refs_of, substitute
 from autoshard.torch_adapters.repeat_op import REPEAT, REPEAT_BACKWARD, RepeatKey
 
 _DROPOUT = "autoshard.dropout.default"
 _SITE = 3
+#: kind of a result that is a gradient -> kind of the port it belongs to
+_GRADS = MappingProxyType({"grad": "param", "input_grad": "input"})
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,40 @@ class Body:
     grads: tuple[tuple[int, str], ...]
     sites: int
 
+    def passed(self, *, apart: bool) -> tuple[int, ...]:
+        """Positions of the feeds that the op of a call is given.
 
-def expand_repeats(joint: Joint, bodies: Sequence[Body]) -> Joint:
-    """The joint graph with every ``repeat`` and ``repeat_backward`` written out."""
-    return _Expander(joint, bodies).run() if bodies else joint
+        apart: without the parameters that have a gradient, but for the first.
+        """
+        away = [k for k, _ in self.grads if self.feeds[k].kind == "param"][1:] if apart else []
+        return tuple(k for k in range(len(self.feeds)) if k not in away)
+
+
+Away: TypeAlias = Mapping[int, Mapping[int, str]]
+
+
+def expand_repeats(joint: Joint, bodies: Sequence[Body], away: Away) -> Joint | None:
+    """The joint graph with every ``repeat`` and ``repeat_backward`` written out.
+
+    away: per call, parameters that its op was not given: position among the feeds -> name. None if one of
+    them is used by something else, too: then its gradient is not the call's alone.
+    """
+    if not bodies:
+        return joint
+    hidden = {name for call in away.values() for name in call.values()}
+    inputs = {p.name for p in joint.ports if p.kind == "param" and p.target in hidden}
+    used = {r for node in joint.graph.nodes for r in refs_of(node)} | {r.value for r in joint.results}
+    if inputs & used or any(r.kind == "grad" and r.target in hidden for r in joint.results):
+        return None
+    return _Expander(joint, bodies, away).run()
 
 
 class _Expander:
-    def __init__(self, joint: Joint, bodies: Sequence[Body]) -> None:
-        self.joint, self.bodies = joint, bodies
+    def __init__(self, joint: Joint, bodies: Sequence[Body], away: Away) -> None:
+        self.joint, self.bodies, self.away = joint, bodies, away
+        self.parameters = {p.target: p.name for p in joint.ports if p.kind == "param"}
+        #: gradients of what the ops were not given: name of the parameter -> value
+        self.grads: dict[str, str] = {}
         self.alias: dict[str, str] = {}
         self.nodes: list[Node] = []
         #: per call: name inside the body -> name in the whole graph
@@ -53,7 +82,7 @@ class _Expander:
                 self._backward(node)
             else:
                 self.nodes.append(substitute(node, lambda name: Ref(self._real(name))))
-        results = tuple(replace(r, value=self._real(r.value)) for r in self.joint.results)
+        results = self._results()
         graph = Graph(
             "joint",
             tuple((p.name, p.type) for p in self.ports),
@@ -64,6 +93,15 @@ class _Expander:
             self.joint, graph=graph, ports=tuple(self.ports), results=results, constants=self.constants
         )
 
+    def _results(self) -> tuple[Result, ...]:
+        """Gradients last, in the order of the ports."""
+        place: dict[tuple[str, str], int] = {(p.kind, p.target): k for k, p in enumerate(self.joint.ports)}
+        found = [replace(r, value=self._real(r.value)) for r in self.joint.results]
+        grads = [r for r in found if r.kind in _GRADS]
+        grads += (Result(value, "grad", name) for name, value in self.grads.items())
+        grads.sort(key=lambda r: place[_GRADS[r.kind], r.target])
+        return (*(r for r in found if r.kind not in _GRADS), *grads)
+
     def _real(self, name: str) -> str:
         return self.alias.get(name, name)
 
@@ -73,7 +111,10 @@ class _Expander:
     def _forward(self, node: Node) -> None:
         key = RepeatKey.parse(node.args[1])
         body = self.bodies[key.body]
-        names = dict(zip((p.name for p in body.feeds), self._names(node.args[0]), strict=True))
+        away = self.away[key.call]
+        passed = (p.name for k, p in enumerate(body.feeds) if k not in away)
+        names = dict(zip(passed, self._names(node.args[0]), strict=True))
+        names.update((body.feeds[k].name, self.parameters[name]) for k, name in away.items())
         for port in body.joint.ports:
             if port.kind == "const":
                 names[port.name] = self._constant(key.body, port)
@@ -86,7 +127,10 @@ class _Expander:
         body, names = self.bodies[key.body], self.inside[key.call]
         names.update(zip(body.tangents, self._names(node.args[0]), strict=True))
         self._copy(body, key, names, node.origin, backward=True)
-        self.alias.update((out, names[v]) for out, (_, v) in zip(node.outs, body.grads, strict=True))
+        away = self.away[key.call]
+        passed = [v for k, v in body.grads if k not in away]
+        self.alias.update((out, names[v]) for out, v in zip(node.outs, passed, strict=True))
+        self.grads.update((away[k], names[v]) for k, v in body.grads if k in away)
 
     def _copy(self, body: Body, key: RepeatKey, names: dict[str, str], at: Origin, *, backward: bool) -> None:
         for original in body.joint.graph.nodes:

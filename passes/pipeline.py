@@ -11,6 +11,7 @@ from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.passes.bucket import bucket_collectives
+from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
@@ -19,6 +20,7 @@ from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.recompute import recompute
+from autoshard.passes.split_backward import split_backward
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Plan
@@ -32,7 +34,8 @@ Watch = Callable[[str, "Folded | Lowered"], None]
 class Lowering:
     """What the passes after the search need besides the graph.
 
-    rules: the rule of every op, the user's own among them.
+    rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
+    gradients of parameters apart from what other stages wait for.
     """
 
     flow: Flow
@@ -40,6 +43,7 @@ class Lowering:
     mesh: MeshShape
     reshard: ReshardCost
     rules: Mapping[str, RuleFn]
+    split_backward: bool = False
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -56,8 +60,16 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     _watched("045_recompute", lowered, watch)
     lowered = _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+    pipeline = how.plan.pipeline
+    lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh)
+    _watched("055_cut_pipeline", lowered, watch)
+    if how.split_backward:
+        lowered = split_backward(lowered)
+        _watched("057_split_backward", lowered, watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-    lowered = _watched("070_defer_reductions", defer_reductions(lowered), watch)
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    grads = {value for result, value in results if result.kind == "grad"}
+    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads), watch)
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
 
@@ -69,6 +81,8 @@ PASSES = (
     "040_insert_collectives",
     "045_recompute",
     "050_localize",
+    "055_cut_pipeline",
+    "057_split_backward",
     "060_bucket",
     "070_defer_reductions",
     "080_fuse_bias",

@@ -9,7 +9,7 @@ is not certain makes the whole model be traced as it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, NoReturn
@@ -31,6 +31,10 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 class NotRepeated(Exception):
     """Something about the layers is not certain."""
+
+
+class NotApart(NotRepeated):
+    """A parameter of a layer has other uses than one call of it."""
 
 
 class _Differs:
@@ -144,6 +148,11 @@ class Repeats:
 
     While discovering, the first call of each kind runs and later ones give tensors of the same types; while
     tracing, every call is one op.
+
+    apart: whether trained parameters are left out of these ops but for one, which says that the results have
+    gradients. What a call does with them is known from the layer, and each more costs as much as an op. away:
+    per call of the last run, what was left out: position among the feeds of its body -> name of the
+    parameter. parameters: per layer, its own name of a parameter -> the model's.
     """
 
     groups: list[Group]
@@ -153,24 +162,39 @@ class Repeats:
     tracing: bool = False
     lifter: Lifter | None = None
     count: int = 0
+    apart: bool = True
+    away: dict[int, dict[int, str]] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+    parameters: dict[nn.Module, dict[str, str]] = field(default_factory=dict)
 
-    def install(self) -> None:
-        """Replace the forwards; whoever calls this puts the modules' attributes back."""
+    def install(self, names: Mapping[tuple[int, str], str]) -> None:
+        """Replace the forwards; whoever calls this puts the modules' attributes back.
+
+        names: (identity of a module's table of parameters, key in it) -> name of the parameter.
+        """
         for group in self.groups:
             for module in group.members:
                 module.__dict__["forward"] = self._forward_of(module, group, module.forward)
+                self.parameters[module] = {
+                    f"{path}.{key}" if path else key: names[id(inner._parameters), key]
+                    for path, inner in module.named_modules(remove_duplicate=False)
+                    for key, value in inner._parameters.items()
+                    if value is not None
+                }
 
     def begin(self, lifter: Lifter) -> None:
         """A run of the model starts."""
         self.lifter, self.count = lifter, 0
+        self.away.clear()
+        self.taken.clear()
 
     def _forward_of(self, module: nn.Module, group: Group, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
-                raise NotRepeated("a layer has hooks")
             key = _signature(group, args, kwargs)
             if self.tracing:
                 return self._traced(module, key, args, kwargs)
+            if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
+                raise NotRepeated("a layer has hooks")
             return self._discovered(module, group, forward, key, args, kwargs)
 
         return call
@@ -199,23 +223,36 @@ class Repeats:
         number, known = self.numbers[key], self.calls[key]
         body = self.bodies[number]
         given, _ = pytree.tree_flatten((args, kwargs))
-        state = _tensors(module)
+        passed = body.passed(apart=self.apart)
+        self._leave_away(module, body, passed)
         tensors = [
             self.lifter.seed
             if port.target == "seed"
             else given[int(port.target)]
             if port.kind == "input"
-            else state[port.target]
-            for port in body.feeds
+            else _tensor_at(module, port.target)
+            for port in (body.feeds[k] for k in passed)
         ]
+        trained = {k for k, _ in body.grads}
+        grads = tuple(position for position, k in enumerate(passed) if k in trained)
         made = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]
         outs = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
-        text = RepeatKey(self.count, number, outs, tuple(k for k, _ in body.grads), self.lifter.sites).text()
+        text = RepeatKey(self.count, number, outs, grads, self.lifter.sites).text()
         self.count += 1
         self.lifter.sites += body.sites
         results = iter(torch.ops.autoshard.repeat(tensors, text))
         leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in known.outs]
         return pytree.tree_unflatten(leaves, known.out_spec)
+
+    def _leave_away(self, module: nn.Module, body: Body, passed: Sequence[int]) -> None:
+        """Note what this call is not given."""
+        names = self.parameters[module]
+        here = {k: names[body.feeds[k].target] for k in set(range(len(body.feeds))) - set(passed)}
+        names_here = set(here.values())
+        if len(names_here) < len(here) or names_here & self.taken:
+            raise NotApart("a parameter is used by two calls")
+        self.taken |= names_here
+        self.away[self.count] = here
 
     def trace_bodies(self, capture: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Joint]) -> None:
         """Trace every kind of layer call that was met; modules must have their own forwards again."""
@@ -228,11 +265,13 @@ class Repeats:
         self.tracing = True
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer by its dotted name."""
+    path, _, key = name.rpartition(".")
+    inner = module.get_submodule(path)
+    found = inner._parameters[key] if key in inner._parameters else inner._buffers[key]
+    assert found is not None
+    return found
 
 
 def _attributes(module: nn.Module) -> list[dict[str, int]]:

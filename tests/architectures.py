@@ -6,7 +6,6 @@ prints a table of the largest errors.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -14,18 +13,52 @@ from typing import Any
 
 import plain_nets
 import torch
-from lockstep_check import RTOL, lockstep_step, relative_error
+from architecture_inputs import (
+    BATCH,
+    IMAGE,
+    LABELS,
+    VOCAB,
+    Inputs,
+    boxed,
+    captioned,
+    choices,
+    classified_text,
+    clicked,
+    described,
+    forecasts,
+    framed,
+    graph,
+    hidden_patches,
+    history,
+    image_captions,
+    images,
+    labelled,
+    masked_images,
+    next_sentences,
+    noisy,
+    padded,
+    pairs,
+    per_pixel,
+    pixels,
+    pretraining,
+    segmented,
+    sized,
+    spans,
+    spectrograms,
+    speech_features,
+    spoken,
+    tagged,
+    tokens,
+    transcribed,
+    twins,
+    videos,
+    waves,
+    written,
+)
+from architecture_runner import errors_of, print_table, program_of
 from torch import nn
-from torch.nn import functional as F
 
-from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
-from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.program.program import Program
-
-BATCH, SEQ, VOCAB, LABELS = 4, 8, 96, plain_nets.LABELS
-Inputs = Callable[[], dict[str, Any]]
+__all__ = ["ARCHITECTURES", "RARELY", "Architecture", "errors_of", "program_of"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +66,7 @@ class Architecture:
     """A model class with a small configuration, and how to make one batch for it.
 
     double: run it in fp64, since its batch norms over few pixels make large errors of small ones.
-    rarely: too slow, or too much like others, for every run of the tests; ``main`` runs all.
+    rarely: too slow, or too much like others, for every run of the tests; this file run alone runs all.
     """
 
     family: str
@@ -55,142 +88,6 @@ class Architecture:
             return model, inputs
         floats = {k: v.double() for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
         return model.double(), {**inputs, **floats}
-
-
-# -- batches -------------------------------------------------------------------------------------------
-
-
-def tokens() -> dict[str, Any]:
-    """Text with labels; some of them do not count."""
-    labels = torch.randint(3, VOCAB, (BATCH, SEQ))
-    labels[0, :3] = -100
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)), "labels": labels}
-
-
-def padded() -> dict[str, Any]:
-    """Text with a mask."""
-    mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
-    mask[1, 6:] = 0
-    return {**tokens(), "attention_mask": mask}
-
-
-def classified_text() -> dict[str, Any]:
-    return {
-        "input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)),
-        "labels": torch.randint(0, LABELS, (BATCH,)),
-    }
-
-
-def pretraining() -> dict[str, Any]:
-    return {**padded(), "next_sentence_label": torch.randint(0, 2, (BATCH,))}
-
-
-def next_sentences() -> dict[str, Any]:
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)), "labels": torch.randint(0, 2, (BATCH,))}
-
-
-def spans() -> dict[str, Any]:
-    """Text, and where the answer begins and ends."""
-    ends = {f"{end}_positions": torch.randint(0, SEQ, (BATCH,)) for end in ("start", "end")}
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)), **ends}
-
-
-def tagged() -> dict[str, Any]:
-    labels = torch.randint(0, LABELS, (BATCH, SEQ))
-    labels[1, 2:] = -100
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)), "labels": labels}
-
-
-def choices() -> dict[str, Any]:
-    return {"input_ids": torch.randint(3, VOCAB, (BATCH, 3, SEQ)), "labels": torch.randint(0, 3, (BATCH,))}
-
-
-def boxed() -> dict[str, Any]:
-    """Text and where each word stands on its page."""
-    return {**tagged(), "bbox": torch.randint(0, 500, (BATCH, SEQ, 4)).cumsum(-1) // 2}
-
-
-def images(size: int = 16) -> Inputs:
-    return lambda: {
-        "pixel_values": torch.randn(BATCH, 3, size, size),
-        "labels": torch.randint(0, LABELS, (BATCH,)),
-    }
-
-
-def segmented(size: int) -> Inputs:
-    return lambda: {
-        "pixel_values": torch.randn(BATCH, 3, size, size),
-        "labels": torch.randint(0, LABELS, (BATCH, size, size)),
-    }
-
-
-def pixels() -> dict[str, Any]:
-    """Images as one token for each pixel."""
-    return {"input_ids": torch.randint(0, 32, (BATCH, 16)), "labels": torch.randint(0, 2, (BATCH,))}
-
-
-def hidden_patches() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "bool_masked_pos": torch.rand(BATCH, 16) < 0.5}
-
-
-def videos() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(BATCH, 4, 3, 16, 16), "labels": torch.randint(0, LABELS, (BATCH,))}
-
-
-def speech_features(bins: int = 8, frames: int = 16) -> Inputs:
-    return lambda: {
-        "input_features": torch.randn(BATCH, bins, frames),
-        "labels": torch.randint(3, VOCAB, (BATCH, SEQ)),
-    }
-
-
-def spectrograms() -> dict[str, Any]:
-    return {"input_values": torch.randn(BATCH, 16, 8), "labels": torch.randint(0, LABELS, (BATCH,))}
-
-
-def waves(samples: int = 200) -> Inputs:
-    return lambda: {
-        "input_values": torch.randn(BATCH, samples),
-        "labels": torch.randint(0, LABELS, (BATCH,)),
-    }
-
-
-def spoken(samples: int = 200) -> Inputs:
-    """Sound with what is said; some sentences are shorter."""
-
-    def make() -> dict[str, Any]:
-        labels = torch.randint(1, 12, (BATCH, 5))
-        labels[0, 3:] = -100
-        return {"input_values": torch.randn(BATCH, samples), "labels": labels}
-
-    return make
-
-
-def framed() -> dict[str, Any]:
-    labels = F.one_hot(torch.randint(0, LABELS, (BATCH, 25)), LABELS)
-    return {"input_values": torch.randn(BATCH, 200), "labels": labels}
-
-
-def transcribed() -> dict[str, Any]:
-    return {"input_features": torch.randn(BATCH, 32, 8), "labels": torch.randint(3, VOCAB, (BATCH, SEQ))}
-
-
-def pairs() -> dict[str, Any]:
-    """Images with their captions."""
-    return {
-        "input_ids": torch.randint(3, VOCAB, (BATCH, SEQ)),
-        "pixel_values": torch.randn(BATCH, 3, 16, 16),
-        "return_loss": True,
-    }
-
-
-def masked_images() -> dict[str, Any]:
-    """Images and the noise that chooses which patches are hidden."""
-    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "noise": torch.rand(BATCH, 16)}
-
-
-def forecasts() -> dict[str, Any]:
-    return {"past_values": torch.randn(BATCH, 16, 2), "future_values": torch.randn(BATCH, 4, 2)}
 
 
 # -- models --------------------------------------------------------------------------------------------
@@ -302,13 +199,6 @@ def _without_dropout(config: Any) -> None:
             _without_dropout(value)
         elif "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
-
-
-def per_pixel(size: int = 8) -> Inputs:
-    return lambda: {
-        "pixel_values": torch.randn(BATCH, 3, size, size),
-        "wanted": torch.rand(BATCH, 1, size, size),
-    }
 
 
 TEXT_VISION: Mapping[str, Any] = MappingProxyType(
@@ -701,51 +591,6 @@ WINDOW: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def history() -> dict[str, Any]:
-    """What was observed, and what came after."""
-    past, future = 10, 4
-    return {
-        "past_values": torch.randn(BATCH, past),
-        "past_time_features": torch.rand(BATCH, past, 1),
-        "past_observed_mask": torch.ones(BATCH, past),
-        "future_values": torch.randn(BATCH, future),
-        "future_time_features": torch.rand(BATCH, future, 1),
-    }
-
-
-IMAGE = 90
-
-
-def described(patches: int) -> Inputs:
-    """Images with text that has a token for each patch."""
-
-    def make() -> dict[str, Any]:
-        ids = torch.randint(3, 80, (BATCH, SEQ + patches))
-        ids[:, 1 : 1 + patches] = IMAGE
-        labels = torch.where(ids == IMAGE, -100, ids)
-        return {"input_ids": ids, "pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": labels}
-
-    return make
-
-
-def captioned() -> dict[str, Any]:
-    ids = torch.randint(3, 80, (BATCH, SEQ))
-    return {"input_ids": ids, "pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": ids.clone()}
-
-
-def sized() -> dict[str, Any]:
-    """Images of 4 x 4 patches each, with their sizes as numbers, and text with a token for 2 x 2 of them."""
-    ids = torch.randint(3, 80, (BATCH, 12))
-    ids[:, 1:5] = IMAGE
-    return {
-        "input_ids": ids,
-        "labels": torch.where(ids == IMAGE, -100, ids),
-        "pixel_values": torch.randn(BATCH * 16, 3 * 4 * 4 * 2),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
-        "position_ids": torch.arange(12).expand(3, BATCH, 12),
-    }
-
-
 def _image_text() -> list[Architecture]:
     family, end = "multimodal", "ForConditionalGeneration"
     text = {**GROUPED, "model_type": "llama"}
@@ -808,13 +653,9 @@ def _image_text() -> list[Architecture]:
         ),
         hugging_face(family, "GitForCausalLM", captioned, **{**TEXT, "vision_config": lone["vision_config"]}),
         hugging_face(family, "AltCLIPModel", pairs, **TEXT_VISION),
-        Architecture(family, "VisionEncoderDecoderModel", _vit_to_gpt2, _image_captions),
+        Architecture(family, "VisionEncoderDecoderModel", _vit_to_gpt2, image_captions),
         Architecture(family, "VisionTextDualEncoderModel", _vit_and_bert, pairs),
     ]
-
-
-def _image_captions() -> dict[str, Any]:
-    return {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(3, VOCAB, (BATCH, SEQ))}
 
 
 def _vit_to_gpt2() -> nn.Module:
@@ -854,54 +695,21 @@ def _plain() -> list[Architecture]:
     painters = (p.unet, p.autoencoder, p.deeplab, p.pixel_shuffle, p.style_transfer, p.generator)
     readers = (p.temporal_convolutions, p.lstm, p.gru, p.transformer_encoder)
     others: dict[Callable[[], nn.Module], Inputs] = {
-        p.video: _labelled(pixel_values=(3, 4, 6, 6)),
-        p.Points: _labelled(points=(3, 10)),
+        p.video: labelled(pixel_values=(3, 4, 6, 6)),
+        p.Points: labelled(points=(3, 10)),
         p.Translator: lambda: {k: torch.randint(0, 32, (BATCH, 6)) for k in ("source", "target")},
-        p.Recogniser: _written,
-        p.Graphs: _graph,
-        p.Clicks: _clicked,
-        p.Diffusion: _noisy,
-        p.Twins: _twins,
+        p.Recogniser: written,
+        p.Graphs: graph,
+        p.Clicks: clicked,
+        p.Diffusion: noisy,
+        p.Twins: twins,
     }
     return [
         *(Architecture(family, fn.__name__, fn, images(8)) for fn in classifiers),
         *(Architecture(family, fn.__name__, fn, per_pixel()) for fn in (*painters, p.fractional_unet)),
-        *(Architecture(family, fn.__name__, fn, _labelled(x=(7, 8))) for fn in readers),
+        *(Architecture(family, fn.__name__, fn, labelled(x=(7, 8))) for fn in readers),
         *(Architecture(family, fn.__name__, fn, inputs) for fn, inputs in others.items()),
     ]
-
-
-def _labelled(**shapes: tuple[int, ...]) -> Inputs:
-    return lambda: {
-        **{name: torch.randn(BATCH, *shape) for name, shape in shapes.items()},
-        "labels": torch.randint(0, LABELS, (BATCH,)),
-    }
-
-
-def _written() -> dict[str, Any]:
-    lengths = torch.tensor([3, 2, 1, 3])
-    labels = torch.randint(1, LABELS, (BATCH, 3))
-    return {"pixel_values": torch.randn(BATCH, 3, 8, 12), "labels": labels, "lengths": lengths}
-
-
-def _graph() -> dict[str, Any]:
-    labels = torch.randint(0, LABELS, (12,))
-    return {"nodes": torch.randn(12, 8), "edges": torch.randint(0, 12, (2, 30)), "labels": labels}
-
-
-def _clicked() -> dict[str, Any]:
-    sparse = torch.randint(0, 17, (BATCH, 3))
-    return {"dense": torch.randn(BATCH, 6), "sparse": sparse, "labels": torch.rand(BATCH).round()}
-
-
-def _noisy() -> dict[str, Any]:
-    step = torch.rand(BATCH) * 10
-    return {"noisy": torch.randn(BATCH, 3, 8, 8), "noise": torch.randn(BATCH, 3, 8, 8), "step": step}
-
-
-def _twins() -> dict[str, Any]:
-    same = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    return {"left": torch.randn(BATCH, 8), "right": torch.randn(BATCH, 8), "same": same}
 
 
 RARELY = frozenset(
@@ -933,47 +741,5 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 
-# -- the check -----------------------------------------------------------------------------------------
-
-
-def program_of(model: nn.Module, inputs: dict[str, Any], mesh: str = "dp=2,tp=2") -> Program:
-    analysis = analyse(capture(model, (), inputs))
-    return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("h100-dgx")))
-
-
-def errors_of(model: nn.Module, inputs: dict[str, Any], program: Program | None = None) -> dict[str, float]:
-    """Relative error of the loss, of every gradient and of every buffer that a step changes."""
-    program = program or program_of(model, inputs)
-    lockstep, env = lockstep_step(program, model, inputs)
-    out = model(**inputs)
-    out["loss"].backward()
-    params = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    errors: dict[str, float] = {}
-    for result in program.signature.results:
-        found = lockstep.whole(env[result.value], result.value)
-        if result.kind == "grad":
-            grad = params[result.target].grad
-            assert grad is not None
-            errors[result.target] = relative_error(found, grad)
-        elif result.kind == "buffer":
-            errors[result.target] = relative_error(found.double(), buffers[result.target].double())
-        elif result.kind == "output" and found.dim() == 0 and "loss" not in errors:
-            errors["loss"] = relative_error(found, out["loss"].detach())
-    return errors
-
-
-def main() -> None:
-    """Print a table in markdown, a row per architecture."""
-    warnings.simplefilter("ignore")
-    print(f"{len(ARCHITECTURES)} architectures on dp=2,tp=2: loss, gradients and buffers beside eager.\n")
-    print("| family | architecture | worst relative error |\n| --- | --- | --- |")
-    for architecture in ARCHITECTURES:
-        model, inputs = architecture.make()
-        worst = max(errors_of(model, inputs).values())
-        mark = "" if worst < RTOL else " (too large)"
-        print(f"| {architecture.family} | {architecture.name} | {worst:.1e}{mark} |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_table(ARCHITECTURES)

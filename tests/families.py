@@ -50,12 +50,14 @@ def _images(classes: int, size: int) -> Callable[[], dict[str, torch.Tensor]]:
     }
 
 
-def _gpt2(dropout: float = 0.0, heads: int = 4, width: int = 32, vocab: int = 97) -> nn.Module:
+def _gpt2(
+    dropout: float = 0.0, heads: int = 4, width: int = 32, vocab: int = 97, layers: int = 2
+) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            n_layer=2,
+            n_layer=layers,
             n_head=heads,
             n_embd=width,
             vocab_size=vocab,
@@ -67,12 +69,14 @@ def _gpt2(dropout: float = 0.0, heads: int = 4, width: int = 32, vocab: int = 97
     )
 
 
-def _llama(heads: int = 4, kv: int = 2, width: int = 32, vocab: int = 96, tie: bool = False) -> nn.Module:
+def _llama(
+    heads: int = 4, kv: int = 2, width: int = 32, vocab: int = 96, tie: bool = False, layers: int = 2
+) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv,
             hidden_size=width,
@@ -119,13 +123,13 @@ def _bert() -> nn.Module:
     )
 
 
-def _t5() -> nn.Module:
+def _t5(layers: int = 2) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
         T5Config(
-            num_layers=2,
-            num_decoder_layers=2,
+            num_layers=layers,
+            num_decoder_layers=layers,
             num_heads=4,
             d_model=32,
             d_kv=8,
@@ -137,12 +141,12 @@ def _t5() -> nn.Module:
     )
 
 
-def _vit() -> nn.Module:
+def _vit(layers: int = 2) -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     return ViTForImageClassification(
         ViTConfig(
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             hidden_size=32,
             intermediate_size=64,
@@ -167,11 +171,20 @@ FAMILIES: tuple[Family, ...] = (
     Family("llama-odd", lambda: _llama(heads=5, kv=5, width=40, vocab=103, tie=True), _tokens(103)),
 )
 
+#: deep enough for pipelines
+DEEP: tuple[Family, ...] = (
+    Family("gpt2-deep", lambda: _gpt2(layers=6), _tokens(97)),
+    Family("llama-deep", lambda: _llama(layers=5), _tokens(96)),
+    Family("t5-deep", lambda: _t5(layers=3), _tokens(98)),
+    Family("vit-deep", lambda: _vit(layers=4), _images(10, 16)),
+    Family("gpt2-dropout", lambda: _gpt2(layers=4, dropout=0.1), _tokens(97)),
+)
+
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=4")
 
 
 def family(name: str) -> Family:
-    return next(f for f in FAMILIES if f.name == name)
+    return next(f for f in (*FAMILIES, *DEEP) if f.name == name)
 
 
 def dropout_gpt2() -> tuple[nn.Module, dict[str, Any]]:

@@ -252,7 +252,7 @@ def test_run_on_one_process(invoke: Invoke) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------
 
 BAD = {
-    "axis not built": (2, "t:mlp --mesh pp=2", "pipeline"),
+    "axis not built": (2, "t:mlp --mesh cp=2", "context"),
     "axis without size": (2, "t:mlp --mesh dp", "is not an axis"),
     "no mesh": (2, "t:mlp", "--mesh dp=2,tp=2"),
     "mesh and gpus": (2, "t:mlp --mesh dp=2 --gpus 2", "leave one out"),
@@ -341,7 +341,7 @@ def test_a_world_of_the_wrong_size(invoke: Invoke, program: str, monkeypatch: py
 
 def test_debug_shows_where_an_error_comes_from(invoke: Invoke) -> None:
     with pytest.raises(autoshard.UsageError):
-        invoke("plan", "t:mlp", "--mesh", "pp=2", "--debug")
+        invoke("plan", "t:mlp", "--mesh", "cp=2", "--debug")
 
 
 # -- four processes -----------------------------------------------------------------------------------

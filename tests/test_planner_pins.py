@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from families import BATCH, family
 from lockstep_check import RTOL, compare_step
@@ -11,6 +13,8 @@ from planned import analysed
 
 from autoshard.api import Planned, compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
+from autoshard.cluster.assign import assign_ranks
+from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import R, Shard
@@ -172,6 +176,54 @@ def test_a_tactic_may_use_an_axis_for_something_else() -> None:
     assert any(isinstance(life.stored[0], Shard) for life in lives)
     assert all(life.stored[0] == R for life in _made().plan.params.values())
     _equals_eager(made)
+
+
+def test_pins_hold_beside_tactics() -> None:
+    free, made = _made((), "dp on batch; auto on tp"), _made((f"{Q}=tp:S(1)",), "dp on batch; auto on tp")
+    key = _param(made.plan, Q.replace("*", "0"))
+    assert free.plan.params[key].stored[1] == Shard(0)
+    assert made.plan.params[key].stored == made.plan.params[key].use == (R, Shard(1))
+    assert made.settled is not None and free.settled is not None
+    # before tp is in play there is nothing to hold
+    assert made.settled.stages[0] == free.settled.stages[0]
+    assert made.plan.proof.seconds > free.plan.proof.seconds
+    _equals_eager(made)
+
+
+def test_a_pin_on_two_axes_holds_from_the_first_on() -> None:
+    """Else the first tactic would decide against it, and could not take that back."""
+    pin, text = "lm_head.weight=dp:S(1),tp:S(0)", "dp on parameters; auto on tp"
+    free, made = _made((), text), _made((pin,), text)
+    key = _param(made.plan, "lm_head.weight")
+    assert free.plan.params[key].stored != (Shard(1), Shard(0))
+    assert made.plan.params[key].stored == (Shard(1), Shard(0))
+    _equals_eager(made)
+
+
+@pytest.mark.parametrize(
+    ("pin", "what"), [(f"{Q}=tp:S(7)", "cannot hold"), ("lm_head.weight=sp:S(0)", "no axis 'sp'")]
+)
+def test_impossible_pins_are_refused_beside_tactics(pin: str, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        _made((pin,), "dp on batch; auto on tp")
+
+
+def test_tactics_use_the_measured_order_of_ranks() -> None:
+    """Four devices in two pairs with fast links inside, which are not neighbours by number."""
+    fast, slow = 1e11, 1e8
+    pairs = [[fast if a % 2 == b % 2 else slow for b in range(4)] for a in range(4)]
+    bandwidth = np.array(pairs) * (1 - np.eye(4))
+    machine = replace(load_cluster(CLUSTER), devices=4, links=Links(bandwidth))
+    mesh = Mesh.parse(MESH)
+    ask = Ask(tactics=parse_tactics("dp on batch; auto on tp", mesh))
+    made = plan_analysed(analysed("llama"), [mesh], machine, ask=ask)
+    order = assign_ranks(mesh, machine.links)
+    assert made.settled is not None and made.plan.order == order.devices != (0, 1, 2, 3)
+    one, both = made.settled.stages
+    assert (one.mesh, both.mesh) == ("dp=2,tp=1", "dp=2,tp=2") and both.step == made.settled.placed.step
+    # on devices 0 and 1 in turn, the last stage has other prices
+    plain = plan_analysed(analysed("llama"), [mesh], replace(machine, links=None), ask=ask)
+    assert not plain.plan.order and plain.plan.proof.seconds != made.plan.proof.seconds
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_interrupted_while_solving(nth: int, monkeypatch: pytest.MonkeyPatch) ->
         return solved[-1]
 
     whole = _two_solved(lambda _: None)
-    monkeypatch.setattr("autoshard.search.choose.tune", tune_some)
+    monkeypatch.setattr("autoshard.search.exact.tune", tune_some)
     found = _two_solved(lambda _: None)
     assert found.interrupted and not whole.interrupted and len(solved) == nth - 1
     assert found.bound <= whole.placed.seconds <= found.placed.seconds

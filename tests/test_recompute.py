@@ -238,8 +238,9 @@ def test_a_rank_holds_what_the_estimate_says() -> None:
         made = _program(name, mesh, policy)
         rank = RankProgram(made, 0, {"dp": ""}, torch.device("cpu"))
         given = _ends(made, model, inputs)
-        env = dict(given)
-        rank.run(env, False)
+        env = rank.start()
+        env.update(given)
+        rank.run(env, (0, "forward"))
         ends = {x.untyped_storage().data_ptr() for x in given.values()}
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in env.values()}
         alive.append(sum(n for at, n in held.items() if at not in ends))

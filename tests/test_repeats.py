@@ -113,10 +113,18 @@ class Stack(nn.Module):
         torch.manual_seed(1)
         self.kind = kind
         self.layers = nn.ModuleList([Layer(k, kind) for k in range(5)])
+        if kind == "tied":
+            for layer in self.layers:
+                layer.linear.bias = self.layers[0].linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen: list[Any] = []
-        for number, layer in enumerate(self.layers):
+        layers = [*self.layers, *self.layers] if self.kind == "twice" else self.layers
+        if self.kind == "regularised":
+            seen = [0.1 * layer.linear.bias.pow(2).sum() for layer in self.layers]
+        if self.kind == "returned":
+            seen = [self.layers[1].linear.bias.sum().detach()]
+        for number, layer in enumerate(layers):
             if self.kind == "identity":
                 y, old = layer(x)
                 x = y + 0.5 * old
@@ -142,6 +150,10 @@ KINDS = (
     "constant",
     "identity",
     "outside",
+    "tied",
+    "twice",
+    "regularised",
+    "returned",
 )
 
 
@@ -159,6 +171,26 @@ def test_what_is_not_certain_is_traced_plainly(kind: str) -> None:
     for name, parameter in loss.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(found["grad", name], parameter.grad, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("kind", ["tied", "twice", "regularised", "returned"])
+def test_parameters_with_other_uses_are_given_to_the_calls(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layer is traced once all the same."""
+    traced: list[bool | None] = []
+    trace = capturing._joint
+
+    def watched(model: nn.Module, inputs: Any, differentiate: Any, repeats: Any) -> Any:
+        if isinstance(model, Stack):
+            traced.append(None if repeats is None else repeats.apart)
+        return trace(model, inputs, differentiate, repeats)
+
+    monkeypatch.setattr(capturing, "_joint", watched)
+    for name, wanted in (("plain", [True]), (kind, [True, False])):
+        traced.clear()
+        capture(Stack(name), (torch.randn(3, 6),), {})
+        assert traced == wanted
 
 
 def test_hooks_are_honoured() -> None:

@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench [planning|steps|quality ...]``, ``python -m autoshard.bench published PATH``.
+"""``python -m autoshard.bench [planning|steps|quality|schedules ...]``, or ``published PATH`` after it.
 
 Runs benchmarks and prints their tables; without a name, planning and steps.
 """
@@ -66,6 +66,13 @@ def quality() -> None:
     print_quality(CONSOLE, (q for case in SMALL for q in quality_of(case)))
 
 
+def schedules() -> None:
+    """Bubbles and memory of pipeline schedules, simulated; seconds."""
+    from autoshard.bench.schedules_table import print_schedules, rows
+
+    print_schedules(CONSOLE, rows())
+
+
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
@@ -82,7 +89,7 @@ def published(args: Sequence[str]) -> None:
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 
 
-BENCHMARKS = {"planning": planning, "steps": steps, "quality": quality}
+BENCHMARKS = {"planning": planning, "steps": steps, "quality": quality, "schedules": schedules}
 DEFAULT = ("planning", "steps")
 
 

@@ -226,6 +226,9 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{seconds_text(step.update)}; MFU {step.mfu:.1%}",
         )
     gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
+    if summary.gap > 1e-9 and summary.own_gap < summary.gap:
+        of = "the best" if summary.own_gap <= 1e-9 else f"within {summary.own_gap:.2%} of any"
+        gap = f"{of} placement of this configuration; all configurations: {gap}"
     yield (
         "proof",
         f"{gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, gap {summary.gap:.2%} "

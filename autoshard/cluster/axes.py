@@ -66,6 +66,15 @@ TP = AxisMeaning(
     may_store_sharded=True,
     divides_products=True,
 )
+PP = AxisMeaning(
+    "pp",
+    "divides the model into pipeline stages",
+    splits_batch=False,
+    splits_batch_inside=False,
+    splits_layers=False,
+    stores_sharded=False,
+    may_store_sharded=False,
+)
 FREE = AxisMeaning(
     "free",
     "free",
@@ -78,7 +87,6 @@ FREE = AxisMeaning(
 
 #: name -> (what it would mean, what to use until then)
 _NOT_BUILT: Mapping[str, tuple[str, str]] = {
-    "pp": ("pipeline stages", "fsdp=N or tp=N, which also make each rank's part of the model smaller"),
     "cp": (
         "context parallelism",
         "tp=N, or a free axis such as seq=N, which the search may lay on the sequence",
@@ -96,4 +104,4 @@ def meaning_of(name: str) -> AxisMeaning:
         what, instead = _NOT_BUILT[name]
         why = f"{name} means {what}, and this meaning is not built yet"
         raise UsageError(f"axis {name!r} cannot be used", why=why, hint=f"use {instead}")
-    return next((meaning for meaning in (DP, FSDP, TP) if meaning.name == name), FREE)
+    return next((meaning for meaning in (DP, FSDP, TP, PP) if meaning.name == name), FREE)

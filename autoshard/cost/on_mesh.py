@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
+
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
@@ -26,3 +28,25 @@ def cost_model(cluster: Cluster, mesh: Mesh, order: RankOrder | None = None) -> 
         ReshardCost(mesh.sizes, links, bandwidth),
         ReshardCost(mesh.sizes, shared, bandwidth),
     )
+
+
+@dataclass(frozen=True)
+class CostModels:
+    """Cost models of meshes on one cluster, each made once.
+
+    Meshes whose axes have equal links share the cheapest ways between layouts that were found already.
+    """
+
+    cluster: Cluster
+    made: dict[tuple[Mesh, RankOrder | None], CostModel] = field(default_factory=dict, repr=False)
+    alike: dict[ReshardCost, ReshardCost] = field(default_factory=dict, repr=False)
+
+    def of(self, mesh: Mesh, order: RankOrder | None = None) -> CostModel:
+        """As `cost_model`."""
+        key = (mesh, order)
+        if key not in self.made:
+            model = cost_model(self.cluster, mesh, order)
+            plain = self.alike.setdefault(model.plain, model.plain)
+            bucketed = self.alike.setdefault(model.bucketed, model.bucketed)
+            self.made[key] = replace(model, plain=plain, bucketed=bucketed)
+        return self.made[key]

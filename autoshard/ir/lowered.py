@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node
@@ -11,6 +11,9 @@ from autoshard.ir.types import TensorType
 from autoshard.placement import Layout
 
 Instruction: TypeAlias = "Call | Node"
+#: forward; backward (all of it, or what other stages wait for); weight: the rest of a backward that is split;
+#: reduce: once a step, on gradients summed over all microbatches
+Phase: TypeAlias = Literal["forward", "backward", "weight", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,31 @@ class LoweredSegment:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What runs at once: the instructions ``start`` to ``stop`` of main, one phase of a pipeline stage."""
+
+    stage: int
+    phase: Phase
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Lowered:
     """The whole program.
 
-    main: instructions in order, forward before backward. ports: main value -> type and layout of every
-    input of the program. values: the same for all other main values. results: main value of every
-    result of the joint graph, in its order.
+    main: instructions in order, forward before backward. values: main value -> type and layout, of the
+    inputs of the program, too. results: main value of every result of the joint graph, in its order. parts:
+    main cut into what runs at once, in order, once that is known; of several stages, a value has one name
+    wherever it is, and what a stage uses and does not make comes from the stage that makes it.
     """
 
     segments: dict[str, LoweredSegment]
     main: tuple[Instruction, ...]
     values: dict[str, Placed]
     results: tuple[str, ...]
+    parts: tuple[Part, ...] = ()
+
+    def of(self, part: Part) -> tuple[Instruction, ...]:
+        """The instructions of a part."""
+        return self.main[part.start : part.stop]

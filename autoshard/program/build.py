@@ -7,20 +7,29 @@ from dataclasses import replace
 from autoshard.ir import Call, Folded, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.passes.pipeline import Lowering, lower
+from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
-from autoshard.program.program import Program, Signature
+from autoshard.program.program import Program, Signature, Stages
 from autoshard.report.dump import dump_text
+from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
 from autoshard.search.plan_json import plan_to_json
 
 
-def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, str]) -> Program:
+def build_program(
+    folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, str], schedule: Schedule | None = None
+) -> Program:
     """The program of a folded model under a plan.
 
-    dumps: texts of the passes before the search, to be stored with those after it.
+    dumps: texts of the passes before the search, to be stored with those after it. schedule: of the stages,
+    if the plan has a pipeline.
     """
     texts = dict(dumps)
+    stages = None
+    if plan.pipeline is not None and schedule is not None:
+        stages = Stages(schedule, plan.pipeline.position)
+        how = replace(how, split_backward=schedule.splits_backward)
     lowered = lower(
         folded, how, lambda name, graph: texts.__setitem__(name, dump_text(name, graph, plan.mesh))
     )
@@ -30,7 +39,7 @@ def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, st
     results = tuple(
         replace(r, value=names.get(v, v)) for r, v in zip(signature.results, lowered.results, strict=True)
     )
-    return Program(
+    program = Program(
         plan.mesh,
         _renamed(lowered, names),
         replace(signature, ports=ports, results=results),
@@ -40,7 +49,10 @@ def build_program(folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, st
         dict(folded.joint.constants),
         plan.target,
         microbatches=plan.microbatches,
+        stages=stages,
     )
+    check_holders(program)
+    return program
 
 
 def _renamed(lowered: Lowered, names: dict[str, str]) -> Lowered:

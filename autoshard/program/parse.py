@@ -25,12 +25,13 @@ from autoshard.ir import (
     ShardOf,
     TensorType,
 )
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Phase, Placed
 from autoshard.placement import Layout, Partial, Placement, R, Shard
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
 _PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
+_PART = re.compile(r"^(forward|backward|weight|reduce)(?:_(\d{1,5}))?$")
 _REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
 #: more than any real program has; a hostile text must not exhaust the parser
@@ -240,8 +241,8 @@ def _new(name: str, taken: Collection[str], node: ast.AST) -> None:
 
 def parse_program(
     text: str, names: Sequence[str], ops: Collection[str]
-) -> tuple[Lowered, tuple[Port, ...], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """(the program, its ports, what forward and backward return) of a text.
+) -> tuple[Lowered, tuple[Port, ...], dict[Part, tuple[str, ...]]]:
+    """(the program, its ports, what every part returns) of a text.
 
     ops: names of all ops that may be called. Raises VerificationError with the line of the first
     thing that is not allowed.
@@ -267,19 +268,35 @@ def parse_program(
             values[port.name] = placed
         else:
             _fail("only segments and inputs may stand at the top", item)
-    if "forward" not in functions or "backward" not in functions:
-        _fail("forward or backward is missing")
-    phases = {f: functions.pop(f) for f in ("forward", "backward")}
-    backward_segments = _called(phases["backward"])
-    segments = {n: reader.segment(f, n in backward_segments) for n, f in functions.items()}
+    found = {name: _part_of(name) for name in functions}
+    named = [(functions[name], *part) for name, part in found.items() if part is not None]
+    if not any(phase == "forward" for _, phase, _ in named):
+        _fail("forward is missing")
+    backward_segments = {n for fn, phase, _ in named if phase != "forward" for n in _called(fn)}
+    bodies = {name: fn for name, fn in functions.items() if found[name] is None}
+    segments = {n: reader.segment(f, n in backward_segments) for n, f in bodies.items()}
     main: list[Instruction] = []
-    returns = []
-    for phase, fn in phases.items():
-        items, ends = _main(fn, phase == "backward", reader, segments, values)
+    parts: list[Part] = []
+    returns: dict[Part, tuple[str, ...]] = {}
+    made: dict[int, set[str]] = {}
+    for fn, phase, stage in named:
+        own = made.setdefault(stage, {p.name for p in ports})
+        items, ends = _main(fn, phase != "forward", reader, segments, values, own)
+        parts.append(Part(stage, phase, len(main), len(main) + len(items)))
         main += items
-        returns.append(ends)
-    lowered = Lowered(segments, tuple(main), values, ())
-    return lowered, tuple(ports), (returns[0], returns[1])
+        returns[parts[-1]] = ends
+    if len({(p.stage, p.phase) for p in parts}) < len(parts):
+        _fail("a part of the program stands there twice")
+    lowered = Lowered(segments, tuple(main), values, (), tuple(parts))
+    return lowered, tuple(ports), returns
+
+
+def _part_of(name: str) -> tuple[Phase, int] | None:
+    """(phase, stage) of a function that is a part of main, None for a segment."""
+    match = _PART.match(name)
+    if match is None:
+        return None
+    return match.group(1), int(match.group(2) or 0)  # type: ignore[return-value]
 
 
 def _called(fn: ast.FunctionDef) -> set[str]:
@@ -309,7 +326,9 @@ def _main(
     reader: _Reader,
     segments: dict[str, LoweredSegment],
     values: dict[str, Placed],
+    own: set[str],
 ) -> tuple[list[Instruction], tuple[str, ...]]:
+    """Instructions of a part and what it returns; own: values that its stage has made, which grow."""
     _plain_def(fn)
     items: list[Instruction] = []
     declared: dict[str, Placed] = {}
@@ -321,18 +340,24 @@ def _main(
             graph = segments[call.segment]
             types = graph.graph.types()
             for out, inner in zip(call.outs, graph.graph.outputs, strict=True):
-                _new(out, values, statement)
-                values[out] = Placed(types[inner], graph.layouts[inner])
+                _made(out, Placed(types[inner], graph.layouts[inner]), values, own, statement)
             items.append(call)
             continue
         node = reader.statement(statement, declared, values, backward)
         if node is None:
             continue
         for out in node.outs:
-            _new(out, values, statement)
-            values[out] = declared[out]
+            _made(out, declared[out], values, own, statement)
         items.append(node)
     _fail(f"{fn.name} without return", fn)
+
+
+def _made(out: str, placed: Placed, values: dict[str, Placed], own: set[str], node: ast.AST) -> None:
+    """A stage makes a value; several may make the same one, in the same layout."""
+    _new(out, own, node)
+    if values.setdefault(out, placed) != placed:
+        _fail(f"{out!r} is made in two layouts", node)
+    own.add(out)
 
 
 def _segment_call(

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
+from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,23 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """How the stages of a program are run. position: of the pp axis in the mesh of all ranks."""
+
+    schedule: Schedule
+    position: int = 0
+
+
+@dataclass(frozen=True)
 class Program:
     """One program for all ranks of a mesh; what differs from rank to rank are symbols in its text.
 
-    mesh: ``dp=2,tp=2``. lowered: segments and main. notes: segment -> one note per node. plan: JSON
-    text of the plan it was made from. dumps: pass name -> text of the graph after it. constants:
-    port target -> torch tensor. target: where the model came from (``hf:config.json``), if known. user_ops:
-    ops in it whose rules are the user's own. microbatches: how often a step runs the program, each time on
-    another part of the batch; its shapes are those of one microbatch of all ranks together.
+    mesh: ``dp=2,tp=2``, the ranks that run one stage. stages: None if all of them run everything. lowered:
+    segments and main. notes: segment -> one note per node. plan: JSON text of the plan it was made from.
+    dumps: pass name -> text of the graph after it. constants: port target -> torch tensor. target: where the
+    model came from (``hf:config.json``), if known. user_ops: ops in it whose rules are the user's own.
+    microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
+    those of one microbatch of all ranks together.
     """
 
     mesh: str
@@ -75,3 +85,13 @@ class Program:
     options: tuple[tuple[str, str], ...] = ()
     user_ops: tuple[str, ...] = ()
     microbatches: int = 1
+    stages: Stages | None = None
+
+    @property
+    def whole_mesh(self) -> str:
+        """The mesh of all ranks, with its pp axis: ``pp=4,dp=2,tp=2``."""
+        if self.stages is None:
+            return self.mesh
+        axes = self.mesh.split(",")
+        axes.insert(self.stages.position, f"pp={self.stages.schedule.ranks}")
+        return ",".join(axes)

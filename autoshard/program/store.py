@@ -22,10 +22,12 @@ import torch
 from autoshard._version import __version__
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Port, Result
-from autoshard.ir.lowered import Lowered
+from autoshard.ir.lowered import Lowered, Part
+from autoshard.program.ends import returns_of
 from autoshard.program.known import known_ops
 from autoshard.program.parse import parse_program
-from autoshard.program.program import FORMAT, Note, Program, Signature
+from autoshard.program.program import FORMAT, Note, Program, Signature, Stages
+from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.text import axis_names, program_text
 from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.resolve import torch_dtype
@@ -99,6 +101,8 @@ def _write(program: Program, folder: Path) -> None:
         )
         + "\n",
     }
+    if program.stages is not None:
+        files["schedule.json"] = schedule_to_json(program.stages)
     files |= {f"dumps/{name}.py": text for name, text in program.dumps.items()}
     (folder / "dumps").mkdir()
     for name, text in files.items():
@@ -186,7 +190,7 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
     lowered, ports, returns = parse_program(texts["program.py"], axis_names(mesh), known_ops(user_ops))
     notes = json.loads(texts["notes.json"])
     signature = _signature_in(manifest["signature"], ports)
-    _check_returns(signature, returns)
+    _check_returns(signature, lowered, returns)
     lowered = replace(_labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results))
     return Program(
         mesh,
@@ -200,7 +204,24 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         tuple((str(a), str(b)) for a, b in manifest["options"]),
         user_ops,
         _microbatches_in(manifest["microbatches"]),
+        _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"]),
     )
+
+
+def _stages_in(text: str | None, lowered: Lowered, microbatches: int) -> Stages | None:
+    """The schedule of a pipeline, which must fit the text of the program."""
+    count = 1 + max(p.stage for p in lowered.parts)
+    if text is None:
+        if count > 1:
+            raise VerificationError(f"the program has {count} stages and no schedule", hint=_RECOMPILE)
+        return None
+    stages = schedule_from_json(text)
+    if stages.schedule.stages != count or stages.schedule.microbatches != microbatches:
+        raise VerificationError("the schedule is for other stages than the program's", hint=_RECOMPILE)
+    split = any(p.phase == "weight" for p in lowered.parts)
+    if stages.schedule.splits_backward != split:
+        raise VerificationError("the schedule and the program split backward differently", hint=_RECOMPILE)
+    return stages
 
 
 def _microbatches_in(count: object) -> int:
@@ -248,13 +269,12 @@ def _signature_in(raw: dict[str, Any], ports: tuple[Port, ...]) -> Signature:
     )
 
 
-def _check_returns(signature: Signature, returns: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
-    for backward, names in enumerate(returns):
-        wanted = tuple(
-            r.value for r in signature.results if (r.kind in ("grad", "input_grad")) == bool(backward)
-        )
-        if wanted != names:
-            raise VerificationError("the manifest does not fit what the program returns", hint=_RECOMPILE)
+def _check_returns(signature: Signature, lowered: Lowered, returns: dict[Part, tuple[str, ...]]) -> None:
+    """The manifest and the text must agree on what the program's results are."""
+    results = {r.value for r in signature.results}
+    made = {p.name for p in signature.ports} | {o for i in lowered.main for o in i.outs}
+    if not results <= made or returns_of(lowered, results) != returns:
+        raise VerificationError("the manifest does not fit what the program returns", hint=_RECOMPILE)
 
 
 def _labelled(lowered: Lowered, labels: list[str]) -> Lowered:

@@ -1,7 +1,7 @@
 """Programs as readable Python text.
 
-The text is straight-line: one ``def`` per segment, then ``forward`` and ``backward``. It is valid
-Python but is never run as Python; `autoshard.program.parse` reads it back.
+The text is straight-line: one ``def`` per segment, then one per part (``forward``, ``backward``,
+``reduce``). It is valid Python but is never run as Python; `autoshard.program.parse` reads it back.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
+from autoshard.program.ends import Wire, part_name, returns_of, wires_of
 from autoshard.program.program import FORMAT, Note, Program
 
 #: op namespaces that are written out; ``aten`` is not
@@ -109,20 +110,28 @@ def main_lines(program: Program, names: Sequence[str]) -> list[str]:
             f'{port.name}: "{type_text(placed.type, placed.layout, names)}" = {port.kind}({port.target!r})'
         )
     lines.append("")
-    for backward in (False, True):
-        lines.append("")
-        lines.append(f"def {'backward' if backward else 'forward'}():")
-        for item in lowered.main:
-            if item.backward == backward:
-                lines += [f"    {line}" for line in _instruction(item, lowered.values, names)]
-        ends = [
-            value
-            for value, result in zip(lowered.results, signature.results, strict=True)
-            if (result.kind in ("grad", "input_grad")) == backward
-        ]
-        lines.append(f"    return {_names(ends)}")
-        lines.append("")
+    returned = returns_of(lowered, {r.value for r in signature.results})
+    wires = wires_of(lowered, {p.name for p in signature.ports})
+    for part in lowered.parts:
+        lines += ["", f"def {part_name(lowered, part)}():"]
+        lines += [f"    # {text}" for text in _wire_notes(part, wires)]
+        for item in lowered.of(part):
+            lines += [f"    {line}" for line in _instruction(item, lowered.values, names)]
+        lines += [f"    return {_names(returned[part])}", ""]
     return lines
+
+
+def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
+    """What a part is sent and sends on, in words."""
+    received: dict[int, list[str]] = {}
+    sent: dict[int, list[str]] = {}
+    for wire in wires:
+        if (wire.target, wire.into) == (part.stage, part.phase):
+            received.setdefault(wire.source, []).append(wire.value)
+        if (wire.source, wire.phase) == (part.stage, part.phase):
+            sent.setdefault(wire.target, []).append(wire.value)
+    found = [f"from stage {stage}: {', '.join(values)}" for stage, values in received.items()]
+    return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
 
 
 def _instruction(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ their losses is what is trained. A batch of the size of one microbatch is verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
@@ -24,9 +24,9 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Port
 from autoshard.program.program import Program
-from autoshard.runtime.lockstep import Lockstep
 from autoshard.runtime.microbatch import calls_of
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.step_lockstep import Held, StepLockstep
 
 LR = 1e-3
 
@@ -145,8 +145,8 @@ def verify(
         subject = Ranks(program, initial, batch, seed)
         tolerance = tolerance_of(program)
         checks, losses = _compare(subject, reference, steps, tolerance, say)
-    ranks = Mesh.parse(program.mesh).world_size
-    return Verification(program.mesh, ranks, steps, named, tolerance, checks, losses)
+    ranks = Mesh.parse(program.whole_mesh).world_size
+    return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses)
 
 
 def tolerance_of(program: Program) -> Tolerance:
@@ -209,6 +209,9 @@ class Batch:
                 hint="compile the program again",
             )
         self.calls = calls_of(program, leaves)
+        if program.stages is not None and len(self.calls) < program.microbatches:
+            # a schedule runs all its microbatches: the same one again and again
+            self.calls *= program.microbatches
         ends = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
         self.tangents = {target: x / len(self.calls) for target, x in ends.items()}
         self.positions = sorted((r.target for r in program.signature.results if r.kind == "output"), key=int)
@@ -266,10 +269,11 @@ class Ranks:
 
     def __init__(self, program: Program, initial: Tensors, batch: Batch, seed: int) -> None:
         self.program, self.batch, self.seed, self.steps = program, batch, seed, 0
-        self.lockstep = Lockstep(program)
+        self.runner = StepLockstep(program, len(batch.calls))
+        self.lockstep = self.runner.lockstep
         ports = program.signature.ports
         self.ports = {p.target: p.name for p in ports if p.kind in ("param", "buffer")}
-        self.held = {t: self.lockstep.shards(initial[t], n) for t, n in self.ports.items()}
+        self.held = {t: self.runner.held(initial[t], n) for t, n in self.ports.items()}
         given = [
             p for p in ports if p.kind in ("const", "tangent") or (p.kind == "input" and p.target != "seed")
         ]
@@ -280,57 +284,58 @@ class Ranks:
         ]
         self.seeds = [p.name for p in ports if p.target == "seed"]
         self.optimizer: torch.optim.Optimizer | None = None
-        self.grads: dict[str, list[torch.Tensor]] = {}
+        self.grads: dict[str, Held] = {}
 
     def step(self) -> Step:
+        fixed = [dict(values) for values in self.fixed]
+        for call, values in enumerate(fixed):
+            for name in self.seeds:
+                number = self.seed * 1_000_003 + self.steps + call
+                values[name] = self.lockstep.shards(torch.tensor(number), name)
+        with torch.no_grad():
+            made = self.runner.step({self.ports[t]: held for t, held in self.held.items()}, fixed)
         outputs: Tensors = {}
         grads: Tensors = {}
-        for call, fixed in enumerate(self.fixed):
-            found = self._call(fixed)
-            outputs |= {self.batch.label(k, call): x for k, x in found.outputs.items()}
-            grads = {k: grads[k] + x if k in grads else x for k, x in found.grads.items()}
-        self.grads = {k: self.lockstep.shards(x, self.ports[k]) for k, x in grads.items()}
-        return Step(outputs, grads)
-
-    def _call(self, fixed: dict[str, list[torch.Tensor]]) -> Step:
-        """Forward and backward of one microbatch, which also updates the buffers."""
-        env: dict[str, list[Any]] = {k: list(v) for k, v in fixed.items()}
-        env |= {self.ports[target]: list(shards) for target, shards in self.held.items()}
-        for name in self.seeds:
-            env[name] = self.lockstep.shards(torch.tensor(self.seed * 1_000_003 + self.steps), name)
-        with torch.no_grad():
-            self.lockstep.run(env, False)
-            self.lockstep.run(env, True)
-        outputs, grads = {}, {}
+        self.grads = {}
         for result in self.program.signature.results:
-            shards = env[result.value]
-            whole = self._whole(shards, result.value, f"{result.kind} {result.target}")
+            meaning = f"{result.kind} {result.target}"
             if result.kind == "output":
-                outputs[result.target] = whole
+                for call, found in enumerate(made.outputs[result.value]):
+                    label = self.batch.label(result.target, call)
+                    outputs[label] = self._whole([found], result.value, meaning)
             elif result.kind == "grad":
-                grads[result.target] = whole
+                self.grads[result.target] = made.grads[result.value]
+                grads[result.target] = self._whole(made.grads[result.value].values(), result.value, meaning)
             elif result.kind == "buffer":
-                self.held[result.target] = self.lockstep.shards(whole, self.ports[result.target])
-        self.steps += 1
+                # a buffer is whole on every rank, however the program makes it
+                whole = self._whole([made.buffers[result.value]], result.value, meaning)
+                self.held[result.target] = self.runner.held(whole, self.ports[result.target])
+        self.steps += len(self.fixed)
         return Step(outputs, grads)
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         trained = [target for target in trained if target in self.grads]
         if self.optimizer is None and trained:
-            pieces = [x for target in trained for x in self.held[target]]
+            pieces = [x for target in trained for shards in self.held[target].values() for x in shards]
             self.optimizer = torch.optim.AdamW(pieces, lr=LR, eps=eps)
         for target in trained:
-            for piece, grad in zip(self.held[target], self.grads[target], strict=True):
-                piece.grad = grad
+            for rank, shards in self.held[target].items():
+                for piece, grad in zip(shards, self.grads[target][rank], strict=True):
+                    piece.grad = grad
         if self.optimizer is not None:
             self.optimizer.step()
 
     def state(self) -> Tensors:
-        return {t: self._whole(x, self.ports[t], f"parameter {t}") for t, x in self.held.items()}
+        return {t: self._whole(x.values(), self.ports[t], f"parameter {t}") for t, x in self.held.items()}
 
-    def _whole(self, shards: Sequence[torch.Tensor], value: str, meaning: str) -> torch.Tensor:
+    def _whole(self, held: Iterable[Sequence[torch.Tensor]], value: str, meaning: str) -> torch.Tensor:
+        """The value from its shards; stages that hold the same must hold equal shards."""
         try:
-            return self.lockstep.whole(shards, value)
+            found = [self.lockstep.whole(shards, value) for shards in held]
+            for other in found[1:]:
+                if not torch.allclose(other, found[0], rtol=1e-5, atol=1e-6, equal_nan=True):
+                    raise AssertionError(f"{value} differs between pipeline stages")
+            return found[0]
         except AssertionError as error:
             raise VerificationError(
                 f"{meaning} is not the same on ranks that should hold the same",

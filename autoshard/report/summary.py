@@ -103,7 +103,8 @@ class StageRow:
 class Summary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
-    budget_bytes: None if memory was no limit.
+    budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations; own_bound, own_gap: of
+    the chosen mesh and microbatches.
     """
 
     mesh: str
@@ -135,6 +136,8 @@ class Summary:
     memory: Held | None = None
     rivals: tuple[RivalRow, ...] = ()
     stages: tuple[StageRow, ...] = ()
+    own_bound: float = 0.0
+    own_gap: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,6 +186,8 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
         ()
         if settled is None
         else tuple(StageRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
+        proof.own_bound,
+        proof.own_gap,
     )
 
 
@@ -240,7 +245,10 @@ def _rivals(settled: Settled) -> tuple[RivalRow, ...]:
 def _mesh_reason(plan: Plan) -> str:
     """Why this mesh shape, if it was searched."""
     why = plan.why.get("mesh")
-    return f"{why.reason}; next best {why.alternative} +{seconds_text(why.margin)}" if why else ""
+    if why is None:
+        return ""
+    cost = f" +{seconds_text(why.margin)}" if why.margin else ""
+    return f"{why.reason}; next best {why.alternative}{cost}"
 
 
 def _local_bytes(group: PortClass, layout: Layout, mesh: Mesh) -> float:

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard.errors import UsageError
+from autoshard.runtime.membership import Membership, membership_of
 
-#: gradients that lie alike: their mesh and the mesh axes that split them
-_Group = tuple["DeviceMesh | None", tuple[int, ...]]
+#: gradients that lie alike: their mesh and the mesh axes that split them, and what they are to a pipeline
+_Group = tuple["DeviceMesh | None", tuple[int, ...], "Membership | None"]
 
 
 @torch.no_grad()
@@ -28,8 +29,9 @@ def clip_grad_norm_(
 
     Takes a module, one parameter, or any iterable of parameters; DTensors with any placements and plain
     tensors may be mixed. Every rank must call it. The norm is that of the same model on one device: shards
-    are summed over the mesh axes that split them, replicas count once. One all-reduce of a few numbers per
-    mesh axis that splits anything.
+    are summed over the mesh axes that split them, replicas count once; of a pipeline, every stage adds its part
+    (each rank must then pass at least one of its parameters). One all-reduce of a few numbers per mesh axis
+    that splits anything.
 
     Returns the norm before clipping, a float32 scalar that is the same on every rank; 0 if nothing has a
     gradient. Raises UsageError for a ``norm_type`` that is not positive or a gradient that is a partial sum,
@@ -38,13 +40,18 @@ def clip_grad_norm_(
     power = float(norm_type)
     if not power > 0:
         raise UsageError(f"norm_type is {norm_type}", why="it must be positive, or inf")
-    groups = _grouped(_gradients(parameters))
+    given = _parameters(parameters)
+    groups = _grouped(given)
     locals_ = [g for members in groups.values() for g in members]
-    if not locals_:
+    pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
+    if not locals_ and pipe is None:
         return torch.zeros(())
-    device = locals_[0].device
-    sums = torch.stack([_accumulated(members, power, device) for members in groups.values()])
+    device = locals_[0].device if locals_ else given[0].device
+    nothing = [torch.zeros((), device=device)]
+    sums = torch.stack([_accumulated(members, power, device) for members in groups.values()] or nothing)
     _reduce(sums, list(groups), power)
+    if pipe is not None:
+        sums = _over_pipeline(sums, list(groups), power, pipe)
     total = sums.max() if power == inf else sums.sum().pow(1.0 / power)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
@@ -56,22 +63,24 @@ def clip_grad_norm_(
     return total
 
 
-def _gradients(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients there are, those of a shared parameter once."""
+def _parameters(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters given, a shared one once."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    once = {id(p): p for p in parameters}
-    return [p.grad for p in once.values() if p.grad is not None]
+    return list({id(p): p for p in parameters}.values())
 
 
-def _grouped(grads: Sequence[torch.Tensor]) -> dict[_Group, list[torch.Tensor]]:
+def _grouped(parameters: Sequence[torch.Tensor]) -> dict[_Group, list[torch.Tensor]]:
     """What this rank holds of each gradient, by the mesh axes that split it."""
     groups: dict[_Group, list[torch.Tensor]] = {}
-    for grad in grads:
+    for parameter in parameters:
+        grad, member = parameter.grad, membership_of(parameter)
+        if grad is None:
+            continue
         if not isinstance(grad, DTensor):
-            groups.setdefault((None, ()), []).append(grad)
+            groups.setdefault((None, (), member), []).append(grad)
             continue
         if any(isinstance(p, Partial) for p in grad.placements):
             raise UsageError(
@@ -81,8 +90,26 @@ def _grouped(grads: Sequence[torch.Tensor]) -> dict[_Group, list[torch.Tensor]]:
             )
         # every placement that is neither is some form of shard, whatever torch calls it
         axes = tuple(axis for axis, p in enumerate(grad.placements) if not isinstance(p, Replicate))
-        groups.setdefault((grad.device_mesh, axes), []).append(grad.to_local())
+        groups.setdefault((grad.device_mesh, axes, member), []).append(grad.to_local())
     return groups
+
+
+def _over_pipeline(
+    sums: torch.Tensor, keys: Sequence[_Group], power: float, pipe: dist.ProcessGroup
+) -> torch.Tensor:
+    """The sums of all stages; a parameter that several stages hold is counted by one of them. [2]"""
+    op = dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM
+    nothing = torch.zeros((), device=sums.device)
+    own, others = [nothing], [nothing]
+    for total, (_, _, member) in zip(sums, keys, strict=False):
+        if member is None:
+            others.append(total)
+        elif member.counts:
+            own.append(total)
+    staged = torch.stack(own).max() if power == inf else torch.stack(own).sum()
+    dist.all_reduce(staged, op, group=pipe)
+    rest = torch.stack(others).max() if power == inf else torch.stack(others).sum()
+    return torch.stack([staged, rest])
 
 
 def _accumulated(members: Sequence[torch.Tensor], power: float, device: torch.device) -> torch.Tensor:
@@ -102,10 +129,10 @@ def _wide(tensors: Sequence[torch.Tensor]) -> torch.dtype:
 def _reduce(sums: torch.Tensor, keys: Sequence[_Group], power: float) -> None:
     """Complete each group's sum over the axes that split it; ``sums`` [groups] is changed in place."""
     op = dist.ReduceOp.MAX if power == inf else dist.ReduceOp.SUM
-    pairs = {(mesh, axis): None for mesh, axes in keys if mesh is not None for axis in axes}
+    pairs = {(mesh, axis): None for mesh, axes, _ in keys if mesh is not None for axis in axes}
     # every rank sees the same parameters in the same order, hence the same pairs in the same order
     for mesh, axis in pairs:
-        rows = [k for k, (other, axes) in enumerate(keys) if other is mesh and axis in axes]
+        rows = [k for k, (other, axes, _) in enumerate(keys) if other is mesh and axis in axes]
         part = sums[rows]
         dist.all_reduce(part, op, group=mesh.get_group(axis))
         sums[rows] = part

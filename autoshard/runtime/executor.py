@@ -1,63 +1,118 @@
-"""One rank's program on torch.distributed."""
+"""One rank's program on torch.distributed, part by part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Call, Port
+from autoshard.ir import Call, Node, Port
+from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
-from autoshard.runtime.resolve import RankView
+from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
+
+#: (stage, phase)
+PartKey: TypeAlias = "tuple[int, Phase]"
+
+
+class Values(dict[str, Any]):
+    """The values of one microbatch on a rank. left: value -> how many uses by parts are still to come."""
+
+    def __init__(self, left: Mapping[str, int]) -> None:
+        super().__init__()
+        self.left = dict(left)
+
+    def used(self, value: str) -> None:
+        """One of the uses of a value is over; after the last it is dropped, unless it is a result."""
+        if value in self.left:
+            self.left[value] -= 1
+            if not self.left[value]:
+                self.pop(value, None)
 
 
 class RankProgram:
-    """A program bound to one rank; groups: axis name -> name of the rank's process group of that axis."""
+    """A program bound to one rank of a stage's mesh.
 
-    def __init__(self, program: Program, rank: int, groups: Mapping[str, str], device: torch.device) -> None:
+    groups: axis name -> name of the rank's process group of that axis. stages: those that the rank runs.
+    sent: values that are sent to other ranks, which counts as one more use. Results are never dropped here.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        groups: Mapping[str, str],
+        device: torch.device,
+        stages: Collection[int] = (0,),
+        sent: Collection[str] = (),
+    ) -> None:
         self.program = program
         self.mesh = Mesh.parse(program.mesh)
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
-        collectives = GroupCollectives(groups)
+        self.collectives = GroupCollectives(groups)
+        lowered = program.lowered
+        parts = [p for p in lowered.parts if p.stage in stages]
+        called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
         self.segments = {
-            name: PreparedSegment(s.graph, self.view, collectives, device)
-            for name, s in program.lowered.segments.items()
+            name: PreparedSegment(s.graph, self.view, self.collectives, device)
+            for name, s in lowered.segments.items()
+            if name in called
         }
-        self.halves = tuple(self._prepare(backward, collectives) for backward in (False, True))
+        self.keep = {r.value for r in program.signature.results}
+        shared = Counter(v for p in parts for v in ends_of(lowered, p).uses)
+        shared.update(sent)
+        self.parts = {(p.stage, p.phase): self._prepare(p, shared) for p in parts}
+        self.left = {v: n for v, n in shared.items() if v not in self.keep}
 
-    def _prepare(self, backward: bool, collectives: GroupCollectives) -> list[_Item]:
-        """Main as prepared items, each with the values that are dead after it."""
-        lowered = self.program.lowered
-        items = [i for i in lowered.main if i.backward == backward]
-        keep = set(lowered.results)
-        if not backward:
-            keep |= {a for i in lowered.main if i.backward for a in _uses(i)}
+    def _prepare(self, part: Part, shared: Mapping[str, int]) -> list[_Item]:
+        """The items of a part, each with the values that are dead after it."""
+        items = self.program.lowered.of(part)
+        ends = ends_of(self.program.lowered, part)
+        # what enters may be used by other parts, too: it is counted there where this part uses it last
+        entering = {v for v in ends.uses if v not in self.keep}
+        keep = self.keep | {v for v in ends.makes if v in shared}
         prepared: list[_Item] = []
         for item in reversed(items):
-            dead = tuple(sorted((set(_uses(item)) | set(item.outs)) - keep))
-            keep |= set(_uses(item))
-            if isinstance(item, Call):
-                prepared.append(_Item(item.args, item.outs, self.segments[item.segment], item.site, dead))
-            else:
-                slots = {n: k for k, n in enumerate([*_uses(item), *item.outs])}
-                step = Step(item, self.view, slots, collectives(item, self.view))
-                prepared.append(_Item(_uses(item), item.outs, step, 0, dead))
+            last = (set(uses_of(item)) | set(item.outs)) - keep
+            keep |= set(uses_of(item))
+            prepared.append(self._item(item, sorted(last - entering), sorted(last & entering)))
         return prepared[::-1]
+
+    def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> _Item:
+        if isinstance(item, Call):
+            return _Item(item.args, item.outs, self.segments[item.segment], item.site, dead, counted)
+        assert isinstance(item, Node)
+        uses = uses_of(item)
+        slots = {n: k for k, n in enumerate([*uses, *item.outs])}
+        step = Step(item, self.view, slots, self._function(item))
+        return _Item(uses, item.outs, step, 0, dead, counted)
+
+    def _function(self, node: Node) -> Any:
+        if node.op.startswith("comm."):
+            return self.collectives(node, self.view)
+        return find_op(node.op)
+
+    def start(self) -> Values:
+        """Room for the values of a microbatch."""
+        return Values(self.left)
 
     def kept_ports(self) -> tuple[Port, ...]:
         """Parameters and inputs that the backward half reads as they were given."""
-        used = {a for i in self.program.lowered.main if i.backward for a in _uses(i)}
+        lowered = self.program.lowered
+        used = {v for p in lowered.parts if p.phase != "forward" for v in ends_of(lowered, p).uses}
         ports = self.program.signature.ports
         return tuple(p for p in ports if p.name in used and p.kind in ("param", "input"))
 
-    def run(self, env: dict[str, Any], backward: bool) -> None:
-        """Run one half on the rank's values, dropping what is dead and adding what is made."""
-        for item in self.halves[backward]:
+    def run(self, env: Values, key: PartKey) -> None:
+        """Run one part on the rank's values, dropping what is dead and adding what is made."""
+        for item in self.parts.get(key, ()):
             args = [env[a] for a in item.args]
             if isinstance(item.body, PreparedSegment):
                 results = item.body(args, item.site)
@@ -69,10 +124,14 @@ class RankProgram:
             del args, results
             for name in item.dead:
                 env.pop(name, None)
+            for name in item.counted:
+                env.used(name)
 
 
 class _Item:
-    __slots__ = ("args", "body", "dead", "outs", "site")
+    """dead: values to drop after it. counted: values of which the part's use is over after it."""
+
+    __slots__ = ("args", "body", "counted", "dead", "outs", "site")
 
     def __init__(
         self,
@@ -80,14 +139,8 @@ class _Item:
         outs: tuple[str, ...],
         body: PreparedSegment | Step,
         site: int,
-        dead: tuple[str, ...],
+        dead: Sequence[str],
+        counted: Sequence[str],
     ) -> None:
-        self.args, self.outs, self.body, self.site, self.dead = args, outs, body, site, dead
-
-
-def _uses(item: Any) -> tuple[str, ...]:
-    if isinstance(item, Call):
-        return item.args
-    from autoshard.ir import refs_of
-
-    return tuple(refs_of(item))
+        self.args, self.outs, self.body, self.site = args, outs, body, site
+        self.dead, self.counted = tuple(dead), tuple(counted)

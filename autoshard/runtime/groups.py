@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
+from autoshard.program.program import Program
 
 
 def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
@@ -19,9 +21,14 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     """
     wanted = Mesh.parse(mesh)
     if given is not None:
-        if tuple(given.mesh.shape) != wanted.sizes or tuple(given.mesh_dim_names or ()) != wanted.names:
+        names = tuple(given.mesh_dim_names or ())
+        if tuple(given.mesh.shape) == wanted.sizes and names == wanted.names:
+            return given
+        # a pipeline of single ranks has a mesh of one rank per stage, which a user need not name
+        if dict(zip(names, given.mesh.shape, strict=False)) != {
+            a.name: a.size for a in wanted.axes if a.size > 1
+        }:
             raise UsageError(f"the DeviceMesh given is not the mesh {mesh}", where=str(given))
-        return given
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise UsageError(
@@ -36,6 +43,53 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     _check_world(dist.get_world_size(), wanted)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this rank stands.
+
+    mesh: of the ranks that run the same stages; inner_rank: its place in there. stages: those it runs.
+    pipe_rank: its place along pp. peers: the ranks of the world that differ from it only along pp.
+    """
+
+    mesh: DeviceMesh
+    inner_rank: int
+    device: torch.device
+    stages: frozenset[int]
+    pipe_rank: int
+    peers: tuple[int, ...]
+
+
+def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
+    """The place of this rank in a program. mesh: of all ranks, with the pp axis if there is one.
+
+    Raises UsageError if the world is not of the program's size.
+    """
+    whole = Mesh.parse(program.whole_mesh)
+    if whole.world_size != mesh.size():
+        raise UsageError(
+            f"the program is for {whole.world_size} ranks, the world has {mesh.size()}",
+            where=f"mesh {whole}",
+            hint=f"start {whole.world_size} processes, or compile for another mesh",
+        )
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    rank = dist.get_rank()
+    if program.stages is None:
+        return RankPlace(mesh, rank, device, frozenset((0,)), 0, (rank,))
+    coords = list(whole.coords(rank))
+    at = program.stages.position
+    peers = []
+    for k in range(whole.sizes[at]):
+        coords[at] = k
+        peers.append(whole.rank(coords))
+    pipe_rank = peers.index(rank)
+    inner = Mesh.parse(program.mesh)
+    inner_rank = inner.rank([c for k, c in enumerate(whole.coords(rank)) if k != at])
+    stages = frozenset(s for s, r in enumerate(program.stages.schedule.owner) if r == pipe_rank)
+    return RankPlace(mesh[inner.names], inner_rank, device, stages, pipe_rank, tuple(peers))
 
 
 def _check_world(size: int, mesh: Mesh) -> None:

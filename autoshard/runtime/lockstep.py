@@ -9,10 +9,11 @@ from typing import Any, TypeAlias
 import torch
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Call, Node
+from autoshard.ir import Call, Node, Ref
+from autoshard.ir.lowered import Part
 from autoshard.program.program import Program
 from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
-from autoshard.runtime.resolve import RankView
+from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import Env, PreparedSegment, Step
 
 
@@ -58,14 +59,27 @@ class Lockstep:
         return out
 
     def run(self, env: dict[str, list[Any]], backward: bool) -> None:
-        """Run one half of main on the values in ``env``, adding what it makes."""
-        for item in self.program.lowered.main:
-            if item.backward != backward:
-                continue
+        """Run one half of a program of one stage on the values in ``env``, adding what it makes."""
+        for part in self.program.lowered.parts:
+            if (part.phase != "forward") == backward:
+                self.run_part(env, part)
+
+    def run_part(self, env: dict[str, list[Any]], part: Part) -> None:
+        """Run one part on the values in ``env``, adding what it makes."""
+        for item in self.program.lowered.of(part):
             if isinstance(item, Call):
                 self._call(item, env)
             else:
-                self._collective(item, env)
+                self._main_node(item, env)
+
+    def _main_node(self, node: Node, env: dict[str, list[Any]]) -> None:
+        if node.op.startswith("comm."):
+            self._collective(node, env)
+            return
+        op = find_op(node.op)
+        ranks = range(len(self.views))
+        rows = [[env[a.name][k] if isinstance(a, Ref) else a for a in node.args] for k in ranks]
+        env[node.name] = [op(*row, **dict(node.kwargs)) for row in rows]
 
     def _collective(self, node: Node, env: dict[str, list[Any]]) -> None:
         """A collective in main, of one value or of a bucket of them."""

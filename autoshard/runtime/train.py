@@ -70,6 +70,9 @@ def accumulate(model: nn.Module, batch: Batch) -> torch.Tensor:
 
     The gradient of that mean is added to ``.grad`` of the parameters.
     """
+    if isinstance(model, ParallelModule) and (model.microbatches > 1 or model.is_pipeline):
+        args, kwargs = batch
+        return model.train_step(args, **kwargs)
     calls = microbatches_of(model, batch)
     losses = []
     for args, kwargs in calls:

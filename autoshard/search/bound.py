@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from autoshard.cost.step_time import Exposure, between
 from autoshard.search.network import Array, Limits
@@ -43,24 +44,35 @@ def dual_bound(
     known: dict[tuple[float, Exposure], float] = {}
     policies = extremes(setting)
 
-    def at(price: float, exposure: Exposure) -> float:
+    def at(price: float, exposure: Exposure, beat: float = -inf) -> float:
+        """The least over the policies; if that cannot beat a value, anything up to that value."""
         key = (price, exposure)
         if key not in known:
-            least = (_priced(problem, p, budget, price, allowed, limits, exposure) for p in policies)
-            known[key] = min(least)
+            least = inf
+            for policy in tuple(policies):
+                found = _priced(problem, policy, budget, price, allowed, limits, exposure)
+                if found < least:
+                    least = found
+                    # whoever is least is likely to be so again, and then says at once what cannot be beaten
+                    policies.remove(policy)
+                    policies.insert(0, policy)
+                if least <= beat:
+                    return least
+            known[key] = least
         return known[key]
 
     half = between(exposure, Exposure(0.0, 0.0, 0.0, 0.0))
-    exposure = max((exposure, half), key=lambda e: at(price, e))
+    if at(price, half, at(price, exposure)) > at(price, exposure):
+        exposure = half
     if len(policies) > _FEW:
         return max(known.values())
     for factor in (2.0, 0.5):
         for _ in range(_MOVES):
-            if at(price * factor, exposure) <= at(price, exposure):
+            if at(price * factor, exposure, at(price, exposure)) <= at(price, exposure):
                 break
             price *= factor
     for factor in (2**0.5, 0.5**0.5):
-        at(price * factor, exposure)
+        at(price * factor, exposure, max(known.values()))
     return max(known.values())
 
 

@@ -37,13 +37,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """states: in the residual's numbering. steps: multipliers tried. multiplier: the best one."""
+    """states: in the residual's numbering. steps: multipliers tried. multiplier: the best one.
+
+    is_fastest: whether the budget did not bind, so that these are the fastest states of all.
+    """
 
     states: tuple[int, ...]
     lower_bound: float
     method: str
     steps: int
     multiplier: float = 0.0
+    is_fastest: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def minimise_within(net: Residual, order: Order, budget: float, limits: Limits) 
     assert fastest.states is not None
     fast = _point(net, fastest.states)
     if fast.held <= budget:
-        return Budgeted(fast.states, fastest.lower_bound, fastest.method, 0)
+        return Budgeted(fast.states, fastest.lower_bound, fastest.method, 0, is_fastest=True)
     leanest = _point(net, least_memory(net, budget, limits))
     if leanest.held > budget:
         states = descend(net, leanest.states, leanest.held)

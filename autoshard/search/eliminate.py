@@ -254,6 +254,11 @@ def _message(
     v: int, near: tuple[int, ...], unary: Array, edges: dict[int, Array], higher: list[Factor]
 ) -> Array:
     """The bucket minimised over its variable, [*near]; in slices of the first neighbour where it is large."""
+    if not higher and len(near) == len(edges) == 2:
+        first, second = edges[near[0]], edges[near[1]]
+        if first.size * second.shape[1] <= _CHUNK:
+            pair = (unary[:, None] + first)[:, :, None] + second[:, None, :]
+            return np.asarray(np.minimum.reduce(pair))
     sizes = [s for _, s in sorted(_sizes(near, edges, higher).items())]
     cells = len(unary) * prod(sizes)
     if cells <= _CHUNK:

@@ -12,8 +12,8 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.placement import Layout
 from autoshard.rules.states import OpState
 from autoshard.search.amounts import bytes_up
+from autoshard.search.ask import Settled
 from autoshard.search.axes import SearchAxes
-from autoshard.search.choose import Settled
 from autoshard.search.marginals import min_marginals
 from autoshard.search.plan import Plan, Proof, Why, why_key
 from autoshard.search.variables import NodeVar, ParamState, ParamVar, PortVar, ResultVar, ValueVar, Variable
@@ -37,7 +37,8 @@ def explain(
         max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
         placed.solution.method,
         len(problem.variables),
-        sum(len(v.states) for v in problem.variables),
+        problem.choices,
+        settled.own_bound,
     )
     plan = Plan(
         mesh=str(mesh),
@@ -62,12 +63,21 @@ def explain(
     marginals = min_marginals(placed.network)
     for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
         key = _record(plan, variable, state, problem.axes)
-        plan.why[key] = _why(variable, state, marginals.costs[number], mesh, problem.axes)
+        plan.why[key] = _why(variable, state, marginals.costs[number], mesh, problem.axes, marginals.exact)
     if settled.rejected:
-        other, seconds = settled.rejected[0]
-        reason = f"the best of {len(settled.rejected) + 1} configurations"
-        plan.why["mesh"] = Why(reason, other, max(0.0, seconds - placed.seconds))
+        plan.why["mesh"] = _why_mesh(settled)
     return plan
+
+
+def _why_mesh(settled: Settled) -> Why:
+    """Against the next best configuration that was solved; against an estimate only where none was."""
+    reason = f"the best of {len(settled.rejected) + 1} configurations"
+    other, own = settled.rejected[0], settled.placed.seconds
+    if other.solved:
+        return Why(reason, other.name, max(0.0, other.seconds - own))
+    # an estimate below what was found says that the two are close, not by how much
+    said = "estimated, not solved" if other.seconds > own else "estimated no slower, but not solved"
+    return Why(reason, f"{other.name} ({said})", max(0.0, other.seconds - own))
 
 
 def _warnings(
@@ -114,8 +124,11 @@ def _op_on_mesh(state: OpState, axes: SearchAxes) -> OpState:
     )
 
 
-def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: SearchAxes) -> Why:
-    """The reason of a choice: forced, free, or what the next best different choice would cost."""
+def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: SearchAxes, exact: bool) -> Why:
+    """The reason of a choice: forced, free, or what the next best different choice would cost.
+
+    exact: whether costs are those of the best plan with each choice; else everything else stays as it is.
+    """
     own = _face(variable, state, mesh, axes)
     others = [
         (float(costs[k]), k)
@@ -127,6 +140,8 @@ def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: Se
     best, index = min(others)
     margin = max(0.0, best - float(costs[state]))
     reason = "solver" if margin > 0 else "solver (a tie)"
+    if not exact:
+        reason = f"{reason}, all else as it is"
     return Why(reason, _face(variable, index, mesh, axes), margin)
 
 

@@ -14,6 +14,8 @@ from autoshard.search.milp import entries, solve_milp
 from autoshard.search.network import Limits
 from autoshard.search.prune import Residual, prune
 
+#: the method that is exact whatever the limits
+ELIMINATED = "eliminated"
 #: relative difference below which two costs are the same up to rounding
 ROUNDING = 1e-10
 #: entries of all mini-buckets together, roughly
@@ -38,7 +40,7 @@ def minimise(net: Residual, order: Order, limits: Limits) -> Found:
     if not fits(order, limits):
         return minimise_wide(net, order, limits)
     value, states = Elimination(net, order).solve()
-    return Found(states if np.isfinite(value) else None, value, "eliminated")
+    return Found(states if np.isfinite(value) else None, value, ELIMINATED)
 
 
 def minimise_pruned(net: Residual, limits: Limits) -> Found:

@@ -31,7 +31,10 @@ class Why:
 
 @dataclass(frozen=True)
 class Proof:
-    """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound."""
+    """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound.
+
+    own_bound: seconds; no plan with the same mesh and microbatches is below it.
+    """
 
     seconds: float
     lower_bound: float
@@ -39,6 +42,12 @@ class Proof:
     method: str
     variables: int
     states: int
+    own_bound: float = 0.0
+
+    @property
+    def own_gap(self) -> float:
+        """Share of the seconds that another plan with the same mesh and microbatches may save at most."""
+        return max(0.0, (self.seconds - self.own_bound) / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,42 @@ class Recompute:
     calls: int
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a pipeline stage ends.
+
+    call: number of a call of the forward pass. value: the stage ends with the op of that call that makes it,
+    "" to end with the whole call. label: the layer of the call, for readers.
+    """
+
+    call: int
+    value: str = ""
+    label: str = ""
+
+    def __str__(self) -> str:
+        inside = f", value {self.value}" if self.value else ""
+        return f"the cut after call {self.call}{f' ({self.label})' if self.label else ''}{inside}"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the model is cut into stages and in which order they run.
+
+    ranks: size of the pp axis. position: its place among the axes of the mesh. schedule: by its name in
+    `autoshard.schedules`. chunks: stages per rank. cuts: the ends of all stages but the last.
+    """
+
+    ranks: int
+    position: int
+    schedule: str
+    chunks: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.cuts) + 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """Decisions for one model on one mesh.
@@ -67,7 +112,8 @@ class Plan:
     model came from. replicated: ops without a rule, which run on whole tensors. microbatches: the graph is
     one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the whole mesh,
     0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
-    forward segment -> what of it runs again in backward.
+    forward segment -> what of it runs again in backward. pipeline: None for a single stage; the mesh is
+    that of the ranks of one stage.
     """
 
     mesh: str
@@ -88,6 +134,7 @@ class Plan:
     batch: int = 0
     order: tuple[int, ...] = ()
     recompute: dict[str, Recompute] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
 
 
 def why_key(kind: str, *parts: object) -> str:

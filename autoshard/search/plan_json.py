@@ -8,10 +8,10 @@ from typing import Any
 from autoshard.errors import VerificationError
 from autoshard.placement import Layout, Placement, parse_placement
 from autoshard.rules.states import OpState
-from autoshard.search.plan import Plan, Proof, Recompute, Why
+from autoshard.search.plan import Cut, Pipeline, Plan, Proof, Recompute, Why
 from autoshard.search.variables import ParamState
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -38,6 +38,7 @@ def plan_to_json(plan: Plan) -> str:
         "batch": plan.batch,
         "order": list(plan.order),
         "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
+        "pipeline": _pipeline_out(plan.pipeline),
         "proof": [
             plan.proof.seconds,
             plan.proof.lower_bound,
@@ -45,6 +46,7 @@ def plan_to_json(plan: Plan) -> str:
             plan.proof.method,
             plan.proof.variables,
             plan.proof.states,
+            plan.proof.own_bound,
         ],
     }
     return json.dumps(document, indent=None, separators=(",", ":")) + "\n"
@@ -83,9 +85,25 @@ def plan_from_json(text: str) -> Plan:
             int(raw["batch"]),
             tuple(int(d) for d in raw["order"]),
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
+            _pipeline_in(raw["pipeline"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise VerificationError(f"not a plan: {error}", hint="plan again") from None
+
+
+def _pipeline_out(pipeline: Pipeline | None) -> list[Any] | None:
+    if pipeline is None:
+        return None
+    cuts = [[c.call, c.value, c.label] for c in pipeline.cuts]
+    return [pipeline.ranks, pipeline.position, pipeline.schedule, pipeline.chunks, cuts]
+
+
+def _pipeline_in(raw: list[Any] | None) -> Pipeline | None:
+    if raw is None:
+        return None
+    ranks, position, schedule, chunks, cuts = raw
+    made = tuple(Cut(int(call), str(value), str(label)) for call, value, label in cuts)
+    return Pipeline(int(ranks), int(position), str(schedule), int(chunks), made)
 
 
 def _recompute(policy: str, calls: int) -> Recompute:

@@ -11,7 +11,7 @@ copy also serves a use that wants a shard, since slicing is free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -36,6 +36,7 @@ from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.kept import Kept, kept_activations
+from autoshard.search.known import Known
 from autoshard.search.lives import lives_of
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Terms, Time
@@ -59,6 +60,8 @@ class Model:
     flow: Flow
     rules: dict[tuple[str, int], Factored]
     digits: DigitTable
+    #: ways to run calls that were found already, by all that they depend on
+    ways: dict[object, tuple[OpState, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def kept(self) -> Kept:
@@ -86,12 +89,18 @@ def experts_of(model: Model) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """What there is to decide and what its costs are made of (see `compose` for the network)."""
+    """What there is to decide and what its costs are made of (see `compose` for the network).
+
+    choices: states of all variables, those that turned out impossible among them (see `search.possible`).
+    known: its solutions so far.
+    """
 
     axes: SearchAxes
     terms: Terms
     variables: tuple[Variable, ...]
     index: dict[object, int]
+    choices: int
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
 
 def build_problem(
@@ -119,7 +128,7 @@ class _Builder:
         self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
         self.variables: list[Variable] = []
         self.terms = Terms()
-        self.alike: dict[object, tuple[OpState, ...]] = {}
+        self.splits = tuple((m.allows(False), m.allows(True)) for m in axes.meanings)
         self.index: dict[object, int] = {}
         self.counts = model.folded.counts()
         self.backward = model.folded.is_backward()
@@ -153,7 +162,7 @@ class _Builder:
         for key, place, count in self.kept.bytes:
             if place in self.producer:
                 self._hold(key, place, count)
-        return Problem(self.axes, self.terms, tuple(self.variables), self.index)
+        return Problem(self.axes, self.terms, tuple(self.variables), self.index, sum(self.terms.states))
 
     def _check_batch(self) -> None:
         ways = 1
@@ -234,11 +243,11 @@ class _Builder:
     ) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
         same = replace(rule, flops=0.0, local=None, kind="pointwise")
-        key = (same, ins, outs, digits, must)
-        if key not in self.alike:
-            found = op_states(rule, ins, outs, digits, self.sizes, self._allowed, must)
-            self.alike[key] = tuple(found)
-        return self.alike[key]
+        key = (same, ins, outs, digits, must, self.sizes, self.splits)
+        known = self.model.ways
+        if key not in known:
+            known[key] = tuple(op_states(rule, ins, outs, digits, self.sizes, self._allowed, must))
+        return known[key]
 
     def _values(self, name: str) -> None:
         """A variable for every segment input and every value with more than one use."""
@@ -455,7 +464,9 @@ class _Builder:
         whole = (R,) * len(self.sizes)
         given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
         stored = [life.stored for life in variable.states]
-        table = self.prices.params.bucketed.table(self._type(grad), list(dict.fromkeys([*given, *stored])))
+        # a parameter may be stored in a larger shape than it is used in (see `search.padded`)
+        type_ = replace(self._type(grad), shape=group.first.type.shape)
+        table = self.prices.params.bucketed.table(type_, list(dict.fromkeys([*given, *stored])))
         rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
         matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
         late = np.array([life.late for life in variable.states])

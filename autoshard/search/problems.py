@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
 from autoshard.search.axes import SearchAxes, merged_axes, merged_mesh, plain_axes
 from autoshard.search.network import Array, NoFiniteAssignment
 from autoshard.search.pins import Pin, check_pins, combined, pin_masks, pinned_keys
+from autoshard.search.possible import possible
 from autoshard.search.prices import Prices
 from autoshard.search.problem import Model, Problem, build_problem
 from autoshard.search.setting import Setting
@@ -42,7 +43,7 @@ class Posed:
 def pose(
     model: Model,
     mesh: Mesh,
-    cluster: Cluster,
+    cluster: Cluster | CostModels,
     setting: Setting,
     *,
     recipe: Recipe = ADAMW,
@@ -53,13 +54,14 @@ def pose(
 ) -> Posed:
     """The problem of a model on a mesh.
 
-    merge: see neighbouring batch axes as one (`SearchAxes`). axes: in their place. order: of ranks on
-    devices. pins: what is decided already. Raises UsageError if the mesh cannot be used for the model at
-    all, or with these pins.
+    cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
+    (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. Raises
+    UsageError if the mesh cannot be used for the model at all, or with these pins.
     """
     axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
-    params = cost_model(cluster, mesh, order)
-    ops = cost_model(cluster, merged_mesh(axes, mesh.names), order) if axes.merged else params
+    machine = cluster if isinstance(cluster, CostModels) else CostModels(cluster)
+    params = machine.of(mesh, order)
+    ops = machine.of(merged_mesh(axes, mesh.names), order) if axes.merged else params
     prices = Prices(ops, params, recipe)
     reasons: list[UsageError] = []
     nothing: frozenset[object] = frozenset()
@@ -70,8 +72,8 @@ def pose(
         problem = build_problem(model, axes, prices, strict=strict, loose=loose)
         try:
             masks = pin_masks(pins, model, mesh, problem)
-            allowed = tuple(combined(masks, len(problem.variables)))
-            free = place(problem, setting, None, allowed=allowed)
+            few, allowed = possible(problem, combined(masks, len(problem.variables)))
+            free = place(few, setting, None, allowed=allowed)
         except NoFiniteAssignment:
             if not strict:
                 check_pins(pins, masks, problem)
@@ -80,7 +82,7 @@ def pose(
         except UsageError as error:
             reasons.append(error)
             continue
-        return Posed(model, mesh, prices, problem, strict, free, order, allowed)
+        return Posed(model, mesh, prices, few, strict, free, order, allowed)
     raise reasons[-1]
 
 

@@ -7,6 +7,7 @@ goes if another state of the variable is no dearer even after paying the worst d
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,12 +51,14 @@ class Residual:
         made.memory = [np.asarray(m, dtype=np.float64) for m in network.memory]
         made.kept = [np.arange(len(u)) for u in made.unary]
         made.rows = [{} for _ in made.unary]
-        for i, (u, m) in enumerate(zip(made.unary, made.memory, strict=True)):
-            if np.isnan(u).any() or (u == -np.inf).any() or not np.isfinite(m).all():
-                raise ValueError(f"variable {i} has nan or -inf seconds, or bytes that are not finite")
-        for (a, b), given in network.edges.items():
-            table = np.ascontiguousarray(given, dtype=np.float64)
-            if not np.isfinite(table).all():
+        if not _all_finite([*made.unary, *made.memory]):
+            for i, (u, m) in enumerate(zip(made.unary, made.memory, strict=True)):
+                if np.isnan(u).any() or (u == -np.inf).any() or not np.isfinite(m).all():
+                    raise ValueError(f"variable {i} has nan or -inf seconds, or bytes that are not finite")
+        tables = [np.ascontiguousarray(given, dtype=np.float64) for given in network.edges.values()]
+        finite = _all_finite(tables)
+        for (a, b), table in zip(network.edges, tables, strict=True):
+            if not finite and not np.isfinite(table).all():
                 if np.isnan(table).any() or (table == -np.inf).any():
                     raise ValueError(f"edge ({a}, {b}) has nan or -inf seconds")
                 made.hard.add((a, b))
@@ -113,6 +116,11 @@ class Residual:
     def original(self, states: Iterable[int]) -> tuple[int, ...]:
         """States of the residual in the original numbering."""
         return tuple(int(k[s]) for k, s in zip(self.kept, states, strict=True))
+
+
+def _all_finite(arrays: list[Array]) -> bool:
+    """In one go: most arrays are small."""
+    return not arrays or bool(np.isfinite(np.concatenate([a.ravel() for a in arrays])).all())
 
 
 def make_consistent(net: Residual) -> None:
@@ -181,8 +189,8 @@ def prune(net: Residual) -> None:
 def _prune_variable(net: Residual, i: int) -> bool:
     cells = len(net.unary[i]) ** 2 * sum(len(net.unary[j]) for j in net.rows[i])
     dominates = _dominance(net, i) if cells <= _DENSE else _dominance_of_pairs(net, i)
-    np.fill_diagonal(dominates, False)
-    if not dominates.any():
+    dominates.ravel()[:: len(dominates) + 1] = False
+    if not np.count_nonzero(dominates):
         return False
     net.shrink(i, _survivors(dominates))
     return True
@@ -190,14 +198,13 @@ def _prune_variable(net: Residual, i: int) -> bool:
 
 def _dominance(net: Residual, i: int) -> NDArray[np.bool_]:
     """[t, s]: whether state t makes state s superfluous."""
-    u, m = net.unary[i], net.memory[i]
-    worst = u[:, None] - u
-    for j in net.rows[i]:
-        back = net.rows[j][i]
-        # where both are forbidden the difference is nan, which fmax passes over
-        largest = np.fmax if net.is_hard(i, j) else np.maximum
-        worst += largest.reduce(back[:, :, None] - back[:, None, :], axis=0)
-    return (worst <= 0.0) & (m[:, None] <= m)
+    m = net.memory[i]
+    tables = [net.unary[i][None], *(net.rows[j][i] for j in net.rows[i])]
+    starts = [0, *accumulate(map(len, tables[:-1]))]
+    rows = np.concatenate(tables)
+    # where both are forbidden the difference is nan, which fmax passes over
+    worst = np.add.reduce(np.fmax.reduceat(rows[:, :, None] - rows[:, None, :], starts))
+    return np.asarray((worst <= 0.0) & (m[:, None] <= m))
 
 
 def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
@@ -225,6 +232,8 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
 def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     """States to keep. Of equal states the first stays."""
     count = len(dominates)
+    if count == 2:
+        return np.array([0 if dominates[0, 1] else 1])
     lower = np.tri(count, k=-1, dtype=np.bool_).T
     gone = (dominates & (~dominates.T | lower)).any(axis=0)
     if gone.all() or not dominates[~gone][:, gone].any(axis=0).all():

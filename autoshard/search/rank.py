@@ -7,8 +7,9 @@ costs), so the chord between the two is a lower bound for every microbatch betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import TypeVar
 
@@ -84,15 +85,24 @@ class Way:
 class End:
     """One microbatch solved exactly.
 
-    batch: sequences over the mesh. ways: placements worth knowing, fast ones first and lean ones last, with
-    what they take. seconds: that computing and talking take at least. bytes: that are held at least, with
-    everything computed again.
+    batch: sequences over the mesh. free: the fastest placements. seconds: that computing and talking take at
+    least. find_lean: makes placements that hold less. find_bytes: says what is held at least, with everything
+    computed again. Both are asked only where memory is short.
     """
 
     batch: int
-    ways: tuple[Way, ...]
+    free: Way
     seconds: float
-    bytes: float
+    find_lean: Callable[[], Way]
+    find_bytes: Callable[[], float]
+
+    @cached_property
+    def lean(self) -> Way:
+        return self.find_lean()
+
+    @cached_property
+    def bytes(self) -> float:
+        return self.find_bytes()
 
 
 @dataclass(frozen=True)
@@ -106,19 +116,13 @@ class Shape:
     low: End
     high: End
 
-    def profiles(self, batch: int) -> list[Profile]:
-        """Per way, interpolated between the two ends, without what belongs to parameters."""
-        t, found = self._place(batch), []
-        for a, b in zip(self.low.ways, self.high.ways, strict=True):
-            times = _mixed(a.taken.seconds, b.taken.seconds, t)
-            held = _mixed(a.taken.bytes, b.taken.bytes, t)
-            found.append(
-                Profile(
-                    {k: v for k, v in times.items() if k.kind in ("work", "talk")},
-                    {k: v for k, v in held.items() if k.kind != "state"},
-                )
-            )
-        return found
+    def free(self, batch: int) -> Profile:
+        """The fastest placements, interpolated between the two ends, without what belongs to parameters."""
+        return self._between(batch, self.low.free, self.high.free)
+
+    def lean(self, batch: int) -> Profile:
+        """The same for those that hold less."""
+        return self._between(batch, self.low.lean, self.high.lean)
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
@@ -127,6 +131,15 @@ class Shape:
     def bytes(self, batch: int) -> float:
         """Bytes that are held at least."""
         return self.low.bytes + self._place(batch) * (self.high.bytes - self.low.bytes)
+
+    def _between(self, batch: int, low: Way, high: Way) -> Profile:
+        t = self._place(batch)
+        times = _mixed(low.taken.seconds, high.taken.seconds, t)
+        held = _mixed(low.taken.bytes, high.taken.bytes, t)
+        return Profile(
+            {k: v for k, v in times.items() if k.kind in ("work", "talk")},
+            {k: v for k, v in held.items() if k.kind != "state"},
+        )
 
     def _place(self, batch: int) -> float:
         width = self.high.batch - self.low.batch
@@ -192,32 +205,58 @@ def rank(
 ) -> list[Estimated]:
     """All configurations of a shape that may fit, for a global batch of ``total`` sequences.
 
-    One that seems not to fit, without that being proven, has infinite estimated seconds.
+    Where the fastest placements do not fit as they are, those that hold less are looked at, too. One that
+    seems not to fit, without that being proven, has infinite estimated seconds.
     """
     found = []
     for mesh in shape.meshes:
-        lives = [_lives(way.parameters, mesh, cluster, recipe) for way in shape.low.ways]
+        lives = _Lives(shape, mesh, cluster, recipe)
         only = [shape.low.batch] if shape.low.batch == shape.high.batch else []
         for batch in only or microbatch_sizes(mesh, total):
             if not shape.low.batch <= batch <= shape.high.batch:
                 continue
             how = replace(setting, microbatches=total // batch)
             bound = how.microbatches * shape.seconds(batch)
-            best: Estimated | None = None
-            pairs = [(b, e) for b, es in zip(shape.profiles(batch), lives, strict=True) for e in es]
-            for bare, extra in pairs:
-                taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
-                filled = how if budget is None else fill(taken, how, budget)
-                if filled is not None:
-                    time = filled.step(taken).total
-                    if best is None or time < best.seconds:
-                        where = Configuration(mesh, batch, how.microbatches)
-                        best = Estimated(where, filled, time, min(bound, time))
+            best = _best(shape.free(batch), lives.free, how, budget)
+            if budget is not None and (best is None or best[0].recompute):
+                lean = _best(shape.lean(batch), lives.lean, how, budget)
+                best = min((b for b in (best, lean) if b is not None), key=lambda b: b[1], default=None)
+            where = Configuration(mesh, batch, how.microbatches)
             if best is not None:
-                found.append(best)
+                found.append(Estimated(where, *best, min(bound, best[1])))
             elif budget is not None and shape.bytes(batch) <= budget:
-                found.append(Estimated(Configuration(mesh, batch, how.microbatches), how, inf, bound))
+                found.append(Estimated(where, how, inf, bound))
     return found
+
+
+class _Lives:
+    """What the parameters of a shape may take on one mesh, for either of its placements."""
+
+    def __init__(self, shape: Shape, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> None:
+        self._shape, self._on = shape, (mesh, cluster, recipe)
+
+    @cached_property
+    def free(self) -> list[Profile]:
+        return _lives(self._shape.low.free.parameters, *self._on)
+
+    @cached_property
+    def lean(self) -> list[Profile]:
+        return _lives(self._shape.low.lean.parameters, *self._on)
+
+
+def _best(
+    bare: Profile, lives: Sequence[Profile], how: Setting, budget: float | None
+) -> tuple[Setting, float] | None:
+    """(setting, seconds of a step) of the fastest way that fits, or None."""
+    best: tuple[Setting, float] | None = None
+    for extra in lives:
+        taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
+        filled = how if budget is None else fill(taken, how, budget)
+        if filled is not None:
+            time = filled.step(taken).total
+            if best is None or time < best[1]:
+                best = (filled, time)
+    return best
 
 
 def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:

@@ -28,6 +28,14 @@ Poser = Callable[[Configuration], Posed]
 
 
 @dataclass(frozen=True)
+class Pricing:
+    """Configurations of a mesh, and their problems; for one way to store parameters."""
+
+    ranked: Ranking
+    pose: Poser
+
+
+@dataclass(frozen=True)
 class Rival:
     """A strategy by name. seconds: of a step, None if it cannot be used, and then why says why not."""
 
@@ -43,19 +51,20 @@ def rivals(
     cluster: Cluster,
     budget: float | None,
     setting: Setting,
-    ranked: Ranking,
-    pose: Poser,
+    plain: Pricing,
+    sharded: Pricing,
     known: Callable[[Mesh], bool],
 ) -> tuple[Rival, ...]:
     """Data parallel, FSDP2, and Megatron-LM's tensor and data parallelism, each at its best microbatch.
 
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
     little of it as fits, activations between layers whole on every rank of it; without its pipelines.
+    plain: prices of what our programs can store; sharded: of what FSDP2 stores (`search.padded`).
     """
-    solve = _Solver(budget, setting, ranked, pose)
+    solve = _Solver(budget, setting, plain)
     return (
         solve.one("data parallel", Mesh((Axis("dp", devices),))),
-        solve.one("FSDP2", Mesh((Axis("fsdp", devices),))),
+        _Solver(budget, setting, sharded).one("FSDP2", Mesh((Axis("fsdp", devices),))),
         _megatron(devices, cluster, solve, known),
     )
 
@@ -64,17 +73,16 @@ def rivals(
 class _Solver:
     budget: float | None
     setting: Setting
-    ranked: Ranking
-    pose: Poser
+    prices: Pricing
 
     def one(self, name: str, mesh: Mesh, *, between_layers_whole: bool = False) -> Rival:
         try:
-            configurations = self.ranked(mesh)
+            configurations = self.prices.ranked(mesh)
         except UsageError as error:
             return Rival(name, str(mesh), 1, None, error.what)
         for estimated in configurations[:2]:
             where = estimated.configuration
-            posed = self.pose(where)
+            posed = self.prices.pose(where)
             allowed = _whole_between_layers(posed) if between_layers_whole else ()
             placed = self._place(posed, replace(estimated.setting, microbatches=where.microbatches), allowed)
             if placed is not None:

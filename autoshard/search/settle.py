@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.step_time import Exposure, StepTime, between
+from autoshard.search.minimise import ELIMINATED
 from autoshard.search.network import Array, CostNetwork, Limits, SearchStats, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
@@ -52,18 +53,26 @@ def place(
     limits: Limits | None = None,
     start: Exposure | None = None,
     rounds: int = _ROUNDS,
+    over: Sequence[int] = (),
 ) -> Placed:
     """The best over a few exposures, from ``start`` (default: everything is hidden) on.
 
-    Raises InfeasibleNetwork if nothing fits, NoFiniteAssignment if everything is forbidden."""
+    over: fast states: if they hold more than the budget, the fastest ones are taken to do so, too, which
+    changes the order of the work and nothing else. Raises InfeasibleNetwork if nothing fits,
+    NoFiniteAssignment if everything is forbidden.
+    """
     best: Placed | None = None
     lower = 0.0
     bound = start or Exposure(0.0, 0.0, 0.0, 0.0)
     tried: list[Exposure] = []
+    tight: bool | None = None
     while len(tried) < rounds:
         tried.append(bound)
         network = setting.network(problem.terms, bound, allowed)
-        solution = solve(network, budget, limits)
+        if tight is None:
+            tight = budget is not None and bool(over) and network.bytes_of(over) > budget
+        solution = _solved(problem, network, setting, bound, budget, allowed, limits, tight)
+        tight = solution.multiplier > 0
         taken = profile(problem.terms, solution.states)
         step = setting.step(taken)
         lower = max(lower, solution.lower_bound)
@@ -78,6 +87,38 @@ def place(
             break
     assert best is not None
     return replace(best, lower_bound=min(lower, best.seconds))
+
+
+def _solved(
+    problem: Problem,
+    network: CostNetwork,
+    setting: Setting,
+    bound: Exposure,
+    budget: float | None,
+    allowed: Sequence[Array | None],
+    limits: Limits | None,
+    tight: bool,
+) -> Solution:
+    """The solution of the network of a setting, unless one of equal weights was solved before."""
+    limits = limits or Limits()
+    terms = problem.terms
+    weight = setting.time_weight(bound)
+    times = tuple(weight(key) for key in dict.fromkeys((*terms.alone, *terms.pairs)))
+    if budget is None:
+        # bytes decide nothing then, and limits nothing about what is eliminated
+        found = problem.known.get(times, None, None, allowed) or problem.known.get(
+            times, None, limits, allowed
+        )
+        if found is None:
+            found = solve(network, None, limits)
+            problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
+        return replace(found, bytes=network.bytes_of(found.states))
+    held = (budget, *(setting.bytes_weight(kind) for kind in terms.bytes))
+    found = problem.known.get(times, held, limits, allowed)
+    if found is None:
+        found = solve(network, budget, limits, tight=tight)
+        problem.known.put(times, held, limits, allowed, found)
+    return found
 
 
 def priced(

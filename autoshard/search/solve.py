@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from autoshard.search.budget import minimise_within
+from autoshard.search.budget import Budgeted, minimise_within
 from autoshard.search.conflict import find_conflict
 from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
@@ -23,8 +23,17 @@ class _Reduced:
     order: Order
 
 
-def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limits | None = None) -> Solution:
+def solve(
+    network: CostNetwork,
+    budget_bytes: float | None = None,
+    limits: Limits | None = None,
+    *,
+    tight: bool = False,
+) -> Solution:
     """The fastest assignment, within the budget if there is one.
+
+    tight: whether the fastest of all most likely holds more than the budget, of a network that is known to
+    have an assignment of finite time; if so, it is not sought twice.
 
     Raises InfeasibleNetwork when nothing meets the budget and NoFiniteAssignment when everything is
     forbidden. The same network gives the same answer; of equal states the lower is preferred.
@@ -36,27 +45,23 @@ def solve(network: CostNetwork, budget_bytes: float | None = None, limits: Limit
         make_consistent(whole)
     except Contradiction:
         raise NoFiniteAssignment(find_conflict(network)) from None
-    reduced = _reduce(whole.weighted(0.0))
-    fastest = minimise(reduced.net, reduced.order, limits)
-    if fastest.states is None:
-        raise NoFiniteAssignment(find_conflict(network))
-    states, lower, method, steps = (
-        reduced.net.original(fastest.states),
-        fastest.lower_bound,
-        fastest.method,
-        0,
-    )
-    multiplier = 0.0
-    if budget_bytes is not None and network.bytes_of(states) > budget_bytes:
+    held: Budgeted | None = None
+    if tight and budget_bytes is not None:
         reduced = _reduce(whole)
         held = minimise_within(reduced.net, reduced.order, budget_bytes, limits)
-        states, lower, method, steps = (
-            reduced.net.original(held.states),
-            held.lower_bound,
-            held.method,
-            held.steps,
-        )
-        multiplier = held.multiplier
+    if held is None or held.is_fastest:
+        held = None
+        reduced = _reduce(whole.weighted(0.0))
+        fastest = minimise(reduced.net, reduced.order, limits)
+        if fastest.states is None:
+            raise NoFiniteAssignment(find_conflict(network))
+        states, lower, method = reduced.net.original(fastest.states), fastest.lower_bound, fastest.method
+        if budget_bytes is not None and network.bytes_of(states) > budget_bytes:
+            reduced = _reduce(whole)
+            held = minimise_within(reduced.net, reduced.order, budget_bytes, limits)
+    if held is not None:
+        states, lower, method = reduced.net.original(held.states), held.lower_bound, held.method
+    steps, multiplier = (0, 0.0) if held is None else (held.steps, held.multiplier)
     stats = SearchStats(
         len(network.unary),
         sum(len(u) for u in network.unary),

@@ -15,6 +15,8 @@ from autoshard.cluster.axes import DP, FSDP, TP, AxisMeaning
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.load import nearest
 from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import StepTime
 from autoshard.errors import UsageError
@@ -97,13 +99,20 @@ def _axis_tactic(part: str, mesh: Mesh, taken: set[str]) -> Tactic:
 def run_tactics(
     model: Model,
     mesh: Mesh,
-    cluster: Cluster,
+    cluster: Cluster | CostModels,
     setting: Setting,
     tactics: Sequence[Tactic],
     recipe: Recipe,
     solve: Callable[[Posed, bool], Placed],
+    *,
+    pins: Sequence[Pin] = (),
+    order: RankOrder | None = None,
 ) -> tuple[Posed, Placed, tuple[Stage, ...]]:
-    """Apply tactics in order; solve: (problem, whether it is the last) -> its placements."""
+    """Apply tactics in order; solve: (problem, whether it is the last) -> its placements.
+
+    pins: that hold from the start, on each axis as soon as it is in play. order: of the ranks of the whole
+    mesh on devices. Raises UsageError if a pin cannot hold.
+    """
     stages: list[Stage] = []
     previous: tuple[Posed, Placed] | None = None
     for position, tactic in enumerate(tactics):
@@ -112,10 +121,10 @@ def run_tactics(
         now = Mesh(tuple(a if a.name in active else Axis(a.name, 1) for a in mesh.axes))
         meanings = {t.axis: t.meaning for t in sofar if t.meaning is not None}
         axes = plain_axes(now, tuple(meanings.get(a.name, a.meaning) for a in mesh.axes))
-        pins = tuple(
-            t.pin for t in sofar if t.pin is not None and all(axis in active for axis, _ in t.pin.wanted)
-        )
-        posed = pose(model, now, cluster, setting, recipe=recipe, pins=pins, axes=axes)
+        holding = [p for p in (_pin_on(active, mesh, pin) for pin in pins) if p.wanted]
+        holding += (t.pin for t in sofar if t.pin is not None and all(a in active for a, _ in t.pin.wanted))
+        ranks = None if order is None else _order_on(order, mesh, now)
+        posed = pose(model, now, cluster, setting, recipe=recipe, pins=tuple(holding), axes=axes, order=ranks)
         if previous is not None:
             decided = [k for k, a in enumerate(mesh.axes) if previous[0].mesh.sizes[k] > 1 or a.size == 1]
             frozen = _frozen(*previous, posed, decided)
@@ -126,6 +135,17 @@ def run_tactics(
     if previous is None:
         raise UsageError("there are no tactics", hint=_FORM)
     return (*previous, tuple(stages))
+
+
+def _pin_on(active: set[str], mesh: Mesh, pin: Pin) -> Pin:
+    """What a pin says of the axes in play, and of axes that the mesh lacks, which is an error for `pose`."""
+    return replace(pin, wanted=tuple(w for w in pin.wanted if w[0] in active or w[0] not in mesh.names))
+
+
+def _order_on(order: RankOrder, mesh: Mesh, now: Mesh) -> RankOrder:
+    """The devices of the ranks that are first on every axis that is not in play yet."""
+    devices = np.array(order.devices[: mesh.world_size]).reshape(mesh.sizes)
+    return RankOrder(tuple(int(d) for d in devices[tuple(slice(n) for n in now.sizes)].ravel()))
 
 
 def _frozen(before: Posed, placed: Placed, now: Posed, axes: Sequence[int]) -> list[Array | None]:

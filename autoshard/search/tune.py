@@ -79,9 +79,11 @@ class _Tuning:
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
         self.found: list[Placed] = []
-        self.small = sum(problem.terms.states) <= _SMALL
+        self.free: tuple[int, ...] = ()
+        self.small = problem.choices <= _SMALL
 
     def best(self, free: Placed, hint: Setting) -> Placed:
+        self.free = free.states
         self._attempt(self.bare)
         if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
             self._with_recompute(free, hint)
@@ -156,4 +158,5 @@ class _Tuning:
             limits=limits,
             start=start,
             rounds=_QUICK_ROUNDS if limits is QUICK else _ROUNDS,
+            over=self.free,
         )

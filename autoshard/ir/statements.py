@@ -1,0 +1,165 @@
+"""A program statement by statement, across its calls, so that any part of it can be taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.ir.folded import Call
+from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One op of the whole program.
+
+    item: place of its call (or of the node itself) in main. number: place in the segment, -1 for a node of
+    main. uses, makes: values under names that are unique over the whole program.
+    """
+
+    item: int
+    number: int
+    node: Node
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+
+    @property
+    def backward(self) -> bool:
+        return self.node.backward
+
+
+@dataclass(frozen=True)
+class Statements:
+    """All statements, in order.
+
+    same: other names of a value, where a segment hands on what it was given. results: values of the
+    program's results. values: type and layout of every value.
+    """
+
+    lowered: Lowered
+    all: tuple[Statement, ...]
+    same: Mapping[str, str]
+    results: tuple[str, ...]
+    values: Mapping[str, Placed]
+
+
+def statements_of(lowered: Lowered) -> Statements:
+    """The program flattened; time linear in the number of its ops."""
+    found: list[Statement] = []
+    same: dict[str, str] = {}
+    values = dict(lowered.values)
+    taken = set(values)
+    for item, instruction in enumerate(lowered.main):
+        if isinstance(instruction, Node):
+            uses = tuple(same.get(r, r) for r in refs_of(instruction))
+            found.append(Statement(item, -1, instruction, uses, instruction.outs))
+            continue
+        segment = lowered.segments[instruction.segment]
+        graph, types = segment.graph, segment.graph.types()
+        names = {n: same.get(a, a) for (n, _), a in zip(graph.inputs, instruction.args, strict=True)}
+        leaving: dict[str, str] = {}
+        for inner, out in zip(graph.outputs, instruction.outs, strict=True):
+            if inner in names:
+                same[out] = names[inner]
+            elif inner in leaving:
+                same[out] = leaving[inner]
+            else:
+                leaving[inner] = out
+        for number, node in enumerate(graph.nodes):
+            for out in node.outs:
+                names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
+                if out in segment.layouts and out in types:
+                    values[names[out]] = Placed(types[out], segment.layouts[out])
+            uses = tuple(names[r] for r in refs_of(node))
+            node = (
+                node
+                if node.backward == instruction.backward
+                else replace(node, backward=instruction.backward)
+            )
+            found.append(Statement(item, number, node, uses, tuple(names[o] for o in node.outs)))
+    results = tuple(same.get(r, r) for r in lowered.results)
+    return Statements(lowered, tuple(found), same, results, values)
+
+
+def _fresh(base: str, taken: set[str]) -> str:
+    name, k = base, 1
+    while name in taken:
+        k += 1
+        name = f"{base}_{k}"
+    taken.add(name)
+    return name
+
+
+@dataclass
+class Taker:
+    """Takes parts out of a program; parts of a segment that are alike become one segment.
+
+    segments: those that the parts taken so far call. values: of main, with those that used to be inside a
+    segment.
+    """
+
+    whole: Statements
+    segments: dict[str, LoweredSegment] = field(default_factory=dict)
+    values: dict[str, Placed] = field(default_factory=dict)
+    made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], str] = field(default_factory=dict)
+
+    def take(self, chosen: Sequence[Statement], wanted: Collection[str]) -> list[Instruction]:
+        """The statements chosen, in the order given, as calls; wanted: values that are used outside them."""
+        groups: dict[int, list[Statement]] = {}
+        for statement in chosen:
+            groups.setdefault(statement.item, []).append(statement)
+        users: dict[str, set[int]] = {}
+        for statement in chosen:
+            for value in statement.uses:
+                users.setdefault(value, set()).add(statement.item)
+        return [self._taken(item, group, users, wanted) for item, group in groups.items()]
+
+    def _taken(
+        self, item: int, group: list[Statement], users: Mapping[str, set[int]], wanted: Collection[str]
+    ) -> Instruction:
+        instruction = self.whole.lowered.main[item]
+        if isinstance(instruction, Node):
+            self._know(instruction.outs)
+            names = iter(group[0].uses)
+            return substitute(instruction, lambda _: Ref(next(names)))
+        nodes = self.whole.lowered.segments[instruction.segment].graph.nodes
+        # what leaves, each value once and under one name; what enters, by the segment's own names
+        leaving: dict[str, str] = {}
+        own: set[str] = set()
+        given: dict[str, str] = {}
+        for statement in group:
+            node = nodes[statement.number]
+            for inner, value in zip(refs_of(node), statement.uses, strict=True):
+                if value not in own:
+                    given[inner] = value
+            for inner, value in zip(node.outs, statement.makes, strict=True):
+                own.add(value)
+                if value in wanted or not users.get(value, set()) <= {item}:
+                    leaving[inner] = value
+        self._know((*leaving.values(), *given.values()))
+        segment = self._segment(instruction, group, tuple(leaving), tuple(given))
+        return replace(instruction, segment=segment, args=tuple(given.values()), outs=tuple(leaving.values()))
+
+    def _know(self, values: Collection[str]) -> None:
+        for value in values:
+            if value in self.whole.values:
+                self.values[value] = self.whole.values[value]
+
+    def _segment(
+        self, call: Call, group: list[Statement], outputs: tuple[str, ...], inputs: tuple[str, ...]
+    ) -> str:
+        """The segment of a part of a call: the same for every call that is cut in the same way."""
+        segment = self.whole.lowered.segments[call.segment]
+        key = (call.segment, tuple(s.number for s in group), (*inputs, "->", *outputs))
+        if key not in self.made:
+            nodes = tuple(segment.graph.nodes[s.number] for s in group)
+            whole = len(nodes) == len(segment.graph.nodes)
+            name = _fresh(call.segment if whole else f"{call.segment}_part", set(self.segments))
+            types = segment.graph.types()
+            graph = Graph(name, tuple((n, types[n]) for n in inputs), nodes, outputs)
+            known = {*inputs, *(o for n in nodes for o in n.outs)}
+            layouts = {n: lay for n, lay in segment.layouts.items() if n in known}
+            self.segments[name] = LoweredSegment(graph, layouts, segment.why)
+            self.made[key] = name
+        return self.made[key]

@@ -1,0 +1,102 @@
+"""What enters and leaves the parts of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.ir import Call, refs_of
+from autoshard.ir.lowered import Instruction, Lowered, Part
+
+
+def uses_of(item: Instruction) -> tuple[str, ...]:
+    """Values that an instruction of main takes."""
+    return item.args if isinstance(item, Call) else tuple(refs_of(item))
+
+
+def part_name(lowered: Lowered, part: Part) -> str:
+    """``forward`` where there is one stage, else ``forward_3``."""
+    alone = all(p.stage == 0 for p in lowered.parts)
+    return part.phase if alone else f"{part.phase}_{part.stage}"
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Of one part: values that it uses and does not make itself, and values that it makes, both in order."""
+
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+def ends_of(lowered: Lowered, part: Part) -> Ends:
+    """What a part takes and makes."""
+    uses: dict[str, None] = {}
+    makes: dict[str, None] = {}
+    for item in lowered.of(part):
+        uses.update((v, None) for v in uses_of(item) if v not in makes)
+        makes.update(dict.fromkeys(item.outs))
+    return Ends(tuple(uses), tuple(makes))
+
+
+def returns_of(lowered: Lowered, results: Collection[str]) -> dict[Part, tuple[str, ...]]:
+    """What each part returns: results, what other stages use, and gradients that ``reduce`` takes."""
+    ends = {part: ends_of(lowered, part) for part in lowered.parts}
+    made: dict[int, set[str]] = {}
+    for part, end in ends.items():
+        made.setdefault(part.stage, set()).update(end.makes)
+    sent: set[str] = set(results)
+    for part, end in ends.items():
+        own = () if part.phase == "reduce" else made[part.stage]
+        sent.update(v for v in end.uses if v not in own)
+    return {part: tuple(v for v in end.makes if v in sent) for part, end in ends.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A value that one stage makes and another uses. phase: in which it is made; into: is first used."""
+
+    value: str
+    source: int
+    phase: str
+    target: int
+    into: str
+
+
+def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
+    """Everything that travels between stages, in the order in which it is made; one wire per target stage.
+
+    ports: values that every rank has from the start. A value that several stages make comes from the
+    nearest one below, or else above.
+    """
+    ends = {part: ends_of(lowered, part) for part in lowered.parts}
+    makers: dict[str, list[Part]] = {}
+    for part, end in ends.items():
+        for value in end.makes:
+            makers.setdefault(value, []).append(part)
+    found: dict[tuple[str, int], Wire] = {}
+    for part, end in ends.items():
+        for value in end.uses:
+            if value in ports or (value, part.stage) in found:
+                continue
+            made = makers.get(value, [])
+            if any(p.stage == part.stage for p in made):
+                continue
+            if made:
+                source = min(made, key=lambda p: (p.stage > part.stage, abs(p.stage - part.stage)))
+                found[value, part.stage] = Wire(value, source.stage, source.phase, part.stage, part.phase)
+    place = {(part.stage, v): k for part, end in ends.items() for k, v in enumerate(end.makes)}
+    at = {(p.stage, p.phase): k for k, p in enumerate(lowered.parts)}
+    return tuple(
+        sorted(
+            found.values(),
+            key=lambda w: (at[w.source, w.phase], place[w.source, w.value], w.target),  # type: ignore[index]
+        )
+    )
+
+
+def grouped(wires: Sequence[Wire]) -> Mapping[tuple[int, str], tuple[Wire, ...]]:
+    """Wires by the stage and phase that they leave."""
+    found: dict[tuple[int, str], list[Wire]] = {}
+    for wire in wires:
+        found.setdefault((wire.source, wire.phase), []).append(wire)
+    return {key: tuple(members) for key, members in found.items()}

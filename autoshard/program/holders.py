@@ -1,0 +1,64 @@
+"""Which pipeline stages have which parameters and buffers, and whose gradients are sums over stages."""
+
+from __future__ import annotations
+
+from autoshard.errors import VerificationError
+from autoshard.program.ends import ends_of
+from autoshard.program.program import Program
+
+
+def holders_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Name of a port -> the stages that use it; parameters that nothing uses are in stage 0."""
+    names = {p.name for p in program.signature.ports}
+    found: dict[str, set[int]] = {name: set() for name in names}
+    for part in program.lowered.parts:
+        for value in ends_of(program.lowered, part).uses:
+            if value in names:
+                found[value].add(part.stage)
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+
+
+def makers_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """Value of a result -> the stages that make it (or, of gradients shared by stages, a term of it)."""
+    results = {r.value for r in program.signature.results}
+    found: dict[str, set[int]] = {}
+    for part in program.lowered.parts:
+        for value in ends_of(program.lowered, part).makes:
+            if value in results:
+                found.setdefault(value, set()).add(part.stage)
+    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+
+
+def accumulated(program: Program, stage: int) -> tuple[str, ...]:
+    """Values of a stage that are summed over the microbatches: gradients, or what `reduce` makes them of."""
+    lowered = program.lowered
+    reduced: set[str] = set()
+    taken: tuple[str, ...] = ()
+    made: list[str] = []
+    for part in lowered.parts:
+        if part.stage != stage:
+            continue
+        ends = ends_of(lowered, part)
+        if part.phase == "reduce":
+            taken, reduced = ends.uses, set(ends.makes)
+        elif part.phase != "forward":
+            made += ends.makes
+    grads = {r.value for r in program.signature.results if r.kind == "grad"} - reduced
+    wanted = grads | set(taken)
+    return tuple(v for v in dict.fromkeys(made) if v in wanted)
+
+
+def check_holders(program: Program) -> None:
+    """VerificationError if a stage makes the gradient of a parameter that it does not hold."""
+    holders, makers = holders_of(program), makers_of(program)
+    ports = {p.target: p.name for p in program.signature.ports if p.kind == "param"}
+    for result in program.signature.results:
+        if result.kind != "grad":
+            continue
+        foreign = set(makers.get(result.value, ())) - set(holders[ports[result.target]])
+        if foreign:
+            raise VerificationError(
+                f"stage {min(foreign)} makes the gradient of {result.target}, which it does not hold",
+                where=f"value {result.value} of the program",
+                hint="this is a mistake in the program: please report it",
+            )

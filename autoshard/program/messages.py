@@ -1,0 +1,127 @@
+"""What the ranks of a pipeline send each other, action by action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.ir.lowered import Phase
+from autoshard.program.ends import Wire, wires_of
+from autoshard.program.program import Program
+from autoshard.schedules.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value of one microbatch on its way. number: its place among all from this sender to this receiver."""
+
+    sender: int
+    receiver: int
+    number: int
+    value: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """One action of a rank: the parts it runs, what must have arrived before, and what it sends after."""
+
+    action: Action
+    phases: tuple[Phase, ...]
+    receives: tuple[Message, ...]
+    sends: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The moves of every pipeline rank of a program, in order."""
+
+    program: Program
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Move, ...], ...]:
+        assert self.program.stages is not None
+        schedule = self.program.stages.schedule
+        wires = wires_of(self.program.lowered, {p.name for p in self.program.signature.ports})
+        leaving = _by_part(wires, schedule)
+        sent: dict[tuple[int, int, str], Message] = {}
+        numbers: dict[tuple[int, int], int] = {}
+        sends: dict[tuple[int, Action], list[Message]] = {}
+        for rank, actions in enumerate(schedule.actions):
+            for action in actions:
+                for phase in phases_of(action, schedule):
+                    for value, receiver in leaving.get((action.stage, phase), ()):
+                        number = numbers.get((rank, receiver), 0)
+                        numbers[rank, receiver] = number + 1
+                        message = Message(rank, receiver, number, value, action.microbatch)
+                        sent[receiver, action.microbatch, value] = message
+                        sends.setdefault((rank, action), []).append(message)
+        entering: dict[tuple[int, str], list[str]] = {}
+        for wire in wires:
+            if schedule.owner[wire.source] != schedule.owner[wire.target]:
+                entering.setdefault((wire.target, wire.into), []).append(wire.value)
+        return tuple(
+            self._rank(rank, actions, schedule, sends, sent, entering)
+            for rank, actions in enumerate(schedule.actions)
+        )
+
+    def _rank(
+        self,
+        rank: int,
+        actions: tuple[Action, ...],
+        schedule: Schedule,
+        sends: Mapping[tuple[int, Action], list[Message]],
+        sent: Mapping[tuple[int, int, str], Message],
+        entering: Mapping[tuple[int, str], list[str]],
+    ) -> tuple[Move, ...]:
+        moves = []
+        have: set[Message] = set()
+        for action in actions:
+            phases = phases_of(action, schedule)
+            receives: list[Message] = []
+            for phase in phases:
+                for value in entering.get((action.stage, phase), ()):
+                    message = sent[rank, action.microbatch, value]
+                    if message not in have:
+                        have.add(message)
+                        receives.append(message)
+            receives.sort(key=lambda m: (m.sender, m.number))
+            moves.append(Move(action, phases, tuple(receives), tuple(sends.get((rank, action), ()))))
+        return tuple(moves)
+
+
+def phases_of(action: Action, schedule: Schedule) -> tuple[Phase, ...]:
+    """The parts of a stage that an action runs, in order."""
+    match action.kind:
+        case "F":
+            return ("forward",)
+        case "I":
+            return ("backward",)
+        case "W":
+            return ("weight",)
+        case "B":
+            return ("backward", "weight") if schedule.splits_backward else ("backward",)
+
+
+def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[tuple[int, str], list[tuple[str, int]]]:
+    """(stage, phase) -> (value, receiving rank) of what leaves it; a rank is sent a value once."""
+    found: dict[tuple[int, str], dict[tuple[str, int], None]] = {}
+    for wire in wires:
+        sender, receiver = schedule.owner[wire.source], schedule.owner[wire.target]
+        if sender != receiver:
+            found.setdefault((wire.source, wire.phase), {})[wire.value, receiver] = None
+    return {part: list(values) for part, values in found.items()}
+
+
+def moves_of(program: Program) -> tuple[tuple[Move, ...], ...]:
+    """What every pipeline rank does; a program of one stage runs one microbatch after the other."""
+    if program.stages is not None:
+        return Traffic(program).moves
+    split = any(p.phase == "weight" for p in program.lowered.parts)
+    back = ("backward", "weight") if split else ("backward",)
+    moves: list[Move] = []
+    for m in range(program.microbatches):
+        moves.append(Move(Action("F", 0, m), ("forward",), (), ()))
+        moves.append(Move(Action("B", 0, m), back, (), ()))  # type: ignore[arg-type]
+    return (tuple(moves),)

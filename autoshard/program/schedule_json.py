@@ -1,0 +1,48 @@
+"""The schedule of a pipeline as JSON text: one line of actions per rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from autoshard.errors import VerificationError
+from autoshard.program.program import Stages
+from autoshard.schedules.check import check
+from autoshard.schedules.schedule import Action, Schedule
+
+_ACTION = re.compile(r"^([FBIW])(\d{1,6})\.(\d{1,6})$")
+
+
+def schedule_to_json(stages: Stages) -> str:
+    """The same schedule gives the same text."""
+    schedule = stages.schedule
+    document = {
+        "name": schedule.name,
+        "microbatches": schedule.microbatches,
+        "position": stages.position,
+        "owner": list(schedule.owner),
+        "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
+    }
+    return json.dumps(document, indent=1) + "\n"
+
+
+def schedule_from_json(text: str) -> Stages:
+    """Raises VerificationError if the text is no schedule, or its ranks would wait for each other forever."""
+    try:
+        raw: dict[str, Any] = json.loads(text)
+        actions = tuple(tuple(_action(word) for word in line.split()) for line in raw["actions"])
+        owner = tuple(int(rank) for rank in raw["owner"])
+        schedule = Schedule(str(raw["name"]), int(raw["microbatches"]), owner, actions)
+        position = int(raw["position"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VerificationError(f"not a schedule: {error}", hint="compile the program again") from None
+    check(schedule)
+    return Stages(schedule, position)
+
+
+def _action(word: str) -> Action:
+    match = _ACTION.match(word)
+    if match is None:
+        raise ValueError(f"{word!r} is no action")
+    return Action(match.group(1), int(match.group(2)), int(match.group(3)))  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""What a parameter knows of the pipeline it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+#: name of the attribute by which a parameter knows the pipeline it belongs to
+_MARK = "_autoshard_pipeline"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What clipping must know of a parameter of a pipeline.
+
+    group: the ranks that differ only along pp. counts: False where another rank counts the same parameter.
+    """
+
+    group: dist.ProcessGroup
+    counts: bool
+
+
+def membership_of(parameter: torch.Tensor) -> Membership | None:
+    """None for a parameter of no pipeline."""
+    found = getattr(parameter, _MARK, None)
+    return found if isinstance(found, Membership) else None
+
+
+def join(parameter: torch.Tensor, membership: Membership) -> None:
+    """Make a parameter a member."""
+    setattr(parameter, _MARK, membership)

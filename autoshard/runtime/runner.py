@@ -1,0 +1,293 @@
+"""A program bound to a module on this rank: the module's values as the program's, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import UsageError
+from autoshard.ir import Port
+from autoshard.placement import local_shape
+from autoshard.program.holders import holders_of
+from autoshard.program.messages import moves_of
+from autoshard.program.program import Program
+from autoshard.runtime.arguments import Arguments
+from autoshard.runtime.executor import PartKey, RankProgram, Values
+from autoshard.runtime.groups import RankPlace
+from autoshard.runtime.parts import shard_tensor
+from autoshard.runtime.resolve import torch_dtype
+from autoshard.torch_adapters.dtensor import as_dtensor, torch_placements
+
+#: an end of a program, the tensor given for it, and its version then
+_Watched = tuple[Port, torch.Tensor, int]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The form of an argument: a DTensor's placements, or the shape of a plain tensor."""
+
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Given:
+        if isinstance(x, DTensor):
+            return cls(tuple(x.shape), x.device_mesh, tuple(x.placements))
+        return cls(tuple(x.shape))
+
+
+class Runner:
+    """Binds a program to a module on this rank."""
+
+    def __init__(self, program: Program, module: nn.Module, place: RankPlace, seed: int) -> None:
+        self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
+        self.steps = 0
+        self.shape = Mesh.parse(program.mesh)
+        self.coords = self.shape.coords(place.inner_rank)
+        self.device = place.device
+        groups = {n: self.mesh.get_group(n).group_name for n in self.shape.names}
+        self.moves = moves_of(program)[place.pipe_rank]
+        sent = {m.value for move in self.moves for m in move.sends}
+        self.rank_program = RankProgram(program, place.inner_rank, groups, self.device, place.stages, sent)
+        self.constants = {
+            p.name: self._shard(program.constants[p.target], p)  # type: ignore[arg-type]
+            for p in program.signature.ports
+            if p.kind == "const"
+        }
+        self.holders = holders_of(program)
+        self.params = [p for p in program.signature.ports if p.kind == "param" and self.holds(p)]
+        self.inputs = [p for p in program.signature.ports if p.kind == "input" and p.target != "seed"]
+        self.seed_port = next((p for p in program.signature.ports if p.target == "seed"), None)
+        self.tangents = [p for p in program.signature.ports if p.kind == "tangent"]
+        self.out_spec = pytree.treespec_loads(program.signature.out_tree)
+        self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
+        self.kept = self.rank_program.kept_ports()
+        self.arguments = Arguments(type(module).forward, program.signature)
+        self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
+
+    def holds(self, port: Port) -> bool:
+        """Whether a stage of this rank uses a parameter, buffer or constant."""
+        return not self.place.stages.isdisjoint(self.holders[port.name])
+
+    def holds_buffer(self, target: str) -> bool:
+        return any(p.kind == "buffer" and p.target == target and self.holds(p) for p in self._ports)
+
+    @property
+    def _ports(self) -> tuple[Port, ...]:
+        return self.program.signature.ports
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _shard(self, x: torch.Tensor, port: Port) -> torch.Tensor:
+        layout = self.program.lowered.values[port.name].layout
+        part = shard_tensor(x.detach(), layout, self.shape.sizes, self.coords)
+        return part.to(self.device).contiguous()
+
+    def parameter(self, x: torch.Tensor, port: Port) -> nn.Parameter:
+        """The rank's shard of a full parameter, as a DTensor parameter."""
+        layout = self.program.lowered.values[port.name].layout
+        local = self._shard(x, port).clone()
+        trained = port.target not in self.program.signature.frozen
+        return nn.Parameter(as_dtensor(local, self.mesh, layout, port.type.shape), requires_grad=trained)
+
+    def input_shard(self, x: Any, port: Port) -> torch.Tensor:
+        """A rank's shard of an argument: of the global shape, of the local one, or a DTensor."""
+        placed = self.program.lowered.values[port.name]
+        name = self._name(port)
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        dtype = torch_dtype(placed.type.dtype)
+        if x.dtype != dtype:
+            raise UsageError(
+                f"input {name} is of type {x.dtype}",
+                why=f"the program was compiled for {dtype}",
+                hint=f"convert it, {name}.to({dtype}), or compile again for this type",
+            )
+        local = local_shape(placed.type.shape, placed.layout, self.shape.sizes, self.coords)
+        if tuple(x.shape) == placed.type.shape:
+            return self._shard(x, port)
+        if tuple(x.shape) == local:
+            return x.detach().to(self.device)
+        raise UsageError(
+            f"input {name} has shape {list(x.shape)}",
+            why=f"the program takes the global shape {list(placed.type.shape)} or this rank's part "
+            f"{list(local)}",
+            hint="drop the last incomplete batch, or plan again for this shape",
+        )
+
+    def _name(self, port: Port) -> str:
+        return self.program.signature.input_names[int(port.target)]
+
+    def _check_input(self, x: Any, port: Port) -> None:
+        """What can only be seen before autograd hands the arguments over."""
+        if not isinstance(x, torch.Tensor):
+            raise UsageError(
+                f"input {self._name(port)} is {type(x).__name__}", why="a tensor was given when planning"
+            )
+        if x.requires_grad and port.target not in self.differentiable and torch.is_grad_enabled():
+            raise UsageError(
+                f"input {self._name(port)} requires a gradient, and the program computes none for it",
+                why="the example input it was compiled for did not require one",
+                hint="detach() it, or compile with an example input that requires a gradient",
+            )
+
+    def _check_parameter(self, x: Any, port: Port) -> None:
+        dtype = torch_dtype(port.type.dtype)
+        if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == self.device.type:
+            return
+        what = f"{x.dtype} on {x.device}" if isinstance(x, DTensor) else "not a DTensor any more"
+        raise UsageError(
+            f"parameter {port.target} is {what}",
+            why=f"the program holds it as a DTensor of {dtype} on {self.device.type}",
+            hint="convert or move the model before it is parallelized",
+        )
+
+    def shard_state(self, state: dict[str, Any], prefix: str) -> None:
+        """Replace whole parameters in a state dict by DTensors, in place."""
+        ports = {p.target: p for p in self.params}
+        owners = dict(self.program.signature.tied)
+        for name in [*ports, *owners]:
+            port, found = ports.get(owners.get(name, name)), state.get(prefix + name)
+            if port is None or not isinstance(found, torch.Tensor) or isinstance(found, DTensor):
+                continue
+            if tuple(found.shape) == port.type.shape:
+                state[prefix + name] = self.placed(self._shard(found, port), port.name)
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def arguments_of(self, module: nn.Module, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(parameters, inputs) of a call, checked; leaves: its flattened arguments."""
+        given = dict(module.named_parameters(remove_duplicate=False))
+        params = [given[p.target] for p in self.params]
+        inputs = [leaves[int(p.target)] for p in self.inputs]
+        for port, value in zip(self.params, params, strict=True):
+            self._check_parameter(value, port)
+        for port, value in zip(self.inputs, inputs, strict=True):
+            self._check_input(value, port)
+        return params, inputs
+
+    def returned(self, outs: Sequence[Any]) -> Any:
+        """What the model returns, from its tensors."""
+        flat: list[Any] = []
+        feed = iter(outs)
+        for kind, text in self.program.signature.out_leaves:
+            flat.append(next(feed) if kind == "tensor" else _literal(text))
+        return pytree.tree_unflatten(flat, self.out_spec)
+
+    def forward(
+        self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
+    ) -> Values:
+        """Run the forward part of a single stage; the values that backward needs."""
+        env = self.entry(params, inputs)
+        self.enter_buffers(env, buffers, 0)
+        self.run(env, (0, "forward"))
+        return env
+
+    def entry(self, params: Sequence[Any], inputs: Sequence[Any], call: int = 0) -> Values:
+        """What a microbatch begins with. call: which of the step's calls of the program it is."""
+        env = self.rank_program.start()
+        env.update(self.constants)
+        for port, value in zip(self.params, params, strict=True):
+            env[port.name] = value.to_local()
+        for port, value in zip(self.inputs, inputs, strict=True):
+            env[port.name] = self.input_shard(value, port)
+        if self.seed_port is not None:
+            number = self.seed * 1_000_003 + self.steps + call
+            env[self.seed_port.name] = torch.tensor(number, device=self.device)
+        return env
+
+    def enter_buffers(self, env: Values, buffers: dict[str, torch.Tensor], stage: int) -> None:
+        """The buffers of a stage as they are now."""
+        for port in self.program.signature.ports:
+            if port.kind == "buffer" and stage in self.holders[port.name]:
+                part = self._shard(buffers[port.target], port)
+                # backward wants the value of before the update
+                env[port.name] = part.clone() if port.target in self.updated else part
+
+    def run(self, env: Values, key: PartKey) -> None:
+        """One part, in the types that the program was compiled for."""
+        with torch.autocast(self.device.type, enabled=False):
+            self.rank_program.run(env, key)
+
+    def watched(self, env: dict[str, Any], params: Sequence[torch.Tensor]) -> list[_Watched]:
+        """Parameters and inputs that backward reads, with how often they were changed in place so far."""
+        given = {p.name: x for p, x in zip(self.params, params, strict=True)}
+        values = [(p, given.get(p.name, env[p.name])) for p in self.kept]
+        return [(p, x, x._version) for p, x in values if not x.is_inference()]
+
+    def check_unchanged(self, watched: Sequence[_Watched]) -> None:
+        for port, value, version in watched:
+            if value._version != version:
+                name = self._name(port) if port.kind == "input" else port.target
+                raise UsageError(
+                    f"{port.kind} {name} was changed in place between forward and backward",
+                    why="its gradient needs the value that forward saw",
+                    hint="call backward before optimizer.step(), and do not reuse input tensors",
+                )
+
+    def outputs(self, env: dict[str, Any]) -> list[Any]:
+        """Outputs as the user sees them: plain scalars, DTensors for everything else."""
+        found = {}
+        for result in self.program.signature.results:
+            if result.kind == "output":
+                placed = self.program.lowered.values[result.value]
+                local = env[result.value]
+                scalar = not placed.type.shape
+                found[int(result.target)] = local.clone() if scalar else self.placed(local, result.value)
+        return [found[k] for k in sorted(found)]
+
+    def placed(self, local: torch.Tensor, name: str) -> DTensor:
+        """The rank's part of a value as a DTensor."""
+        placed = self.program.lowered.values[name]
+        return as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+
+    def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
+        """Buffers are whole on every rank of their stage, however the program holds them."""
+        for result in self.program.signature.results:
+            if result.kind == "buffer" and result.value in env:
+                buffers[result.target].copy_(self.placed(env[result.value], result.value).full_tensor())
+
+    def tangent(self, grad: Any, port: Port) -> torch.Tensor:
+        placed = self.program.lowered.values[port.name]
+        if grad is None:
+            shape = local_shape(placed.type.shape, placed.layout, self.shape.sizes, self.coords)
+            return torch.zeros(shape, dtype=torch_dtype(placed.type.dtype), device=self.device)
+        if isinstance(grad, DTensor):
+            return grad.redistribute(self.mesh, torch_placements(placed.layout)).to_local().contiguous()
+        return shard_tensor(grad, placed.layout, self.shape.sizes, self.coords)
+
+    def backward(self, env: Values) -> dict[tuple[str, str], DTensor]:
+        """Run everything behind forward on a single stage; gradients by kind and target."""
+        for phase in ("backward", "weight", "reduce"):
+            self.run(env, (0, phase))
+        found: dict[tuple[str, str], DTensor] = {}
+        for result in self.program.signature.results:
+            if result.kind in ("grad", "input_grad"):
+                found[result.kind, result.target] = self.placed(env[result.value], result.value)
+        return found
+
+    def input_grad(self, grad: DTensor | None, port: Port, given: Given) -> torch.Tensor | None:
+        """The gradient of an input, in the form in which the input was given."""
+        if grad is None:
+            return None
+        if given.placements is not None:
+            return grad.redistribute(given.mesh, given.placements)
+        if given.shape == tuple(port.type.shape):
+            return grad.full_tensor()
+        layout = self.program.lowered.values[port.name].layout
+        return grad.redistribute(self.mesh, torch_placements(layout)).to_local()
+
+
+def _literal(text: str) -> Any:
+    import ast
+
+    return ast.literal_eval(text)

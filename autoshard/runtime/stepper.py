@@ -1,0 +1,241 @@
+"""A whole training step of a program: all its microbatches, through all stages of this rank.
+
+Gradients are summed over the microbatches before they are reduced over ranks: in float32 if they are of
+half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import UsageError
+from autoshard.placement import local_shape
+from autoshard.program.holders import accumulated, makers_of
+from autoshard.program.messages import Message, Move
+from autoshard.program.program import Program
+from autoshard.runtime.executor import Values
+from autoshard.runtime.microbatch import cut
+from autoshard.runtime.p2p import Channels
+from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
+from autoshard.schedules.schedule import Action
+from autoshard.torch_adapters.dtensor import as_dtensor
+
+if TYPE_CHECKING:
+    from autoshard.runtime.runner import Runner
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Stepper:
+    """Runs steps of one rank. Every rank of the program must make one at the same time."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.program = runner, runner.program
+        self.moves = runner.moves
+        self.accumulated = {s: accumulated(self.program, s) for s in runner.place.stages}
+        self.made = makers_of(self.program)
+        self.channels: Channels | None = None
+        self.shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.pipe: dist.ProcessGroup | None = None
+        if self.program.stages is not None:
+            self.pipe = pipe_group(runner)
+            # messages up and messages down must not wait for each other on one communicator
+            up = pipe_group(runner) if dist.get_backend() == "nccl" else None
+            self.shared = shared_groups(runner)
+            place = runner.place
+            self.channels = Channels(self.moves, place.peers, self._describe, place.device, up, None)
+        #: the last action of every microbatch
+        self.last = {m.action.microbatch: m.action for m in self.moves}
+
+    def _describe(self, value: str) -> tuple[tuple[int, ...], torch.dtype]:
+        placed = self.program.lowered.values[value]
+        runner = self.runner
+        shape = local_shape(placed.type.shape, placed.layout, runner.shape.sizes, runner.coords)
+        return tuple(shape), torch_dtype(placed.type.dtype)
+
+    def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
+        """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
+        loss = self._loss_value()
+        run = _StepRun(self, module, leaves, loss)
+        with torch.no_grad():
+            run.moves()
+            run.finish()
+        if module.training:
+            self.runner.steps += self.program.microbatches
+        return run.loss()
+
+    def _loss_value(self) -> tuple[str, str]:
+        """(value of the loss, position of that output)."""
+        position = loss_position(self.program)
+        results = self.program.signature.results
+        value = next(r.value for r in results if r.kind == "output" and r.target == str(position))
+        return value, str(position)
+
+
+class _StepRun:
+    """One step."""
+
+    def __init__(
+        self, stepper: Stepper, module: nn.Module, leaves: Sequence[Any], loss: tuple[str, str]
+    ) -> None:
+        self.stepper, self.runner, self.program = stepper, stepper.runner, stepper.program
+        self.loss_value, self.loss_position = loss
+        self.module = module
+        self.buffers = dict(module.named_buffers(remove_duplicate=False))
+        calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
+        self.given = [self.runner.arguments_of(module, call) for call in calls]
+        self.envs: dict[int, Values] = {}
+        self.sums: dict[tuple[int, str], torch.Tensor] = {}
+        self.losses: list[torch.Tensor] = []
+
+    def moves(self) -> None:
+        channels, moves = self.stepper.channels, self.stepper.moves
+        if channels is not None:
+            channels.begin()
+        for number, move in enumerate(moves):
+            if channels is not None:
+                # what the next move needs may arrive while this one computes
+                channels.ask([m for ahead in moves[number : number + 2] for m in ahead.receives])
+            self._move(move)
+        if channels is not None:
+            channels.end()
+
+    def _move(self, move: Move) -> None:
+        action, channels = move.action, self.stepper.channels
+        env = self.envs.get(action.microbatch)
+        if env is None:
+            params, inputs = self.given[action.microbatch]
+            env = self.envs[action.microbatch] = self.runner.entry(params, inputs, action.microbatch)
+        for message in move.receives:
+            assert channels is not None
+            env[message.value] = channels.take(message)
+        if action.kind == "F":
+            self.runner.enter_buffers(env, self.buffers, action.stage)
+        else:
+            self._enter_tangents(env)
+        for phase in move.phases:
+            self.runner.run(env, (action.stage, phase))
+        if action.kind == "F":
+            self._after_forward(env, action)
+        self._accumulate(env, action.stage)
+        if move.sends:
+            self._send(env, move.sends)
+        if self.stepper.last[action.microbatch] == action:
+            del self.envs[action.microbatch]
+
+    def _enter_tangents(self, env: Values) -> None:
+        for port in self.runner.tangents:
+            if port.name not in env:
+                one = port.target == self.loss_position
+                shape, dtype = self.stepper._describe(port.name)
+                fill = 1.0 / self.program.microbatches if one else 0.0
+                env[port.name] = torch.full(shape, fill, dtype=dtype, device=self.runner.device)
+
+    def _after_forward(self, env: Values, action: Action) -> None:
+        if action.stage in self.stepper.made.get(self.loss_value, (0,)):
+            self.losses.append(env[self.loss_value].detach().float())
+        self.runner.update_buffers(env, self.buffers)
+
+    def _accumulate(self, env: Values, stage: int) -> None:
+        """Add this microbatch's gradients of a stage to those of the others."""
+        for value in self.stepper.accumulated[stage]:
+            found = env.pop(value, None)
+            if found is None:
+                continue
+            key = (stage, value)
+            if key in self.sums:
+                self.sums[key] += found
+            elif found.dtype in _HALF and self.program.microbatches > 1:
+                self.sums[key] = found.float()
+            else:
+                self.sums[key] = found.clone() if self.program.microbatches > 1 else found
+
+    def _send(self, env: Values, messages: Sequence[Message]) -> None:
+        assert self.stepper.channels is not None
+        self.stepper.channels.send([(m, env[m.value]) for m in messages])
+        for value in dict.fromkeys(m.value for m in messages):
+            env.used(value)
+
+    # -- the end of a step -------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Reduce the gradients and hand them to the parameters."""
+        env: dict[int, Values] = {}
+        for stage in sorted(self.runner.place.stages):
+            env[stage] = self.runner.rank_program.start()
+            for (owner, value), total in self.sums.items():
+                if owner == stage:
+                    dtype = torch_dtype(self.program.lowered.values[value].type.dtype)
+                    env[stage][value] = total.to(dtype)
+        self.sums.clear()
+        for stage, values in env.items():
+            self.runner.run(values, (stage, "reduce"))
+        owned = {p.target: p for p in self.runner.params}
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for result in self.program.signature.results:
+            if result.kind != "grad" or result.target not in owned:
+                continue
+            parts = [values[result.value] for values in env.values() if result.value in values]
+            grad = self._over_stages(parts, result.value, owned[result.target].name)
+            if grad is not None:
+                self._give(parameters[result.target], grad, result.value)
+
+    def _over_stages(self, parts: Sequence[torch.Tensor], value: str, port: str) -> torch.Tensor | None:
+        """The sum over all stages that hold a parameter."""
+        own = sum(parts[1:], parts[0]) if parts else None
+        ranks = rank_holders(self.runner, port) if self.program.stages is not None else ()
+        if len(ranks) < 2:
+            return own
+        if own is None:
+            shape, dtype = self.stepper._describe(value)
+            own = torch.zeros(shape, dtype=dtype, device=self.runner.device)
+        own = own.contiguous()
+        dist.all_reduce(own, group=self.stepper.shared[ranks])
+        return own
+
+    def _give(self, parameter: torch.Tensor, grad: torch.Tensor, value: str) -> None:
+        placed = self.program.lowered.values[value]
+        made = as_dtensor(grad, self.runner.mesh, placed.layout, placed.type.shape)
+        parameter.grad = made if parameter.grad is None else parameter.grad + made
+
+    def loss(self) -> torch.Tensor:
+        """The mean over the microbatches, from the stage that makes it."""
+        stepper, place = self.stepper, self.runner.place
+        nothing = torch.zeros((), device=self.runner.device)
+        mean = torch.stack(self.losses).mean() if self.losses else nothing
+        if self.program.stages is not None:
+            stage = stepper.made[self.loss_value][0]
+            source = place.peers[self.program.stages.schedule.owner[stage]]
+            dist.broadcast(mean, source, group=stepper.pipe)
+        return mean
+
+
+def loss_position(program: Program) -> int:
+    """Which output of the model is the loss. Raises UsageError if none is."""
+    from autoshard.runtime.train import loss_of
+
+    signature = program.signature
+    values = program.lowered.values
+    types = {int(r.target): values[r.value].type for r in signature.results if r.kind == "output"}
+    flat: list[Any] = []
+    for position, (kind, _) in enumerate(signature.out_leaves):
+        type_ = types.get(position)
+        known = kind == "tensor" and type_ is not None
+        flat.append(
+            torch.empty(type_.shape, dtype=torch_dtype(type_.dtype), device="meta")
+            if known and type_
+            else None
+        )
+    output = pytree.tree_unflatten(flat, pytree.treespec_loads(signature.out_tree))
+    loss = loss_of(output)
+    position = next(k for k, x in enumerate(flat) if x is loss)
+    if loss.dim():
+        raise UsageError("the model's loss is not a scalar", why=f"its shape is {list(loss.shape)}")
+    return position

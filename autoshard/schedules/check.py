@@ -1,0 +1,149 @@
+"""Is a schedule one that can run: complete, in order, and without ranks waiting for each other."""
+
+from __future__ import annotations
+
+from autoshard.errors import VerificationError
+from autoshard.schedules.schedule import Action, Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Raises VerificationError, naming rank and action, unless the lists can be run to their ends.
+
+    Every stage does every microbatch forward once and backward once (B, or I and W) on the rank that owns
+    it, microbatches in order, and a run of the lists with what each action waits for (see
+    `autoshard.schedules.schedule`) comes to an end.
+    """
+    _check_owners(schedule)
+    seen: dict[Action, int] = {}
+    for rank, row in enumerate(schedule.actions):
+        following: dict[tuple[str, int], int] = {}
+        for action in row:
+            _check_place(schedule, rank, action)
+            if action in seen:
+                raise _wrong(schedule, rank, action, "is there twice")
+            seen[action] = rank
+            if action.kind == "W":
+                continue
+            key = ("F" if action.kind == "F" else "B", action.stage)
+            expected = following.get(key, 0)
+            if action.microbatch != expected:
+                due = Action(action.kind, action.stage, expected)
+                gone = expected >= schedule.microbatches
+                raise _wrong(schedule, rank, action, "is there again" if gone else f"comes before {due}")
+            following[key] = expected + 1
+    _check_complete(schedule, seen)
+    _check_runs(schedule)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most (stage, microbatch) pairs it holds at once: from their F to the end of B or W.
+
+    What has arrived from another rank and waits to be used is not counted.
+    """
+    peaks = []
+    for row in schedule.actions:
+        held = peak = 0
+        for action in row:
+            if action.kind == "F":
+                held += 1
+                peak = max(peak, held)
+            elif action.kind in "BW":
+                held -= 1
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _wrong(schedule: Schedule, rank: int, action: Action, what: str) -> VerificationError:
+    return VerificationError(f"{action} {what}", where=f"schedule {schedule.name}, rank {rank}, {action}")
+
+
+def _check_owners(schedule: Schedule) -> None:
+    where = f"schedule {schedule.name}"
+    if schedule.microbatches < 1 or not schedule.owner or not schedule.actions:
+        raise VerificationError("a schedule needs a microbatch, a stage and a rank", where=where)
+    for stage, rank in enumerate(schedule.owner):
+        if not 0 <= rank < schedule.ranks:
+            raise VerificationError(
+                f"stage {stage} is on rank {rank}", where=where, why=f"there are {schedule.ranks} ranks"
+            )
+
+
+def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
+    if action.kind not in ("F", "B", "I", "W"):
+        raise _wrong(schedule, rank, action, "is of no known kind")
+    if not 0 <= action.stage < schedule.stages:
+        raise _wrong(schedule, rank, action, f"is of none of the {schedule.stages} stages")
+    if not 0 <= action.microbatch < schedule.microbatches:
+        raise _wrong(schedule, rank, action, f"is of none of the {schedule.microbatches} microbatches")
+    if schedule.owner[action.stage] != rank:
+        owner = schedule.owner[action.stage]
+        raise _wrong(schedule, rank, action, f"belongs on rank {owner}, which owns stage {action.stage}")
+
+
+def _check_complete(schedule: Schedule, seen: dict[Action, int]) -> None:
+    for stage, rank in enumerate(schedule.owner):
+        for m in range(schedule.microbatches):
+            f, b, i, w = (Action(kind, stage, m) for kind in ("F", "B", "I", "W"))
+            if f not in seen:
+                raise _wrong(schedule, rank, f, "is missing")
+            if b in seen and (i in seen or w in seen):
+                raise _wrong(schedule, rank, b, f"is there beside {i if i in seen else w}")
+            if b not in seen and i not in seen:
+                raise _wrong(schedule, rank, i if w in seen else b, "is missing")
+            if i in seen and w not in seen:
+                raise _wrong(schedule, rank, w, "is missing")
+
+
+def _check_runs(schedule: Schedule) -> None:
+    """Run the lists with a queue of ranks that may go on; a rank that cannot waits for one action."""
+    m, last = schedule.microbatches, schedule.stages - 1
+    forward, backward = bytearray(schedule.stages * m), bytearray(schedule.stages * m)
+    split = bytearray(schedule.stages * m)
+    at = [0] * schedule.ranks
+    queue, waiting = list(range(schedule.ranks)), set[int]()
+    while queue:
+        rank = queue.pop()
+        row, k = schedule.actions[rank], at[rank]
+        while k < len(row):
+            action = row[k]
+            here = action.stage * m + action.microbatch
+            wakes = -1
+            if action.kind == "F":
+                if action.stage and not forward[here - m]:
+                    break
+                forward[here] = 1
+                wakes = action.stage + 1 if action.stage < last else -1
+            elif action.kind == "W":
+                if not split[here]:
+                    break
+            else:
+                if not forward[here] or (action.stage < last and not backward[here + m]):
+                    break
+                backward[here] = 1
+                split[here] = action.kind == "I"
+                wakes = action.stage - 1
+            k += 1
+            if wakes >= 0 and schedule.owner[wakes] in waiting:
+                waiting.discard(schedule.owner[wakes])
+                queue.append(schedule.owner[wakes])
+        at[rank] = k
+        if k < len(row):
+            waiting.add(rank)
+    if not waiting:
+        return
+    stuck = [(rank, schedule.actions[rank][at[rank]]) for rank in sorted(waiting)]
+    # Whoever waits for its own rank waits for something later in its list, and the others for that.
+    rank, action = min(stuck, key=lambda s: schedule.owner[_missing(s[1], forward, m)[0]] != s[0])
+    raise _wrong(schedule, rank, action, f"waits for {_missing(action, forward, m)[1]}, which never comes")
+
+
+def _missing(action: Action, forward: bytearray, m: int) -> tuple[int, str]:
+    """What an action that cannot run waits for: its stage, and its name."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind == "F":
+        return stage - 1, str(Action("F", stage - 1, microbatch))
+    if action.kind == "W":
+        return stage, str(Action("I", stage, microbatch))
+    if not forward[stage * m + microbatch]:
+        return stage, str(Action("F", stage, microbatch))
+    return stage + 1, f"the backward of stage {stage + 1}, microbatch {microbatch}"

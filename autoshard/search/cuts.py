@@ -1,0 +1,172 @@
+"""Where to cut a model into pipeline stages: a dynamic programme over the ops of the forward pass.
+
+The model is a line of slots (ops, each with the backward that belongs to it); a stage is a run of slots. A
+step of m microbatches through p stages takes about
+
+    (m - 1) * slowest + sum of all stages
+
+(the slowest stage works m times, and the first microbatch passes through every stage; for stages that are
+alike this is the formula of Narayanan et al., SC'21, section 2.2.1), where a stage's seconds are its
+forward, its backward and what it takes to send to the next one. With v stages per rank the ranks take turns
+in the stages of one microbatch, so that only every v-th part of the filling is waited for (section 2.2.2).
+
+For every bound on the slowest stage the programme finds the cheapest cuts that keep it, and the bound is
+raised from the least possible one for as long as that can still pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import numpy as np
+
+from autoshard.search.network import Array
+
+#: bounds on the slowest stage that are tried beyond the least one
+_BOUNDS = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """A model op by op; arrays over n slots.
+
+    forward, backward: seconds of one microbatch. held: bytes kept for backward, per microbatch in flight.
+    state: bytes of parameters, gradients and optimizer. send: seconds to send what crosses behind a slot to
+    the next stage and its gradient back, inf where no cut may be; the last one is not used.
+    """
+
+    forward: Array
+    backward: Array
+    held: Array
+    state: Array
+    send: Array
+
+    def __len__(self) -> int:
+        return len(self.forward)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the stages are for.
+
+    stages: how many. microbatches: of a step. chunks: stages per rank. in_flight: per stage, how many
+    microbatches it holds at once. budget: bytes of a rank for state and activations, None for no limit; with
+    several stages on a rank each may use its share.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    in_flight: tuple[int, ...] = ()
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Stages:
+    """ends: the slots behind which stages end, the last one left out. seconds: of a step, by the formula.
+
+    slowest: seconds of the slowest stage for one microbatch.
+    """
+
+    ends: tuple[int, ...]
+    seconds: float
+    slowest: float
+
+
+def step_seconds(times: Sequence[float], ask: Ask) -> float:
+    """Seconds of a step whose stages take these seconds per microbatch."""
+    ranks = ask.stages // ask.chunks
+    loads = [sum(times[r::ranks]) for r in range(ranks)]
+    return ask.microbatches * max(loads) + (sum(times) / ask.chunks - max(loads) / ask.chunks)
+
+
+def best_cuts(line: Line, ask: Ask) -> Stages | None:
+    """The cuts of the least step, None if no stages fit the memory.
+
+    Exact for the formula above where every rank has one stage; with chunks the slowest stage stands for the
+    slowest rank, which is exact where stages can be made alike.
+    """
+    table = _Table(line, ask)
+    least = table.least_bound()
+    if not isfinite(least):
+        return None
+    best: Stages | None = None
+    for bound in table.bounds_from(least):
+        floor = (ask.microbatches - 1) * bound + table.least_sum
+        if best is not None and floor / ask.chunks >= best.seconds:
+            break
+        ends = table.cheapest(bound)
+        if ends is None:
+            continue
+        times = table.times(ends)
+        seconds = step_seconds(times, ask)
+        if best is None or seconds < best.seconds:
+            best = Stages(ends, seconds, max(times))
+    return best
+
+
+class _Table:
+    """Seconds of every run of slots that may be a stage: ``run[a, b]`` is slots a to b - 1."""
+
+    def __init__(self, line: Line, ask: Ask) -> None:
+        self.line, self.ask = line, ask
+        n = len(line)
+        work = np.concatenate([[0.0], np.cumsum(line.forward + line.backward)])
+        self.send = np.where(np.arange(n) < n - 1, line.send, 0.0)
+        self.run = work[None, :] - work[:, None] + np.concatenate([[0.0], self.send])[None, :]
+        self.run[np.tril_indices(n + 1)] = inf
+        self.held = np.concatenate([[0.0], np.cumsum(line.held)])
+        self.state = np.concatenate([[0.0], np.cumsum(line.state)])
+        # behind what is sent on, no stage is shorter than nothing
+        self.least_sum = float(work[-1])
+
+    def _allowed(self, stage: int) -> Array:
+        """Seconds of the runs that fit as this stage."""
+        ask = self.ask
+        if ask.budget is None:
+            return self.run
+        flight = ask.in_flight[stage] if ask.in_flight else 1
+        held = self.held[None, :] - self.held[:, None]
+        state = self.state[None, :] - self.state[:, None]
+        fits = state + flight * held <= ask.budget / ask.chunks
+        return np.where(fits, self.run, inf)
+
+    def least_bound(self) -> float:
+        """The least possible slowest stage."""
+        ask = self.ask
+        best = self._allowed(0)[0]
+        for stage in range(1, ask.stages):
+            runs = self._allowed(stage)
+            best = np.min(np.maximum(best[:, None], runs), axis=0)
+        return float(best[-1])
+
+    def bounds_from(self, least: float) -> Sequence[float]:
+        """Values that the slowest stage may have, ascending."""
+        known = np.unique(self.run[np.isfinite(self.run) & (self.run >= least)])
+        return [float(x) for x in known[:_BOUNDS]]
+
+    def cheapest(self, bound: float) -> tuple[int, ...] | None:
+        """The ends of stages of least total seconds none of which is slower than ``bound``."""
+        ask = self.ask
+        slack = bound * (1 + 1e-12)
+        total = np.where(self._allowed(0)[0] <= slack, self._allowed(0)[0], inf)
+        came: list[Array] = []
+        for stage in range(1, ask.stages):
+            runs = self._allowed(stage)
+            sums = total[:, None] + np.where(runs <= slack, runs, inf)
+            came.append(np.argmin(sums, axis=0))
+            total = np.min(sums, axis=0)
+        if not isfinite(total[-1]):
+            return None
+        at, ends = len(self.line), []
+        for choice in reversed(came):
+            at = int(choice[at])
+            ends.append(at - 1)
+        return tuple(reversed(ends))
+
+    def times(self, ends: Sequence[int]) -> list[float]:
+        """Seconds of every stage."""
+        edges = [0, *(e + 1 for e in ends), len(self.line)]
+        return [float(self.run[a, b]) for a, b in zip(edges, edges[1:], strict=False)]

@@ -1,0 +1,185 @@
+"""The exact stage: the configurations that look best, solved one after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+from autoshard.errors import AutoshardError, InfeasibleError, UsageError
+from autoshard.search.amounts import bytes_up
+from autoshard.search.ask import Ask, Rejected, Settled
+from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.poses import Poses
+from autoshard.search.problems import Posed
+from autoshard.search.rank import Configuration, Estimated, Shape
+from autoshard.search.setting import Setting
+from autoshard.search.settle import Placed, place
+from autoshard.search.terms import profile
+from autoshard.search.tune import QUICK, proven, tune
+
+#: configurations solved exactly, and those among them that only divide the data ranks otherwise
+_MOST, _ALIKE = 3, 2
+#: states of solved configurations together after which no other is solved
+_WORK = 8_000
+#: configurations whose estimate is this much over that of one that was solved are not solved
+_MARGIN = 1.03
+
+
+class Exact:
+    """Solves configurations; what a search has to say of failures and an interruption stays with it.
+
+    failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
+    stopped the search; what is known by then still gives a plan.
+    """
+
+    def __init__(self, poses: Poses, ask: Ask, setting: Setting, progress: Callable[[str], None]) -> None:
+        self.poses, self.ask, self.setting, self.progress = poses, ask, setting, progress
+        self.failures: list[AutoshardError] = []
+        self.interrupted = False
+
+    def best(self, ranked: Sequence[Estimated]) -> Settled:
+        """Solve the configurations that look best, until the others are ruled out or far behind."""
+        best: Settled | None = None
+        solved: dict[Configuration, float] = {}
+        limit, work = inf, 0
+        alike: Counter[object] = Counter()
+        for estimated in ranked:
+            where = estimated.configuration
+            if best is not None and (
+                self.interrupted
+                or estimated.bound >= best.placed.seconds
+                or (isfinite(estimated.seconds) and estimated.seconds > limit)
+                or len(solved) >= _MOST
+                or work > _WORK
+                or alike[_kind(where)] >= _ALIKE
+            ):
+                continue
+            alike[_kind(where)] += 1
+            try:
+                found = self._solved(estimated, at_once=best is None)
+            except (InfeasibleError, UsageError) as error:
+                self.failures.append(error)
+                solved[where] = inf
+                continue
+            except KeyboardInterrupt:
+                if best is None:
+                    raise
+                self.interrupted = True
+                break
+            seconds = solved[where] = found.placed.seconds
+            work += found.posed.problem.choices
+            if isfinite(estimated.seconds):
+                # estimates err alike, so they are compared with each other, unless this one was far off
+                far = _MARGIN * estimated.seconds < seconds
+                limit = min(limit, seconds / _MARGIN if far else _MARGIN * estimated.seconds)
+            if best is None or seconds < best.placed.seconds:
+                best = found
+        if best is None:
+            raise self.worst()
+        return self._finished(best, ranked, solved)
+
+    def worst(self) -> AutoshardError:
+        """Why nothing can be solved: what came closest."""
+        return min(self.failures, key=lambda e: getattr(e, "smallest_bytes", inf))
+
+    def nothing(self, shapes: Sequence[Shape], total: int) -> Settled:
+        """Nothing fits by the estimates: let the shape that needs least say so exactly.
+
+        total: sequences per step.
+        """
+        for shape in sorted(shapes, key=lambda s: s.low.batch):
+            mesh = shape.meshes[0]
+            try:
+                posed = self.poses.of(mesh, shape.low.batch, self.ask.pins)
+                setting = replace(self.setting, microbatches=total // shape.low.batch)
+                placed = self.tuned(posed, setting)
+            except InfeasibleError as error:
+                self.failures.append(error)
+                continue
+            where = Configuration(mesh, shape.low.batch, setting.microbatches)
+            return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+        raise self.worst()
+
+    def tuned(self, posed: Posed, setting: Setting) -> Placed:
+        """The best placements with the best recomputation; raises InfeasibleError if nothing fits."""
+        budget = self.ask.budget
+        try:
+            return tune(posed.problem, setting, budget, recompute=self.ask.recompute, allowed=posed.allowed)
+        except InfeasibleNetwork as error:
+            assert budget is not None
+            raise _infeasible(posed, setting, error, budget) from None
+
+    def proven(self, posed: Posed, placed: Placed) -> Placed:
+        """The same with a lower bound that holds for every recomputation."""
+        if not self.ask.recompute:
+            return placed
+        return proven(posed.problem, placed, self.ask.budget, allowed=posed.allowed)
+
+    def _solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
+        """One configuration. at_once: if interrupted, finish with the least work instead of stopping."""
+        where = estimated.configuration
+        try:
+            self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
+            posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
+            placed = self.tuned(posed, estimated.setting)
+        except KeyboardInterrupt:
+            if not at_once:
+                raise
+            # nothing is solved yet: what the estimate says is at hand in a moment
+            self.interrupted = True
+            self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
+            posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
+            placed = self._at_once(posed, estimated.setting)
+        return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+
+    def _at_once(self, posed: Posed, setting: Setting) -> Placed:
+        """Placements that fit, with the least work."""
+        budget = self.ask.budget
+        try:
+            return place(posed.problem, setting, budget, allowed=posed.allowed, limits=QUICK, rounds=1)
+        except InfeasibleNetwork:
+            return self.tuned(posed, setting.running_again("full"))
+
+    def _finished(
+        self, best: Settled, ranked: Sequence[Estimated], solved: dict[Configuration, float]
+    ) -> Settled:
+        """With the proof, and what was not taken."""
+        try:
+            placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
+        except KeyboardInterrupt:
+            self.interrupted, placed = True, best.placed
+        best = replace(best, placed=placed)
+        others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
+        bound = min([placed.lower_bound, *(e.bound for _, e in others)])
+        # an estimate below what was found says little: those that were solved come first
+        priced = sorted((c not in solved, solved.get(c, e.seconds), _name(c)) for c, e in others)
+        rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
+        return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
+
+
+def _kind(where: Configuration) -> object:
+    """What configurations share that only divide the data ranks otherwise."""
+    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
+    return rest, where.batch
+
+
+def _name(where: Configuration) -> str:
+    pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
+    return f"{where.mesh}{pieces}"
+
+
+def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:
+    held = setting.running_again("full").held(profile(posed.problem.terms, error.states))
+    parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
+    binding = max(parts, key=lambda k: parts[k])
+    text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
+    failure = InfeasibleError(
+        f"no plan for mesh {posed.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
+        f"{bytes_up(error.smallest_bytes)}",
+        why=f"the binding term is {binding} ({text})",
+        hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",
+    )
+    failure.smallest_bytes = error.smallest_bytes
+    return failure

@@ -1,0 +1,85 @@
+"""The problems of one search, each posed once however many stages ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoshard.cluster.assign import assign_ranks
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.on_mesh import CostModels
+from autoshard.cost.recipe import Recipe
+from autoshard.errors import UsageError
+from autoshard.search.pins import Pin
+from autoshard.search.problem import Model, experts_of
+from autoshard.search.problems import Posed, pose
+from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
+from autoshard.search.setting import Setting
+
+
+class Poses:
+    """Problems of a model by mesh and microbatch.
+
+    captured: sequences that the model was captured with.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        setting: Setting,
+        recipe: Recipe,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.model, self.cluster, self.setting, self.recipe = model, cluster, setting, recipe
+        self.progress = progress
+        self.captured = batch_of(model.folded)
+        self.prices = CostModels(cluster)
+        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool], Posed] = {}
+        self._models: dict[int, Model] = {}
+        self._orders: dict[Mesh, RankOrder] = {}
+
+    def of(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True) -> Posed:
+        """A mesh with microbatches of ``batch`` sequences; merge: see `autoshard.search.problems.pose`.
+
+        Raises UsageError if the model cannot be scaled to that batch, or cannot run on the mesh.
+        """
+        # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
+        merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
+        key = (mesh, batch, pins, merge)
+        if key not in self._posed:
+            self._posed[key] = pose(
+                self._scaled(mesh, batch),
+                mesh,
+                self.prices,
+                self.setting,
+                recipe=self.recipe,
+                merge=merge,
+                pins=pins,
+                order=self.order(mesh),
+            )
+        return self._posed[key]
+
+    def order(self, mesh: Mesh) -> RankOrder | None:
+        """Ranks on devices by measured links, where there are any: slow links get little to do."""
+        links = self.cluster.links
+        if links is None:
+            return None
+        if mesh not in self._orders:
+            self.progress(f"assigning ranks of {mesh} to devices")
+            self._orders[mesh] = assign_ranks(mesh, links)
+        return self._orders[mesh]
+
+    def _scaled(self, mesh: Mesh, batch: int) -> Model:
+        try:
+            if batch not in self._models:
+                self._models[batch] = rebatched(self.model, batch)
+        except NotRebatchable as error:
+            raise UsageError(
+                f"the model cannot be planned for microbatches of {batch} sequences",
+                where=f"mesh {mesh}, captured with {self.captured} sequences",
+                why=str(error),
+                hint="plan one batch in one piece (--batch), with example inputs of that many sequences",
+            ) from None
+        return self._models[batch]

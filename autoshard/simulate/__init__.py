@@ -1,0 +1,1 @@
+"""Simulated timelines of what a program will do. Knows no torch."""

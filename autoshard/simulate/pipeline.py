@@ -1,0 +1,304 @@
+"""When a pipeline schedule computes and sends, and what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoshard.errors import UsageError, VerificationError
+from autoshard.schedules.schedule import Action, Schedule
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes of the stages of a pipeline, for one microbatch each.
+
+    forward, backward, backward_input, backward_weight: seconds per stage.
+    send_forward: seconds from stage s to s+1; send_backward: from s+1 to s; one less than stages each.
+    Between stages of one rank nothing is sent, whatever stands here.
+    held: bytes a stage keeps from the start of a forward to the end of its backward.
+    held_weight: the part of it still kept between the end of the input gradient and that of the weight one.
+    base: bytes per rank of everything else. update: seconds at the end of the step, per rank.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    send_forward: tuple[float, ...]
+    send_backward: tuple[float, ...]
+    held: tuple[float, ...]
+    held_weight: tuple[float, ...]
+    base: tuple[float, ...]
+    update: tuple[float, ...]
+
+    @classmethod
+    def uniform(
+        cls,
+        ranks: int,
+        chunks: int = 1,
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        send: float = 0.0,
+        held: float = 1.0,
+    ) -> StageCosts:
+        """Equal stages. Seconds and bytes are those of a whole rank: each of its chunks has its share.
+
+        A whole backward takes as long as its two parts; a send takes `send` seconds whatever the chunks.
+        All of `held` is kept until the weight gradient. No base, no update.
+        """
+        n = ranks * chunks
+        whole = backward_input + backward_weight
+        f, b, i, w, h = ((x / chunks,) * n for x in (forward, whole, backward_input, backward_weight, held))
+        sends, nothing = (send,) * (n - 1), (0.0,) * ranks
+        return cls(f, b, i, w, sends, sends, held=h, held_weight=h, base=nothing, update=nothing)
+
+
+class Span(NamedTuple):
+    """One action of a rank, seconds from the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Send(NamedTuple):
+    """What `action` gives to the next stage (F) or to the one before (B, I), on its way between two ranks."""
+
+    action: Action
+    source: int
+    target: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    spans: what each rank computes, in order. sends: all transfers, each pair of ranks in order.
+    makespan: seconds until the last rank has updated. busy: seconds per rank of computing and updating.
+    update: seconds at the end of the step, per rank. peak: bytes per rank.
+    curve: per rank, (seconds, bytes held from then on).
+    """
+
+    name: str
+    owner: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    sends: tuple[Send, ...]
+    makespan: float
+    busy: tuple[float, ...]
+    update: tuple[float, ...]
+    peak: tuple[float, ...]
+    curve: tuple[tuple[tuple[float, float], ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the makespan that a rank is idle, averaged over ranks; 0 for a step of no time."""
+        if not self.makespan:
+            return 0.0
+        return 1.0 - sum(self.busy) / self.ranks / self.makespan
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Idle seconds per rank between its first action and its last.
+
+        This is the bubble of Qi et al. (2023, section 4): their ranks need not end a step together, so that
+        the late start of a rank is made good by its late end. The makespan counts both, and it alone
+        matters where all ranks wait for each other before they update, as for clipping by the global norm.
+        """
+        return tuple(
+            row[-1].end - row[0].start - sum(s.end - s.start for s in row) if row else 0.0
+            for row in self.spans
+        )
+
+
+def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """The timeline of a schedule.
+
+    Ranks compute one action at a time, in their order, as soon as what it needs is there. Sends overlap
+    with computing; those from one rank to another take turns, in the order in which they were made. A rank
+    updates when its own list is done, without waiting for others.
+
+    Raises UsageError if the costs do not suit the schedule or are below zero, VerificationError if ranks wait
+    for each other.
+    """
+    starts: list[list[float]] = [[] for _ in schedule.actions]
+    sends: list[Send] = []
+    ends = _play(schedule, costs, starts, sends)
+    seconds = _seconds(costs)
+    spans = tuple(
+        tuple(Span(a, t, t + seconds[a.kind][a.stage]) for a, t in zip(row, at, strict=True))
+        for row, at in zip(schedule.actions, starts, strict=True)
+    )
+    curves = tuple(_curve(row, costs, base) for row, base in zip(spans, costs.base, strict=True))
+    return Timeline(
+        name=schedule.name,
+        owner=schedule.owner,
+        spans=spans,
+        sends=tuple(sends),
+        makespan=max(ends),
+        busy=tuple(
+            sum(seconds[s.action.kind][s.action.stage] for s in row) + update
+            for row, update in zip(spans, costs.update, strict=True)
+        ),
+        update=costs.update,
+        peak=peak_bytes(schedule, costs),
+        curve=curves,
+    )
+
+
+def makespan(schedule: Schedule, costs: StageCosts) -> float:
+    """Seconds of `simulate`, without its lists. Raises what `simulate` raises."""
+    return max(_play(schedule, costs, None, None))
+
+
+def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
+    """Per rank, the most bytes it holds at once. A rank computes one thing at a time, so this depends on
+    the order alone, not on when. Raises UsageError if the costs do not suit the schedule."""
+    _check_costs(schedule, costs)
+    return tuple(
+        max(base, base + max(_steps(row, costs), default=0.0))
+        for row, base in zip(schedule.actions, costs.base, strict=True)
+    )
+
+
+def _steps(row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
+    """Bytes in flight after each change, in order: at the start of a forward, at the end of the others."""
+    held, kept, now = costs.held, costs.held_weight, 0.0
+    for action in row:
+        if action.kind == "F":
+            now += held[action.stage]
+        elif action.kind == "B":
+            now -= held[action.stage]
+        elif action.kind == "I":
+            now -= held[action.stage] - kept[action.stage]
+        else:
+            now -= kept[action.stage]
+        yield now
+
+
+def _curve(row: Sequence[Span], costs: StageCosts, base: float) -> tuple[tuple[float, float], ...]:
+    steps = _steps([span.action for span in row], costs)
+    changes = (
+        (s.start if s.action.kind == "F" else s.end, base + b) for s, b in zip(row, steps, strict=True)
+    )
+    return ((0.0, base), *changes)
+
+
+def _seconds(costs: StageCosts) -> dict[str, tuple[float, ...]]:
+    return {
+        "F": costs.forward,
+        "B": costs.backward,
+        "I": costs.backward_input,
+        "W": costs.backward_weight,
+    }
+
+
+def _check_costs(schedule: Schedule, costs: StageCosts) -> None:
+    stages, ranks = schedule.stages, schedule.ranks
+    expected = dict.fromkeys(
+        ("forward", "backward", "backward_input", "backward_weight", "held", "held_weight"), stages
+    )
+    expected |= {"send_forward": stages - 1, "send_backward": stages - 1, "base": ranks, "update": ranks}
+    for name, length in expected.items():
+        if len(getattr(costs, name)) != length:
+            raise UsageError(
+                f"costs.{name} has {len(getattr(costs, name))} numbers, not {length}",
+                where=f"schedule {schedule.name}: {stages} stages on {ranks} ranks",
+            )
+        if not all(x >= 0 for x in getattr(costs, name)):
+            raise UsageError(f"costs.{name} has a number below zero", where=f"schedule {schedule.name}")
+    if any(kept > held for kept, held in zip(costs.held_weight, costs.held, strict=True)):
+        raise UsageError(
+            "a stage keeps more for its weight gradient than it holds at all",
+            where=f"schedule {schedule.name}",
+            why="costs.held_weight is a part of costs.held",
+        )
+
+
+def _play(
+    schedule: Schedule,
+    costs: StageCosts,
+    starts: list[list[float]] | None,
+    sends: list[Send] | None,
+) -> list[float]:
+    """Seconds at which each rank is done; start times and sends are written to the lists given.
+
+    Every rank goes on until it needs something that has no time yet; whoever gives it wakes the rank.
+    """
+    _check_costs(schedule, costs)
+    m, owner, last = schedule.microbatches, schedule.owner, schedule.stages - 1
+    ranks, seconds = schedule.ranks, _seconds(costs)
+    # When F(s, m) may start for what comes from before, B or I likewise; below zero: not known yet.
+    # Stage 0 and the loss have nothing to wait for.
+    inputs, grads = [-1.0] * (schedule.stages * m), [-1.0] * (schedule.stages * m)
+    inputs[:m] = [0.0] * m
+    grads[last * m :] = [0.0] * m
+    forwarded, split = bytearray(schedule.stages * m), bytearray(schedule.stages * m)
+    clock, at = [0.0] * ranks, [0] * ranks
+    stream = [0.0] * (ranks * ranks)  # when the sends from one rank to another are through
+    blocked = bytearray(ranks)
+    queue = list(range(ranks))
+    while queue:
+        rank = queue.pop()
+        blocked[rank] = 0
+        row, k, now = schedule.actions[rank], at[rank], clock[rank]
+        mine = starts[rank] if starts is not None else None
+        while k < len(row):
+            action = row[k]
+            kind, stage = action.kind, action.stage
+            here = stage * m + action.microbatch
+            if kind == "F":
+                ready = inputs[here]
+                target, there, table, wire = stage + 1, here + m, inputs, costs.send_forward
+                link = stage
+            elif kind == "W":
+                ready = 0.0 if split[here] else -1.0
+                target = -1
+            else:
+                ready = grads[here] if forwarded[here] else -1.0
+                target, there, table, wire = stage - 1, here - m, grads, costs.send_backward
+                link = stage - 1
+            if ready < 0.0:
+                break
+            start = ready if ready > now else now
+            now = start + seconds[kind][stage]
+            if mine is not None:
+                mine.append(start)
+            if kind == "F":
+                forwarded[here] = 1
+            elif kind == "I":
+                split[here] = 1
+            k += 1
+            if target < 0 or target > last:
+                continue
+            other = owner[target]
+            if other == rank:
+                table[there] = now
+                continue
+            pair = rank * ranks + other
+            leaves = stream[pair] if stream[pair] > now else now
+            table[there] = stream[pair] = leaves + wire[link]
+            if sends is not None:
+                sends.append(Send(action, rank, other, leaves, stream[pair]))
+            if blocked[other]:
+                blocked[other] = 0
+                queue.append(other)
+        at[rank], clock[rank] = k, now
+        blocked[rank] = k < len(row)
+    for rank, row in enumerate(schedule.actions):
+        if at[rank] < len(row):
+            raise VerificationError(
+                f"{row[at[rank]]} waits forever",
+                where=f"schedule {schedule.name}, rank {rank}, {row[at[rank]]}",
+                why="what it needs comes later, or nowhere, in the lists of the schedule",
+            )
+    return [end + update for end, update in zip(clock, costs.update, strict=True)]

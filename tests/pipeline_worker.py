@@ -1,0 +1,70 @@
+"""Started by torchrun: train every given pipeline three steps beside the eager model.
+
+Arguments: a JSON file with a list of ``{"family", "program", "microbatches"}``, and where to
+write the results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gloo_worker import ADAM, STEPS, train
+from lockstep_check import relative_error
+from pipelines import model_and_batch
+from torch.distributed.tensor import DTensor
+
+import autoshard
+
+
+def run_case(case: dict[str, str]) -> dict[str, float]:
+    """Relative errors of losses and of the parameters that this rank holds, after training."""
+    wanted, batch = model_and_batch(case["family"], int(case["microbatches"]))
+    expected = train(wanted, batch, clip=True, pieces=False)
+    model, _ = model_and_batch(case["family"], 1)
+    parallel = autoshard.load(case["program"], model)
+    optimizer = torch.optim.AdamW(parallel.parameters(), **ADAM)
+    found = []
+    for _ in range(STEPS):
+        loss = parallel.train_step(batch)
+        autoshard.clip_grad_norm_(parallel, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))}
+    reference = dict(wanted.named_parameters())
+    for name, parameter in parallel.named_parameters():
+        assert isinstance(parameter, DTensor)
+        errors[name] = relative_error(parameter.detach().full_tensor(), reference[name].detach())
+    return errors
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results = []
+    for case in cases:
+        start = time.perf_counter()
+        errors = run_case(case)
+        worst = max(errors, key=lambda k: errors[k])
+        row = {**case, "worst": worst, "error": errors[worst], "held": sorted(errors)}
+        rows: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(rows, row)
+        results.append(
+            {
+                **max(rows, key=lambda r: float(str(r["error"]))),
+                "held": sorted({str(n) for r in rows for n in r["held"]}),  # type: ignore[attr-defined]
+                "seconds": time.perf_counter() - start,
+            }
+        )
+    if dist.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

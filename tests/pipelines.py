@@ -1,0 +1,70 @@
+"""Pipelines of the test families, cut at any op, for the tests in lockstep and on gloo."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from families import family
+from torch import nn
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.ir import Folded
+from autoshard.passes.capture import capture
+from autoshard.program.program import Program
+from autoshard.search.plan import Cut, Pipeline
+
+#: sequences of one microbatch
+PIECE = 4
+
+
+def model_and_batch(name: str, microbatches: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and the batch of a step; the mean loss of its microbatches is the loss of the batch."""
+    model, inputs = family(name).make()
+    torch.manual_seed(7)
+    count = PIECE * microbatches
+    # no ignored labels: every microbatch then has as many terms
+    order = torch.randint(0, len(inputs["labels"]), (count,))
+    batch = {k: x[order].clone() for k, x in inputs.items()}
+    batch["labels"] = batch["labels"].clamp(min=0 if batch["labels"].dim() == 1 else 3)
+    if "pixel_values" in batch:
+        batch["pixel_values"] += 0.1 * torch.randn(batch["pixel_values"].shape)
+    return model, batch
+
+
+@functools.cache
+def analysed(name: str) -> Analysis:
+    model, batch = model_and_batch(name, 1)
+    return analyse(capture(model, (), batch))
+
+
+@functools.cache
+def planned(name: str, mesh: str) -> Planned:
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+
+
+def cuts_of(folded: Folded, stages: int) -> tuple[Cut, ...]:
+    """Cuts behind evenly spaced ops of the forward pass, wherever these are."""
+    calls = [c for c in folded.calls if not c.backward]
+    places = [
+        Cut(k, node.name, call.label)
+        for k, call in enumerate(calls)
+        for node in folded.segments[call.segment].nodes
+        if node.types[0] is not None and node.types[0].is_float
+    ]
+    return tuple(places[len(places) * k // stages] for k in range(1, stages))
+
+
+@functools.cache
+def pipeline(
+    name: str, ranks: int, mesh: str, schedule: str, microbatches: int, chunks: int = 1, position: int = 0
+) -> Program:
+    """A program whose stages begin and end inside layers."""
+    found = planned(name, mesh)
+    cuts = cuts_of(found.analysis.folded, ranks * chunks)
+    made = Pipeline(ranks, position, schedule, chunks, cuts)
+    plan = replace(found.plan, pipeline=made, microbatches=microbatches)
+    return compile_analysed(replace(found, plan=plan))

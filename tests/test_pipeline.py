@@ -1,0 +1,83 @@
+"""Pipelines: every schedule, any cut, with every other axis; in lockstep and on gloo equal to eager."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pipelines import model_and_batch, pipeline
+from test_gloo import HERE, torchrun
+
+from autoshard.program.store import load_program, save_program
+from autoshard.program.text import program_text
+from autoshard.program.verify import verify
+
+#: name, chunks
+SCHEDULES = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("breadth-first", 2),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("searched", 1),
+)
+DEEP = ("gpt2-deep", "llama-deep", "t5-deep", "vit-deep")
+#: pipeline ranks, mesh of a stage
+MESHES = ((4, "dp=1"), (2, "dp=2"), (2, "tp=2"), (2, "fsdp=2"), (2, "dp=2,tp=2"))
+
+
+@pytest.mark.parametrize("microbatches", [4, 7])
+@pytest.mark.parametrize(("ranks", "mesh"), MESHES)
+@pytest.mark.parametrize("name", DEEP)
+def test_lockstep_equals_eager(name: str, ranks: int, mesh: str, microbatches: int) -> None:
+    model, batch = model_and_batch(name, microbatches)
+    for schedule, chunks in SCHEDULES:
+        program = pipeline(name, ranks, mesh, schedule, microbatches, chunks)
+        found = verify(program, model, (), batch, steps=2)
+        assert found.ok, f"{schedule}: {found.worst()}"
+
+
+def _cases(folder: Path) -> list[dict[str, str]]:
+    cases = []
+    for name in DEEP:
+        for number, (schedule, chunks) in enumerate(SCHEDULES):
+            # every family meets every schedule, and every mesh; half of the counts do not divide by ranks
+            for ranks, mesh in (MESHES[0], MESHES[1 + (number + DEEP.index(name)) % 3]):
+                microbatches = 4 + (number + DEEP.index(name)) % 2
+                program = pipeline(name, ranks, mesh, schedule, microbatches, chunks)
+                path = folder / f"{name}-pp{ranks}-{mesh}-{schedule}"
+                save_program(program, path)
+                cases.append({"family": name, "program": str(path), "microbatches": str(microbatches)})
+    return cases
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """One start of four processes trains all of them."""
+    folder = tmp_path_factory.mktemp("pipelines")
+    (folder / "cases.json").write_text(json.dumps(_cases(folder)))
+    torchrun([str(HERE / "pipeline_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
+    rows: list[dict[str, object]] = json.loads((folder / "results.json").read_text())
+    return rows
+
+
+def test_training_on_gloo_equals_eager(trained: list[dict[str, object]]) -> None:
+    wrong = [row for row in trained if not float(str(row["error"])) < 1e-4]
+    assert not wrong, wrong
+
+
+def test_every_parameter_is_held_by_some_stage(trained: list[dict[str, object]]) -> None:
+    for row in trained:
+        model, _ = model_and_batch(str(row["family"]), 1)
+        assert {n for n, _ in model.named_parameters()} <= set(row["held"])  # type: ignore[call-overload]
+
+
+def test_the_text_of_a_pipeline_is_read_back(tmp_path: Path) -> None:
+    program = pipeline("t5-deep", 2, "tp=2", "zb-v", 4, 2)
+    save_program(program, tmp_path / "program")
+    again = load_program(tmp_path / "program")
+    assert program_text(again) == program_text(program)
+    assert again.stages == program.stages
+    assert again.whole_mesh == "pp=2,tp=2"

@@ -1,0 +1,263 @@
+"""What the planner shares between its stages, leaves out or prices in another way changes no answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from families import BATCH
+from planned import analysed
+
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.cost.on_mesh import CostModels, cost_model
+from autoshard.cost.recipe import ADAMW
+from autoshard.cost.step_time import Exposure, between
+from autoshard.placement import R, Shard
+from autoshard.search.axes import plain_axes
+from autoshard.search.bound import dual_bound, extremes
+from autoshard.search.choose import Ask, Rejected, Settled, choose
+from autoshard.search.explain import explain
+from autoshard.search.marginals import min_marginals
+from autoshard.search.network import CostNetwork, InfeasibleNetwork
+from autoshard.search.padded import padded
+from autoshard.search.plan import Plan
+from autoshard.search.poses import Poses
+from autoshard.search.possible import possible
+from autoshard.search.prices import Prices
+from autoshard.search.problem import Problem, build_problem
+from autoshard.search.problems import layer_calls, pose
+from autoshard.search.rebatch import rebatched
+from autoshard.search.setting import Setting
+from autoshard.search.settle import place
+from autoshard.search.solve import solve
+from autoshard.search.tune import QUICK
+from autoshard.search.variables import ParamVar
+
+HIDDEN = Exposure(0.0, 0.0, 0.0, 0.0)
+
+
+def _setting(name: str) -> Setting:
+    return Setting(1, layer_calls(analysed(name).folded), overlap=0.5)
+
+
+def _built(name: str, mesh: str) -> Problem:
+    shape = Mesh.parse(mesh)
+    costs = cost_model(load_cluster("h100-dgx"), shape)
+    return build_problem(analysed(name).model, plain_axes(shape), Prices(costs, costs, ADAMW))
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("gpt2", "tp=4"), ("mixtral", "fsdp=4")]
+)
+def test_only_impossible_states_are_left_out(name: str, mesh: str) -> None:
+    whole = _built(name, mesh)
+    few, _ = possible(whole)
+    assert few.choices == whole.choices == sum(whole.terms.states) > sum(few.terms.states)
+    networks = [_setting(name).network(p.terms, HIDDEN) for p in (whole, few)]
+    costs, left = (min_marginals(n) for n in networks)
+    assert costs.exact and left.exact
+    for before, after, all_costs, some in zip(
+        whole.variables, few.variables, costs.costs, left.costs, strict=True
+    ):
+        kept = [k for k, state in enumerate(before.states) if state in after.states]
+        assert [before.states[k] for k in kept] == list(after.states)
+        assert all_costs[kept].tolist() == pytest.approx(some.tolist(), rel=1e-9)
+        assert not np.isfinite(np.delete(all_costs, kept)).any()
+
+
+def test_what_pins_leave_fits_what_is_left() -> None:
+    whole = _built("llama", "fsdp=2,tp=2")
+    masks = [np.where(np.arange(n) % 2 == 0, 0.0, np.inf) for n in whole.terms.states]
+    few, left = possible(whole, masks)
+    for before, after, mask, kept in zip(whole.variables, few.variables, masks, left, strict=True):
+        assert kept is not None
+        wanted = [state for state, ok in zip(before.states, np.isfinite(mask), strict=True) if ok]
+        found = [state for state, ok in zip(after.states, np.isfinite(kept), strict=True) if ok]
+        assert found == [state for state in wanted if state in after.states]
+
+
+def _network(name: str, mesh: str) -> CostNetwork:
+    posed = pose(analysed(name).model, Mesh.parse(mesh), load_cluster("h100-dgx"), _setting(name))
+    return _setting(name).network(posed.problem.terms, HIDDEN)
+
+
+def _least_bytes(network: CostNetwork) -> float:
+    """Of any assignment that is possible."""
+    edges = {pair: np.where(np.isfinite(table), 0.0, np.inf) for pair, table in network.edges.items()}
+    return solve(CostNetwork(network.memory, network.memory, edges)).seconds
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama", "tp=4"), ("gpt2", "fsdp=2,tp=2")])
+def test_a_tight_budget_is_met_as_well_in_one_go(name: str, mesh: str) -> None:
+    """And one that is not tight after all, too."""
+    network = _network(name, mesh)
+    low, high = _least_bytes(network), solve(network).bytes
+    assert low < high
+    for share in (0.3, 0.7, 1.0, 1.5):
+        budget = low + share * (high - low)
+        once, twice = solve(network, budget, tight=True), solve(network, budget)
+        assert once.seconds == pytest.approx(twice.seconds, rel=1e-9)
+        assert once.lower_bound == pytest.approx(twice.lower_bound, rel=1e-9)
+        assert once.bytes <= budget and (once.multiplier > 0) == (share < 1)
+
+
+def test_a_solution_is_found_again_only_for_the_same_question() -> None:
+    name = "gpt2"
+    setting = _setting(name)
+    problem = pose(analysed(name).model, Mesh.parse("fsdp=2,tp=2"), load_cluster("h100-dgx"), setting).problem
+    free = place(problem, setting, None)
+    assert place(problem, setting, None).states == free.states
+    # the state that was taken, forbidden
+    number = next(k for k, v in enumerate(problem.variables) if isinstance(v, ParamVar) and len(v.states) > 1)
+    mask = np.zeros(len(problem.variables[number].states))
+    mask[free.states[number]] = np.inf
+    allowed = [mask if k == number else None for k in range(len(problem.variables))]
+    other = place(problem, setting, None, allowed=allowed)
+    assert other.states[number] != free.states[number] and other.seconds >= free.seconds * (1 - 1e-9)
+    assert place(problem, setting, None).states == free.states
+    # other weights of bytes: the same states hold something else
+    less = place(problem, setting.running_again("full"), None)
+    assert less.bytes == pytest.approx(less.network.bytes_of(less.states))
+    # and a budget is another question
+    budget = (free.bytes + _least_bytes(free.network)) / 2
+    tight = place(problem, setting, budget)
+    assert tight.bytes <= budget < free.bytes == place(problem, setting, None).bytes
+
+
+def test_what_cannot_beat_the_bound_is_not_finished() -> None:
+    """The bound is the same as that of all policies at all prices tried."""
+    name = "llama"
+    setting = _setting(name)
+    problem = pose(analysed(name).model, Mesh.parse("fsdp=4"), load_cluster("h100-dgx"), setting).problem
+    free = place(problem, setting, None)
+    budget, price = 0.8 * free.bytes, free.seconds / free.bytes
+
+    def at(price: float, exposure: Exposure) -> float:
+        networks = (p.network(problem.terms, exposure).at_price(price) for p in extremes(setting))
+        return min(solve(n, limits=QUICK).lower_bound for n in networks) - price * budget
+
+    shown = setting.exposure(free.taken)
+    best = max((shown, between(shown, HIDDEN)), key=lambda e: at(price, e))
+    tried = [at(price, shown), at(price, best)]
+    for factor in (2.0, 0.5):
+        for _ in range(4):
+            tried.append(at(price * factor, best))
+            if tried[-1] <= at(price, best):
+                break
+            price *= factor
+    tried += [at(price * factor, best) for factor in (2**0.5, 0.5**0.5)]
+    found = dual_bound(
+        problem, setting, budget, free.seconds / free.bytes, setting.exposure(free.taken), limits=QUICK
+    )
+    assert found == pytest.approx(max(tried), rel=1e-9)
+
+
+def test_prices_of_equal_axes_are_shared() -> None:
+    machine = load_cluster("h100-dgx").used_by(8)
+    models = CostModels(machine)
+    one, other = models.of(Mesh.parse("fsdp=8")), models.of(Mesh.parse("dp=8"))
+    assert one.plain is other.plain and one is models.of(Mesh.parse("fsdp=8"))
+    assert models.of(Mesh.parse("fsdp=4,tp=2")).plain is not one.plain
+    assert one == cost_model(machine, Mesh.parse("fsdp=8"))
+
+
+def test_a_problem_is_posed_once() -> None:
+    model = analysed("llama").model
+    machine = load_cluster("h100-dgx").used_by(4)
+    poses = Poses(model, machine, _setting("llama"), ADAMW, lambda _: None)
+    mesh = Mesh.parse("fsdp=4")
+    assert poses.of(mesh, BATCH) is poses.of(mesh, BATCH)
+    assert poses.of(mesh, BATCH) is not poses.of(mesh, BATCH // 2)
+
+
+# -- what FSDP2 stores -------------------------------------------------------------------------------------
+
+
+def test_parameters_are_padded_where_they_are_stored() -> None:
+    """88 rows over 64 ranks: 2 for each of the first 44, none for the others; 32 rows: half of the ranks."""
+    model = analysed("llama").model
+    assert padded(model, 4) is model
+    stored = padded(model, 64)
+    for key, group in model.flow.classes.items():
+        rows = group.first.type.shape[0] if group.first.type.shape else 0
+        wanted = -(-rows // 64) * 64 if group.grads else rows
+        assert (stored.flow.classes[key].first.type.shape or (0,))[0] == wanted
+    posed = pose(
+        rebatched(stored, 64), Mesh.parse("fsdp=64"), load_cluster("h100-dgx"), _setting("llama"), merge=True
+    )
+    lives = {v.place: v.states for v in posed.problem.variables if isinstance(v, ParamVar)}
+    for key, group in stored.flow.classes.items():
+        if group.grads:
+            assert any(life.stored == (Shard(0),) for life in lives[key]), group.first.target
+            assert all(life.stored != (R,) for life in lives[key])
+
+
+def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
+    """Our programs store whole what would leave a rank without rows; FSDP2 pads it."""
+    model, machine, budget = analysed("llama").model, load_cluster("h100-dgx"), 400_000
+    mesh, setting = Mesh.parse("fsdp=64"), _setting("llama")
+    ours = pose(rebatched(model, 64), mesh, machine, setting)
+    with pytest.raises(InfeasibleNetwork):
+        place(ours.problem, setting.running_again("full"), budget)
+    meshes = [mesh, Mesh.parse("fsdp=32,tp=2")]
+    found = choose(model, meshes, machine, Ask(batch=64, rivals=True, budget=budget))
+    assert str(found.configuration.mesh) == "fsdp=32,tp=2"
+    (rival,) = [r for r in found.rivals if r.name == "FSDP2"]
+    assert rival.mesh == "fsdp=64" and not rival.why
+    # the padded rows cost something, but no more than storing everything whole
+    assert rival.seconds is not None and rival.seconds >= ours.free.lower_bound
+
+
+# -- what is said of what was not taken --------------------------------------------------------------------
+
+
+def _searched(stop_at: int = 0) -> Settled:
+    """A search over several meshes; stop_at: the configuration at which it is interrupted."""
+    solving = 0
+
+    def say(text: str) -> None:
+        nonlocal solving
+        solving += text.startswith("solving")
+        if stop_at and solving == stop_at:
+            raise KeyboardInterrupt
+
+    machine = load_cluster("h100-dgx")
+    meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4", "dp=4")]
+    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), say)
+
+
+def _explained(settled: Settled) -> Plan:
+    return explain(settled, load_cluster("h100-dgx"), "fingerprint")
+
+
+def test_the_next_best_configuration_is_one_that_was_solved() -> None:
+    found = _searched()
+    assert [r.solved for r in found.rejected] == sorted((r.solved for r in found.rejected), reverse=True)
+    first = found.rejected[0]
+    assert first.solved
+    why = _explained(found).why["mesh"]
+    assert why.alternative == first.name and "estimated" not in str(why)
+    assert why.margin == pytest.approx(first.seconds - found.placed.seconds)
+
+
+def test_an_estimate_is_called_one() -> None:
+    """After an interruption nothing but the plan itself was solved."""
+    found = _searched(stop_at=2)
+    assert found.interrupted and not any(r.solved for r in found.rejected)
+    why = _explained(found).why["mesh"]
+    assert why.alternative.startswith(found.rejected[0].name) and "not solved" in why.alternative
+    slower = Rejected("dp=4", 2 * found.placed.seconds, solved=False)
+    faster = Rejected("dp=4", 0.5 * found.placed.seconds, solved=False)
+    said = [_explained(replace(found, rejected=(r,))).why["mesh"] for r in (slower, faster)]
+    assert said[0].alternative == "dp=4 (estimated, not solved)"
+    assert said[0].margin == pytest.approx(found.placed.seconds)
+    assert said[1].alternative == "dp=4 (estimated no slower, but not solved)" and said[1].margin == 0.0
+
+
+def test_the_chosen_configuration_has_a_bound_of_its_own() -> None:
+    found = _searched()
+    assert found.bound <= found.own_bound <= found.placed.seconds
+    proof = _explained(found).proof
+    assert proof.own_bound == found.own_bound and 0.0 <= proof.own_gap <= proof.gap
+    assert replace(proof, own_bound=0.75 * proof.seconds).own_gap == pytest.approx(0.25)
