@@ -14,20 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from autoshard.analysis import Analysis, analyse
+from autoshard.candidates import PipeAsk, given, searched
 from autoshard.cluster import (
     Cluster,
     Mesh,
     RankOrder,
     load_cluster,
-    mesh_candidates,
     parse_target,
     usable_memory,
 )
+from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
-from autoshard.errors import UsageError, VerificationError
+from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
+from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -36,12 +38,14 @@ from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.choose import Ask, Settled, choose, retuned
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
+from autoshard.staging import Staging, pipe_link, staged
 
 Progress = Callable[[str], None]
 
@@ -81,6 +85,7 @@ class Planned:
     The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
     saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
+    staging: how its pipeline was cut, None without one.
     """
 
     plan: Plan
@@ -88,6 +93,7 @@ class Planned:
     cluster: Cluster = field(repr=False)
     settled: Settled | None = field(default=None, repr=False)
     source: Source | None = field(default=None, repr=False)
+    staging: Staging | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,9 @@ def plan(
     recompute: bool = True,
     pins: Sequence[str] = (),
     tactics: str = "",
+    schedule: str = "",
+    chunks: int | None = None,
+    microbatches: int | None = None,
     rivals: bool = False,
     replicate_unknown: bool = False,
     rules: Rules = None,
@@ -132,7 +141,10 @@ def plan(
     of the example inputs, in one piece). optimizer: what is kept per parameter, ``adamw`` or
     ``adamw-fp32`` (see `cost.recipe`). recompute: whether activations may be computed again in backward.
     pins: placements that are decided already, as ``"model.layers.*.q_proj.weight=tp:S(0)"``. tactics: what to
-    decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. rivals: also price what a user
+    decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. schedule, chunks, microbatches: of
+    a pipeline, chosen where not given (see `autoshard.schedules`); a mesh with a ``pp`` axis divides the
+    model into stages, a cluster may be searched for one, too, and without ``global_batch`` the batch of the
+    example inputs is then that of a whole step. rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
     rules: the user's own (see `autoshard.rule`).
 
@@ -157,25 +169,51 @@ def plan(
         tactics=_tactics(tactics, where),
     )
     source = Source(model, args, kwargs, replicate_unknown, rules)
+    pipes = PipeAsk(schedule, chunks, microbatches)
     analysis = source.analysed(say)
-    meshes = [where] if isinstance(where, Mesh) else mesh_candidates(machine, ranks)
-    planned = plan_analysed(analysis, meshes, machine, memory=limit, ask=ask, target=target, progress=say)
+    planned = plan_analysed(
+        analysis,
+        _candidates(analysis, where, machine, ranks, global_batch, pipes),
+        machine,
+        memory=limit,
+        ask=ask,
+        target=target,
+        fixed=bool(schedule),
+        progress=say,
+    )
     return replace(planned, source=source)
+
+
+def _candidates(
+    analysis: Analysis,
+    where: Mesh | Cluster,
+    machine: Cluster,
+    ranks: int,
+    global_batch: int | None,
+    pipes: PipeAsk,
+) -> list[Staged]:
+    layers = sum(1 for c in analysis.folded.calls if c.label and not c.backward)
+    total = global_batch or batch_of(analysis.folded)
+    if isinstance(where, Mesh):
+        return [given(where, machine, layers, total, pipes)]
+    return searched(machine, ranks, layers, total if global_batch else 1, pipes)
 
 
 def plan_analysed(
     analysis: Analysis,
-    meshes: list[Mesh],
+    meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
     *,
     memory: int | None = None,
     ask: Ask | None = None,
     target: str = "",
+    fixed: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
-    ask: what else is asked of the search; its budget is ``memory``.
+    ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
+    is decided.
     """
     ask = replace(ask or Ask(), budget=memory)
     settled = choose(analysis.model, meshes, cluster, ask, progress or (lambda _: None))
@@ -187,7 +225,40 @@ def plan_analysed(
         replicated=analysis.replicated,
         target=target,
     )
-    return Planned(best, analysis, cluster, settled)
+    if best.pipeline is None:
+        return Planned(best, analysis, cluster, settled)
+    (progress or (lambda _: None))("cutting the pipeline")
+    settled, staging = _cut(settled, best, analysis, cluster, ask, fixed)
+    best = explain(
+        settled, cluster, analysis.fingerprint, budget=memory, replicated=analysis.replicated, target=target
+    )
+    return Planned(replace(best, pipeline=staging.pipeline), analysis, cluster, settled, staging=staging)
+
+
+def _cut(
+    settled: Settled, plan: Plan, analysis: Analysis, cluster: Cluster, ask: Ask, fixed: bool
+) -> tuple[Settled, Staging]:
+    """The stages of a plan; where the fullest rank is too full, after a search for one that holds less."""
+    for room in _ROOMS:
+        if room < 1:
+            again = retuned(settled, ask, room)
+            if again is None:
+                continue
+            settled = again
+            plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget)
+        model = settled.posed.model
+        mesh = Mesh.parse(plan.mesh)
+        prices = cost_model(cluster, mesh)
+        how = Lowering(model.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
+        try:
+            return settled, staged(model.folded, how, cluster, ask.recipe, ask.budget, fixed=fixed)
+        except InfeasibleError as error:
+            failure = error
+    raise failure
+
+
+#: shares of the memory that the search is given until the stages fit
+_ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -290,9 +361,29 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
     mesh = Mesh.parse(plan.mesh)
     order = RankOrder(plan.order) if plan.order else None
     prices = cost_model(planned.cluster, mesh, order)
-    how = Lowering(analysis.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
+    how = Lowering(
+        analysis.flow,
+        plan,
+        MeshShape(mesh.names, mesh.sizes),
+        prices.plain,
+        analysis.table,
+        saving=_saving(planned.cluster, mesh, plan),
+    )
     program = build_program(analysis.folded, how, plan, analysis.dumps, _schedule(plan))
     return replace(program, user_ops=_user_ops(analysis))
+
+
+def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
+    """What sending between stages in parts saves, None without a pipeline."""
+    if plan.pipeline is None:
+        return None
+    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
+
+    def saving(nbytes: float, axis: int) -> float:
+        parts = seconds("send", nbytes / mesh.sizes[axis], link)
+        return float(seconds("send", nbytes, link) - parts - seconds("all_gather", nbytes, links[axis]))
+
+    return saving
 
 
 def _schedule(plan: Plan) -> Schedule | None:

@@ -2,8 +2,10 @@
 
 Forward ops go to stages by where they stand: a cut may fall behind any op, also inside a layer. An op of
 backward goes where what it needs is: gradients flow down, so it is never above a stage whose gradient it
-takes, and below that where the values that forward left are at hand. What only depends on the inputs of
-the model (positions, masks) every stage that uses it makes for itself, since every stage has the inputs.
+takes, and below that where the values that forward left are at hand; but never below every stage of a
+parameter whose gradient still depends on it. What only depends on the inputs of the model (positions,
+masks) every stage that uses it makes for itself, since every stage has the inputs. What backward computes
+again is computed in the stage that made it in forward; other stages take what they were sent then.
 
 A value keeps its name in every stage; a stage that uses a value it does not make gets it from the one
 that does. The gradient of a parameter that several stages use is, in each of them, the sum of what that
@@ -17,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Joint, Node, Ref
+from autoshard.ir import Call, Joint, Node, Origin, Ref
 from autoshard.ir.lowered import Instruction, Lowered, Part, Phase, Placed
-from autoshard.ir.statements import Statement, Statements, Taker, statements_of
+from autoshard.ir.statements import Statement, Statements, Taker, repeats_of, statements_of
 from autoshard.placement import R, local_shape
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Cut
@@ -64,8 +66,31 @@ def cut_pipeline(lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: Mesh
     whole = statements_of(lowered)
     stages = _Stages(whole, joint, mesh, len(cuts) + 1)
     stages.assign_forward(_ends(whole, cuts, mesh))
+    stages.check_buffers()
     stages.assign_backward()
     return stages.built()
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where every statement would run if every op of forward were a stage of its own.
+
+    slot: place of a statement -> that of an op of forward; None: wherever it is needed. weight: places of ops
+    that make gradients of parameters. bases: value -> what it is a view of.
+    """
+
+    slot: dict[int, int | None]
+    weight: frozenset[int]
+    bases: Mapping[str, frozenset[str]]
+
+
+def homes_of(whole: Statements, joint: Joint, mesh: MeshShape) -> Homes:
+    """The finest cut of a program: what the cost of a stage is made of, wherever the cuts will fall."""
+    count = sum(not s.backward for s in whole.all)
+    stages = _Stages(whole, joint, mesh, count)
+    stages.assign_forward(range(1, count))
+    stages.assign_backward()
+    return Homes(stages.at, frozenset(stages._owned()), stages.bases)
 
 
 def _half(lowered: Lowered, backward: bool) -> list[Instruction]:
@@ -166,12 +191,17 @@ class _Stages:
     stages_of: dict[str, set[int]] = field(default_factory=dict)
     made_in: dict[str, int | None] = field(default_factory=dict)
     position: dict[int, int] = field(default_factory=dict)
-    owners: dict[str, int] = field(default_factory=dict)
+    #: gradient of a parameter -> the stages that have the parameter
+    owners: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kinds = {p.name: p.kind for p in self.joint.ports}
         #: value that is derived from others for nothing -> those others; parameters from themselves
         self.bases = {p.name: frozenset((p.name,)) for p in self.joint.ports if p.kind == "param"}
+        self.repeats = repeats_of(self.whole)
+        self._index()
+
+    def _index(self) -> None:
         self.users: dict[str, list[int]] = {}
         self.maker: dict[str, int] = {}
         for place, statement in enumerate(self.whole.all):
@@ -201,7 +231,6 @@ class _Stages:
                     self.stages_of.setdefault(param, set()).add(stage)
         for value in list(self.bases):
             self._find_stages(value)
-        self._check_buffers()
 
     def _find_stages(self, value: str) -> None:
         """The stages of what is derived: those that have all it is made from."""
@@ -216,12 +245,17 @@ class _Stages:
         view = statement.node.op in _VIEWS and not self._all_free(statement)
         if view and statement.backward:
             view = statement.uses[0] in self.stages_of or statement.uses[0] in self.bases
-        if not view and not (statement.uses and all(v in self.bases for v in statement.uses)):
+        if not view and not (statement.uses and all(map(self._of_parameters, statement.uses))):
             return False
         bases = frozenset(b for v in statement.uses for b in self.bases.get(v, (v,)))
         self.bases.update(dict.fromkeys(statement.makes, bases))
         self._put(place, statement, None)
         return True
+
+    def _of_parameters(self, value: str) -> bool:
+        """Whether a value is a parameter or derived from parameters alone."""
+        bases = self.bases.get(value)
+        return bases is not None and all(self.kinds.get(b) == "param" for b in bases)
 
     def _all_free(self, statement: Statement) -> bool:
         return all(self._is_free(v) and v not in self.bases for v in statement.uses)
@@ -235,7 +269,7 @@ class _Stages:
             if value not in self.bases:
                 self.stages_of.setdefault(value, set()).add(stage)
 
-    def _check_buffers(self) -> None:
+    def check_buffers(self) -> None:
         """What a stage changes, no other stage may read: it would see old values."""
         names = {p.target: p.name for p in self.joint.ports if p.kind == "buffer"}
         for result, value in zip(self.joint.results, self.whole.results, strict=True):
@@ -259,7 +293,8 @@ class _Stages:
         return self.position[place] if stage is None else stage
 
     def assign_backward(self) -> None:
-        caps = self._caps()
+        self._find_owners()
+        floors, owned = self._floors(), self._owned()
         tangents = {p.name: p.target for p in self.joint.ports if p.kind == "tangent"}
         ends = {
             r.target: self._home(v)
@@ -277,9 +312,18 @@ class _Stages:
                 continue
             if self._all_free(statement):
                 self._put(place, statement, None)
-                continue
-            self._put(place, statement, self._lowest(statement, caps.get(place, self.count - 1)))
+            elif self._repeats(statement):
+                self._put(place, statement, self.made_in[self.repeats[statement.makes[0]]])
+                for value in statement.makes:
+                    self.stages_of[value] = self.stages_of[self.repeats[value]]
+            else:
+                self._put(place, statement, self._lowest(statement, floors[place], owned.get(place)))
         self._move_views()
+
+    def _repeats(self, statement: Statement) -> bool:
+        """Whether backward makes again what a single stage made in forward."""
+        original = self.repeats.get(statement.makes[0])
+        return original is not None and self.made_in.get(original) is not None
 
     def _move_views(self) -> None:
         """Reshape a gradient where it is used, so that it is sent once and not in several shapes."""
@@ -291,47 +335,107 @@ class _Stages:
             users = [self.at[u] for v in statement.makes for u in self.users.get(v, ())]
             if stage is None or len(statement.uses) != 1 or not users or None in users:
                 continue
+            if self._repeats(statement):
+                continue
             highest = max(u for u in users if u is not None)
             if highest < stage and not self.owners.keys() & set(statement.makes):
                 self._put(place, statement, highest)
 
-    def _lowest(self, statement: Statement, cap: int) -> int:
-        """The highest stage, not above ``cap``, that has or is sent everything a backward op takes."""
-        stage = cap
-        forward: list[set[int]] = []
-        for value in statement.uses:
-            made = self.made_in.get(value)
-            if value in self.stages_of:
-                forward.append(self.stages_of[value])
-            elif made is not None:
-                stage = min(stage, made)
+    def _lowest(self, statement: Statement, floor: int, owners: frozenset[int] | None) -> int:
+        """The highest stage that has or is sent everything a backward op takes.
+
+        Gradients are only sent down. What forward left is better at hand, but can be sent up from a stage
+        below, too: no op goes below its floor for that. owners: the stages to choose from, None for all.
+        """
+        made = [self.made_in.get(v) for v in statement.uses if v not in self.stages_of]
+        stage = min((m for m in made if m is not None), default=self.count - 1)
+        forward = [self.stages_of[v] for v in statement.uses if v in self.stages_of]
+        if owners is not None:
+            open_ = [s for s in owners if s <= stage]
+            near = [s for s in open_ if all(s in have for have in forward)]
+            return max(near or open_)
         moved = True
         while moved:
             moved = False
             for have in forward:
-                below = [s for s in have if s <= stage]
+                below = [s for s in have if floor <= s <= stage]
                 if below and max(below) < stage:
                     stage, moved = max(below), True
         return stage
 
-    def _caps(self) -> dict[int, int]:
-        """Place of every op that makes the gradient of a parameter -> the last stage that has that.
-
-        What merely reshapes or reduces a gradient hands this on to the op before.
-        """
+    def _gradients(self) -> list[tuple[int, str, frozenset[int]]]:
+        """(place among the results, value, stages of the parameter) of every gradient of a parameter."""
         names = {p.target: p.name for p in self.joint.ports if p.kind == "param"}
-        caps: dict[int, int] = {}
-        for result, value in zip(self.joint.results, self.whole.results, strict=True):
-            if result.kind != "grad":
-                continue
-            self.owners[value] = cap = max(self.stages_of.get(names[result.target], {self.count - 1}))
-            at: str | None = value
-            while at in self.maker and self.whole.all[self.maker[at]].backward:
-                place = self.maker[at]
-                caps[place] = cap
+        return [
+            # a parameter that nothing uses is in the first stage
+            (k, value, frozenset(self.stages_of.get(names[result.target], ())) or frozenset((0,)))
+            for k, (result, value) in enumerate(zip(self.joint.results, self.whole.results, strict=True))
+            if result.kind == "grad"
+        ]
+
+    def _find_owners(self) -> None:
+        """Which stages want each gradient; one that serves something else as well is copied for its owner."""
+        gradients = self._gradients()
+        wanted: dict[str, set[frozenset[int]]] = {}
+        for _, value, stages in gradients:
+            wanted.setdefault(value, set()).add(stages)
+        main, results, values = list(self.whole.lowered.main), list(self.whole.results), self.whole.values
+        added: list[Statement] = []
+        copied: dict[str, Placed] = {}
+        taken: set[str] = set()
+        for k, value, stages in gradients:
+            again = value in taken
+            taken.add(value)
+            if value in self.users or len(wanted[value]) > 1 or again:
+                name, type_ = f"{value}_own{k}", values[value].type
+                node = Node(
+                    "aten.clone.default", (Ref(value),), (), (name,), (type_,), self._origin(value), True
+                )
+                added.append(Statement(len(main), -1, node, (value,), (name,)))
+                main.append(node)
+                copied[name] = values[value]
+                results[k] = value = name
+            self.owners[value] = stages
+        if added:
+            self.whole = replace(
+                self.whole,
+                lowered=replace(self.whole.lowered, main=tuple(main)),
+                all=(*self.whole.all, *added),
+                results=tuple(results),
+                values={**values, **copied},
+            )
+            self._index()
+
+    def _origin(self, value: str) -> Origin:
+        return self.whole.all[self.maker[value]].node.origin if value in self.maker else Origin()
+
+    def _floors(self) -> list[int]:
+        """Per place, the lowest stage an op may be in: below it, a gradient would miss its parameter."""
+        floors = [0] * len(self.whole.all)
+        for place in range(len(self.whole.all) - 1, -1, -1):
+            made = self.whole.all[place].makes
+            own = [min(self.owners[v]) for v in made if v in self.owners]
+            floors[place] = max([0, *own, *(floors[u] for v in made for u in self.users.get(v, ()))])
+        return floors
+
+    def _owned(self) -> dict[int, frozenset[int]]:
+        """Place of every op that makes the gradient of a parameter, or a term of it -> the stages to be in.
+
+        What merely reshapes, reduces or adds up gradients hands this on to the ops before.
+        """
+        found: dict[int, frozenset[int]] = {}
+        for value, stages in self.owners.items():
+            left = [value]
+            while left:
+                place = self.maker.get(left.pop(), -1)
+                if place < 0 or not self.whole.all[place].backward:
+                    continue
+                found[place] = stages
                 uses = self.whole.all[place].uses
-                at = uses[0] if len(uses) == 1 and len(self.users[uses[0]]) == 1 else None
-        return caps
+                own = all(len(self.users[u]) == 1 for u in uses)
+                if own and (len(uses) == 1 or self.whole.all[place].node.op == "aten.add.Tensor"):
+                    left += uses
+        return found
 
     # -- gradients of parameters that several stages use -----------------------------------------------
 
@@ -351,19 +455,21 @@ class _Stages:
                     break
             dropped: list[int] = []
             terms = self._terms(at, value, results, dropped)
-            stages = {self._where(term) for term in terms}
+            home = min(self.owners[value])
+            stages = {self._where(term, home) for term in terms}
             if len(stages) < 2:
                 continue
             for stage in stages:
-                own = tuple(term for term in terms if self._where(term) == stage)
+                own = tuple(term for term in terms if self._where(term, home) == stage)
                 found.setdefault(stage, {})[value] = _Sum(own, tuple(reversed(tail)), at)
             for place in (*tail, *dropped):
                 self.at[place] = _NOWHERE
         return found
 
-    def _where(self, value: str) -> int:
+    def _where(self, value: str, home: int) -> int:
+        """The stage of a term; home: of one that any stage could make."""
         stage = self.made_in.get(value)
-        return 0 if stage is None else stage
+        return home if stage is None else stage
 
     def _only_one(self, value: str, result: str, results: set[str]) -> bool:
         """Whether a value is used once: as the result itself, or by one op."""
@@ -415,18 +521,29 @@ class _Stages:
         picked: list[Statement] = []
         for place in range(len(self.whole.all) - 1, -1, -1):
             statement, at = self.whole.all[place], self.at[place]
-            if at == stage or (at is None and not needed.isdisjoint(statement.makes)):
-                picked.append(statement)
-                needed.update(statement.uses)
+            here = not needed.isdisjoint(statement.makes)
+            # what backward makes again may be used in other stages only, which have it from forward
+            optional = at is None or (statement.backward and self._repeats(statement))
+            if at not in (stage, None) or (optional and not here):
+                continue
+            uses = tuple(self._at_hand(v, stage) for v in statement.uses)
+            picked.append(replace(statement, uses=uses))
+            needed.update(uses)
         picked.reverse()
         return picked
+
+    def _at_hand(self, value: str, stage: int) -> str:
+        """The value, or what forward made of it if another stage makes it again in backward."""
+        if value in self.repeats and self.made_in.get(value) not in (None, stage):
+            return self.repeats[value]
+        return value
 
     def _is_here(self, value: str, stage: int) -> bool:
         """Whether a result that any stage could make is made in this one."""
         place = self.maker.get(value)
         if place is None or self.at[place] is not None:
             return False
-        return self.position.get(place, self.owners.get(value, 0)) == stage
+        return self.position.get(place, max(self.owners.get(value, (0,)))) == stage
 
     def _sum_items(self, sums: Mapping[str, _Sum], values: dict[str, Placed]) -> _Items:
         """The additions and collectives that make a stage's own part of shared gradients."""

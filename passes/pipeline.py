@@ -20,6 +20,7 @@ from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.recompute import recompute
+from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.split_backward import split_backward
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
@@ -35,7 +36,8 @@ class Lowering:
     """What the passes after the search need besides the graph.
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
-    gradients of parameters apart from what other stages wait for.
+    gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
+    in parts saves; None to send everything whole.
     """
 
     flow: Flow
@@ -44,6 +46,7 @@ class Lowering:
     reshard: ReshardCost
     rules: Mapping[str, RuleFn]
     split_backward: bool = False
+    saving: Saving | None = None
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -53,16 +56,25 @@ def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
     return _watched("030_normalize", normalize(folded), watch)
 
 
-def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
-    """The passes after the search."""
+def place(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
+    """The passes after the search up to what every rank of an uncut model computes."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     _watched("045_recompute", lowered, watch)
-    lowered = _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+    return _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+
+
+def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
+    """All passes after the search."""
+    lowered = place(folded, how, watch)
     pipeline = how.plan.pipeline
     lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh)
     _watched("055_cut_pipeline", lowered, watch)
+    if pipeline and how.saving is not None:
+        ports = {p.name for p in folded.joint.ports}
+        lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
+        _watched("056_scatter_sends", lowered, watch)
     if how.split_backward:
         lowered = split_backward(lowered)
         _watched("057_split_backward", lowered, watch)
@@ -82,6 +94,7 @@ PASSES = (
     "045_recompute",
     "050_localize",
     "055_cut_pipeline",
+    "056_scatter_sends",
     "057_split_backward",
     "060_bucket",
     "070_defer_reductions",

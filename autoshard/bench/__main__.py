@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench [planning|steps|quality|schedules ...]``, or ``published PATH`` after it.
+"""``python -m autoshard.bench [planning|steps|quality|schedules|pipelines ...]``, or ``published PATH``.
 
 Runs benchmarks and prints their tables; without a name, planning and steps.
 """
@@ -73,6 +73,14 @@ def schedules() -> None:
     print_schedules(CONSOLE, rows())
 
 
+def pipelines() -> None:
+    """Steps of pipelines against torch.distributed.pipelining: 4 gloo processes; some minutes."""
+    from autoshard.bench.pipelines import measured
+    from autoshard.bench.pipelines_table import print_pipelines
+
+    print_pipelines(CONSOLE, measured())
+
+
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
@@ -89,7 +97,13 @@ def published(args: Sequence[str]) -> None:
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 
 
-BENCHMARKS = {"planning": planning, "steps": steps, "quality": quality, "schedules": schedules}
+BENCHMARKS = {
+    "planning": planning,
+    "steps": steps,
+    "quality": quality,
+    "schedules": schedules,
+    "pipelines": pipelines,
+}
 DEFAULT = ("planning", "steps")
 
 

@@ -31,6 +31,9 @@ def compile_command(
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
     memory: opt.MemoryOption = None,
+    schedule: opt.ScheduleOption = "",
+    chunks: opt.ChunksOption = None,
+    microbatches: opt.MicrobatchesOption = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
@@ -51,7 +54,14 @@ def compile_command(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
             options = options_of(target, batch, seq)
-            wishes = Wishes(memory_of(memory), replicate_unknown=replicate_unknown, rules=rules)
+            wishes = Wishes(
+                memory_of(memory),
+                schedule=schedule,
+                chunks=chunks,
+                microbatches=microbatches,
+                replicate_unknown=replicate_unknown,
+                rules=rules,
+            )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
             program = api.compile_analysed(planned, say)
         else:
@@ -92,12 +102,12 @@ def _from_plan(
 def _report(program: Program, out: Path, json: bool) -> None:
     from autoshard.cluster import Mesh
 
-    ranks = Mesh.parse(program.mesh).world_size
+    ranks = Mesh.parse(program.whole_mesh).world_size
     if json:
         document = {
             "command": "compile",
             "folder": str(out),
-            "mesh": program.mesh,
+            "mesh": program.whole_mesh,
             "ranks": ranks,
             "target": program.target,
             "options": dict(program.options),
@@ -107,7 +117,7 @@ def _report(program: Program, out: Path, json: bool) -> None:
         print_json(document)
         return
     console = stdout()
-    console.print(f"[bold]{program.mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
+    console.print(f"[bold]{program.whole_mesh}[/]  {ranks} rank{'s' * (ranks > 1)}, written to ", end="")
     console.print(str(out), markup=False)
     word = quote(str(out))
     console.print(f"verify   autoshard verify {word}", markup=False)

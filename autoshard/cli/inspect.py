@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoshard.cli import options as opt
-from autoshard.cli.output import print_json, reporting, stdout
+from autoshard.cli.output import print_json, print_table, reporting, stdout, table
+from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cluster import Cluster
+    from autoshard.program.program import Program
 
 AfterOption = Annotated[
     str | None,
@@ -18,6 +21,17 @@ AfterOption = Annotated[
 ]
 RankOption = Annotated[int | None, typer.Option("--rank", min=0, help="with the local shapes of this rank")]
 SegmentOption = Annotated[str | None, typer.Option("--segment", help="only this segment")]
+StageOption = Annotated[int | None, typer.Option("--stage", min=0, help="only this pipeline stage")]
+TimelineOption = Annotated[
+    bool, typer.Option("--timeline", help="the simulated step: who computes what when, and what ranks hold")
+]
+SvgOption = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="write the timeline as a picture")
+]
+PerfettoOption = Annotated[
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE", help="write the timeline as JSON for ui.perfetto.dev"),
+]
 PricesOption = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME|FILE", help="prices [default: those planned with]")
 ]
@@ -28,22 +42,24 @@ def inspect_command(
     after: AfterOption = None,
     rank: RankOption = None,
     segment: SegmentOption = None,
+    stage: StageOption = None,
+    timeline: TimelineOption = False,
+    svg: SvgOption = None,
+    perfetto: PerfettoOption = None,
     cluster: PricesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Print a program with the cost and the reason of every op."""
+    """Print a program with the cost and the reason of every op, or the timeline of its step."""
     with reporting(debug):
-        from autoshard.errors import UsageError
         from autoshard.program.store import load_program
         from autoshard.report.inspect import View, annotated, as_json, dump_after, pass_name
 
+        asked = timeline or svg is not None or perfetto is not None
+        given = {"--after": after, "--rank": rank, "--segment": segment, "--stage": stage}
+        _check_options({name for name, value in given.items() if value is not None}, asked)
         program = load_program(folder, only_read=True)
         if after is not None:
-            if rank is not None:
-                raise UsageError(
-                    "--after and --rank exclude each other", why="dumps of passes have global shapes"
-                )
             text = dump_after(program, after, segment)
             if json:
                 print_json({"command": "inspect", "after": pass_name(program, after), "text": text})
@@ -51,16 +67,97 @@ def inspect_command(
                 print_code(text)
             return
         prices = _prices(program.plan, cluster)
-        view = View(rank, segment)
+        if asked:
+            _show_timeline(program, prices, folder, svg, perfetto, json)
+            return
+        view = View(rank, segment, stage)
         if json:
             print_json({"command": "inspect", "folder": str(folder), **as_json(program, prices, view)})
         else:
             print_code(annotated(program, prices, view))
 
 
+def _check_options(given: set[str], timeline: bool) -> None:
+    """UsageError for options that do not go together."""
+    if timeline and given:
+        raise UsageError(
+            f"--timeline and {min(given)} exclude each other", why="the timeline is that of all ranks"
+        )
+    for other, why in (
+        ("--rank", "dumps of passes have global shapes"),
+        ("--stage", "passes have the whole model; one of its segments is shown with --segment"),
+    ):
+        if {"--after", other} <= given:
+            raise UsageError(f"--after and {other} exclude each other", why=why)
+
+
+def _show_timeline(
+    program: Program, prices: Cluster, folder: Path, svg: Path | None, perfetto: Path | None, json: bool
+) -> None:
+    """Print the simulated step, and write its pictures."""
+    from json import dumps
+
+    from autoshard.report import gantt
+    from autoshard.report.stage_table import (
+        COLUMNS,
+        RIGHT,
+        memory_text,
+        stage_rows,
+        step_text,
+        timeline_json,
+    )
+    from autoshard.report.step_estimate import estimate_step
+
+    found = estimate_step(program, prices)
+    written: dict[str, str] = {}
+    if svg is not None:
+        _write(svg, gantt.svg(found.timeline), "--svg")
+        written["svg"] = str(svg)
+    if perfetto is not None:
+        _write(perfetto, dumps(gantt.perfetto(found.timeline)) + "\n", "--perfetto")
+        written["perfetto"] = str(perfetto)
+    if json:
+        document = {
+            "command": "inspect",
+            "folder": str(folder),
+            "mesh": program.whole_mesh,
+            "cluster": prices.name,
+            "microbatches": program.microbatches,
+            "timeline": timeline_json(found),
+            "written": written,
+        }
+        print_json(document)
+        return
+    console = stdout()
+    count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
+    console.print(f"[bold]{program.whole_mesh}[/]  {count}, prices of {prices.name}\n")
+    console.print(gantt.text(found.timeline, console.width if console.is_terminal else 100))
+    console.print("[dim]update: gradients are reduced over ranks and stages, then AdamW[/]")
+    if program.mesh != program.whole_mesh:
+        console.print(f"[dim]a row is one place on pp: all ranks of {program.mesh} do the same[/]")
+    console.print()
+    made = table(*COLUMNS, right=RIGHT)
+    for row in stage_rows(found):
+        made.add_row(*row)
+    print_table(made)
+    console.print(f"\nstep    {step_text(found)}", markup=False)
+    console.print(f"memory  {memory_text(found, prices)}", markup=False)
+    for path in written.values():
+        console.print(f"written {path}", markup=False)
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    """UsageError if the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written", where=option, why=error.strerror or str(error)
+        ) from None
+
+
 def _prices(plan: str, named: str | None) -> Cluster:
     from autoshard.cluster import load_cluster
-    from autoshard.errors import UsageError
     from autoshard.search.plan_json import plan_from_json
 
     name = named or plan_from_json(plan).cluster

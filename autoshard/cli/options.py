@@ -52,6 +52,16 @@ PinOption = Annotated[
 TacticsOption = Annotated[
     str, typer.Option("--tactics", metavar="'dp on batch; auto on tp'", help="decide axis by axis, in order")
 ]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        "--schedule", metavar="1f1b", help="of a pipeline (pp): gpipe, 1f1b, interleaved, zb-h1, ..."
+    ),
+]
+ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="pipeline stages per rank")]
+MicrobatchesOption = Annotated[
+    int | None, typer.Option("--microbatches", min=1, help="of a step [default: the best number]")
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", metavar="16GiB", help="bytes per rank [default: 94 % of the device]")

@@ -44,6 +44,9 @@ class Wishes:
     recompute: bool = True
     pins: tuple[str, ...] = ()
     tactics: str = ""
+    schedule: str = ""
+    chunks: int | None = None
+    microbatches: int | None = None
     rivals: bool = False
     replicate_unknown: bool = False
     rules: Path | None = None
@@ -62,6 +65,9 @@ def plan_command(
     recompute: opt.RecomputeOption = True,
     pin: opt.PinOption = None,
     tactics: opt.TacticsOption = "",
+    schedule: opt.ScheduleOption = "",
+    chunks: opt.ChunksOption = None,
+    microbatches: opt.MicrobatchesOption = None,
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
@@ -87,6 +93,9 @@ def plan_command(
             recompute,
             tuple(pin or ()),
             tactics,
+            schedule,
+            chunks,
+            microbatches,
             True,
             replicate_unknown,
             rules,
@@ -94,7 +103,7 @@ def plan_command(
         planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
         if out is not None:
             write_plan(out, planned.plan, Request(target, options, replicate_unknown), overwrite=overwrite)
-        summary = summarise(planned.plan, planned.analysis, planned.settled)
+        summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging)
         if json:
             print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})
         else:
@@ -150,6 +159,9 @@ def make_plan(
         recompute=wishes.recompute,
         pins=wishes.pins,
         tactics=wishes.tactics,
+        schedule=wishes.schedule,
+        chunks=wishes.chunks,
+        microbatches=wishes.microbatches,
         rivals=wishes.rivals,
         replicate_unknown=wishes.replicate_unknown,
         rules=own,
@@ -188,6 +200,7 @@ def print_summary(summary: Summary) -> None:
     for warning in summary.warnings:
         console.print("[yellow]warning[/] ", end="")
         console.print(warning, markup=False)
+    _print_pipeline(summary)
     _print_stages(summary)
     _print_rivals(summary)
     _print_decisions("parameters", summary.parameters, _MOST_PARAMETERS)
@@ -209,6 +222,8 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             "batch",
             f"{summary.microbatches * summary.microbatch} sequences a step: {pieces}{summary.microbatch}",
         )
+    if summary.pipeline is not None:
+        yield "stages", _pipeline_text(summary)
     stages = ", ".join(
         f"{_LIVES.get(z.life, z.life)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
         for z in summary.zero
@@ -234,6 +249,13 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         f"{gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, gap {summary.gap:.2%} "
         f"({summary.method}, {summary.variables} decisions, {summary.states} choices)",
     )
+    if summary.untied_gap is not None:
+        saved = f"at most {summary.untied_gap:.2%}" if summary.untied_gap > 1e-9 else "nothing"
+        yield (
+            "layers",
+            f"all {summary.layers_alike} of a kind alike: if each of them chose for itself, {saved} could be "
+            "saved on this mesh with these microbatches (min-plus powers)",
+        )
     share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
     yield (
         "rank",
@@ -248,6 +270,55 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"gathered copies, {bytes_text(summary.memory.state)} + activations "
             f"{bytes_text(summary.memory.activations)}",
         )
+
+
+def _pipeline_text(summary: Summary) -> str:
+    """The pipeline in one line: schedule, waiting, and what else was looked at."""
+    from autoshard.report.units import bytes_text, seconds_text
+
+    row = summary.pipeline
+    assert row is not None
+    chunks = f", {row.chunks} stages per rank" if row.chunks > 1 else ""
+    times = [s.forward + s.backward for s in row.stages]
+    text = (
+        f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} a microbatch, "
+        f"{row.schedule}{chunks}: ranks wait {row.bubble:.1%} of the step, the fullest holds "
+        f"{bytes_text(row.peak_bytes)}"
+    )
+    if row.equal is not None and summary.step is not None:
+        cut = summary.step.seconds
+        equal = cut + row.equal - min(x for x in row.tried.values() if x is not None)
+        text += f"; equally many layers per stage: {equal / cut:.3f} x"
+    return text
+
+
+def _print_pipeline(summary: Summary) -> None:
+    from autoshard.report.units import bytes_text, seconds_text
+
+    row = summary.pipeline
+    if row is None:
+        return
+    stdout().print()
+    made = table(
+        "stage", "rank", "ends behind", "forward", "backward", "kept per microbatch", right=(1, 3, 4, 5)
+    )
+    for number, stage in enumerate(row.stages):
+        made.add_row(
+            str(number),
+            str(stage.rank),
+            stage.ends,
+            seconds_text(stage.forward),
+            seconds_text(stage.backward),
+            bytes_text(stage.held),
+        )
+    print_table(made)
+    others = [(n, s) for n, s in row.tried.items()]
+    if len(others) > 1:
+        stdout().print()
+        made = table("schedule, at its best cuts", "pipeline's part of the step", right=(1,))
+        for name, seconds in sorted(others, key=lambda o: (o[1] is None, o[1] or 0.0)):
+            made.add_row(name, "does not fit" if seconds is None else seconds_text(seconds))
+        print_table(made)
 
 
 def _print_stages(summary: Summary) -> None:

@@ -57,7 +57,7 @@ def run_command(
         program = load_program(folder, rules=own)
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
-        with _process_group(Mesh.parse(program.mesh), folder):
+        with _process_group(Mesh.parse(program.whole_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
             example = whole_batch(program, api.split_inputs(built.inputs))
@@ -135,7 +135,7 @@ def _report(
         document = {
             "command": "run",
             "folder": str(folder),
-            "mesh": program.mesh,
+            "mesh": program.whole_mesh,
             "microbatches": program.microbatches,
             "data": source,
             "losses": [r.loss for r in reports],

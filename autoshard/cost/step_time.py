@@ -5,6 +5,9 @@ beside them, so they run behind computing; collectives of activations stand in i
 microbatch of a step also gathers what is kept for the whole step, the last one also reduces what waited,
 so those two take longer than the ones between (Zhu et al., "Mist", EuroSys 2025, section 4, keep the same
 distinction).
+
+In a pipeline every rank has its share of all of it, and waits while the pipeline fills and drains for as
+long as some more microbatches would take.
 """
 
 from __future__ import annotations
@@ -36,13 +39,17 @@ class Sums:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step in seconds. exposed: communication that nothing hides; hidden: what computing hides."""
+    """One step in seconds. exposed: communication that nothing hides; hidden: what computing hides.
+
+    bubble: waiting for other stages.
+    """
 
     total: float
     compute: float
     exposed: float
     hidden: float
     update: float
+    bubble: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,12 +57,17 @@ class Overlap:
     """How a step of ``microbatches`` is pieced together.
 
     share: of computing that hides parameter collectives (0: nothing overlaps). edge: share of the parameter
-    collectives with nothing to hide behind: those of the first layer, before, and of the last, after.
+    collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
+    pipeline ranks among which everything is divided. filling: microbatches that a rank could compute while it
+    waits for others. hops: seconds that a microbatch is on its way between stages.
     """
 
     microbatches: int = 1
     share: float = 0.0
     edge: float = 0.0
+    stages: int = 1
+    filling: float = 0.0
+    hops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,11 @@ def step_time(sums: Sums, how: Overlap) -> StepTime:
     bare = sum(n * max(0.0, comm - room) for n, (comm, room) in zip(times, windows, strict=True))
     edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
     exposed = talk + bare + edges
-    return StepTime(compute + exposed + sums.update, compute, exposed, moved - bare, sums.update)
+    p = how.stages
+    once = sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
+    bubble = how.filling * once / p + how.hops
+    total = (compute + exposed + sums.update) / p + bubble
+    return StepTime(total, compute / p, exposed / p, (moved - bare) / p, sums.update / p, bubble)
 
 
 def exposure_of(sums: Sums, how: Overlap) -> Exposure:
@@ -122,17 +138,18 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
     m, others, inner = how.microbatches, how.microbatches - 1, 1 - how.edge
     forward = others * bound.forward + bound.first
     backward = others * bound.backward + bound.last
+    run, p = m + how.filling, how.stages
     return Sums(
-        work_forward=m - how.share * forward,
-        work_backward=m - how.share * backward,
-        talk_forward=m,
-        talk_backward=m,
-        gather_forward=m * how.edge + inner * forward,
-        gather_backward=m * how.edge + inner * backward,
-        reduce=m * how.edge + inner * backward,
-        first=how.edge + inner * bound.first,
-        last=how.edge + inner * bound.last,
-        update=1.0,
+        work_forward=(run - how.share * forward) / p,
+        work_backward=(run - how.share * backward) / p,
+        talk_forward=run / p,
+        talk_backward=run / p,
+        gather_forward=(m * how.edge + inner * forward) / p,
+        gather_backward=(m * how.edge + inner * backward) / p,
+        reduce=(m * how.edge + inner * backward) / p,
+        first=(how.edge + inner * bound.first) / p,
+        last=(how.edge + inner * bound.last) / p,
+        update=1.0 / p,
     )
 
 

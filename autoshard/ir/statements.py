@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.symbols import CallSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,27 @@ def statements_of(lowered: Lowered) -> Statements:
             found.append(Statement(item, number, node, uses, tuple(names[o] for o in node.outs)))
     results = tuple(same.get(r, r) for r in lowered.results)
     return Statements(lowered, tuple(found), same, results, values)
+
+
+def repeats_of(whole: Statements) -> dict[str, str]:
+    """Value that backward makes again -> the value of forward that it equals.
+
+    Two ops give the same if they are the same op on the same values, or on values that are the same.
+    """
+    known: dict[tuple[object, ...], tuple[str, ...]] = {}
+    same: dict[str, str] = {}
+    for statement in whole.all:
+        names = iter(same.get(v, v) for v in statement.uses)
+        made = substitute(statement.node, lambda _, names=names: Ref(next(names)))  # type: ignore[misc]
+        instruction = whole.lowered.main[statement.item]
+        # a random op is numbered within its call
+        site = instruction.site if isinstance(instruction, Call) else 0
+        key = (made.op, made.args, made.kwargs, site if CallSite in map(type, made.args) else 0)
+        if not statement.backward:
+            known.setdefault(key, statement.makes)
+        elif key in known:
+            same.update(zip(statement.makes, known[key], strict=True))
+    return same
 
 
 def _fresh(base: str, taken: set[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.errors import VerificationError
 from autoshard.ir import Call, refs_of
 from autoshard.ir.lowered import Instruction, Lowered, Part
 
@@ -39,7 +40,11 @@ def ends_of(lowered: Lowered, part: Part) -> Ends:
 
 
 def returns_of(lowered: Lowered, results: Collection[str]) -> dict[Part, tuple[str, ...]]:
-    """What each part returns: results, what other stages use, and gradients that ``reduce`` takes."""
+    """What each part returns: results, what other stages use, and gradients that ``reduce`` takes.
+
+    Raises VerificationError if the parts do not make a pipeline (see `check_parts`).
+    """
+    check_parts(lowered)
     ends = {part: ends_of(lowered, part) for part in lowered.parts}
     made: dict[int, set[str]] = {}
     for part, end in ends.items():
@@ -91,6 +96,52 @@ def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
             found.values(),
             key=lambda w: (at[w.source, w.phase], place[w.source, w.value], w.target),  # type: ignore[index]
         )
+    )
+
+
+def check_parts(lowered: Lowered) -> None:
+    """VerificationError unless every stage has the same parts, and takes only what has been made by then.
+
+    Values of forward may be sent up, and to any later phase; values of backward are only sent down, and
+    those of the weight phase and of ``reduce`` stay in their stage: whatever the schedule, none of them
+    would come in time.
+    """
+    phases: dict[int, set[str]] = {}
+    for part in lowered.parts:
+        phases.setdefault(part.stage, set()).add(part.phase)
+    if sorted(phases) != list(range(len(phases))):
+        raise _broken(f"its stages are {', '.join(map(str, sorted(phases)))}")
+    for stage, own in phases.items():
+        if own != phases[0]:
+            raise _broken(f"stage {stage} has not the parts of stage 0", ", ".join(sorted(own ^ phases[0])))
+    ends = {part: ends_of(lowered, part) for part in lowered.parts}
+    made: dict[int, set[str]] = {stage: set() for stage in phases}
+    later = {stage: {v for p, e in ends.items() if p.stage == stage for v in e.makes} for stage in phases}
+    for part in sorted(lowered.parts, key=lambda p: _PHASES.index(p.phase)):
+        late = (later[part.stage] - made[part.stage]).intersection(ends[part].uses)
+        if late:
+            raise _broken(f"{part_name(lowered, part)} uses {min(late)} before its stage makes it")
+        made[part.stage].update(ends[part].makes)
+    for wire in wires_of(lowered, ()):
+        if not _in_time(wire):
+            raise _broken(
+                f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}"
+            )
+
+
+_PHASES = ("forward", "backward", "weight", "reduce")
+
+
+def _in_time(wire: Wire) -> bool:
+    """Whether a value can arrive in every schedule before it is used."""
+    if wire.phase == "forward":
+        return wire.into in ("backward", "weight") or (wire.into == "forward" and wire.source < wire.target)
+    return wire.phase == "backward" and wire.into in ("backward", "weight") and wire.source > wire.target
+
+
+def _broken(what: str, where: str = "") -> VerificationError:
+    return VerificationError(
+        f"the parts of the program make no pipeline: {what}", where=where, hint="compile the program again"
     )
 
 

@@ -8,13 +8,18 @@ from autoshard.program.program import Program
 
 
 def holders_of(program: Program) -> dict[str, tuple[int, ...]]:
-    """Name of a port -> the stages that use it; parameters that nothing uses are in stage 0."""
+    """Name of a port -> the stages that use it, or update it; what no stage uses is in stage 0."""
     names = {p.name for p in program.signature.ports}
     found: dict[str, set[int]] = {name: set() for name in names}
     for part in program.lowered.parts:
         for value in ends_of(program.lowered, part).uses:
             if value in names:
                 found[value].add(part.stage)
+    buffers = {p.target: p.name for p in program.signature.ports if p.kind == "buffer"}
+    makers = makers_of(program)
+    for result in program.signature.results:
+        if result.kind == "buffer":
+            found[buffers[result.target]].update(makers.get(result.value, ()))
     return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
 
 

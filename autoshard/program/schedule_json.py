@@ -32,13 +32,32 @@ def schedule_from_json(text: str) -> Stages:
     try:
         raw: dict[str, Any] = json.loads(text)
         actions = tuple(tuple(_action(word) for word in line.split()) for line in raw["actions"])
-        owner = tuple(int(rank) for rank in raw["owner"])
-        schedule = Schedule(str(raw["name"]), int(raw["microbatches"]), owner, actions)
-        position = int(raw["position"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        owner = tuple(_number(rank) for rank in raw["owner"])
+        schedule = Schedule(str(raw["name"]), _number(raw["microbatches"]), owner, actions)
+        position = _number(raw["position"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VerificationError(f"not a schedule: {error}", hint="compile the program again") from None
+    if idle := set(range(schedule.ranks)) - set(owner):
+        raise VerificationError(
+            f"rank {min(idle)} owns no stage",
+            where=f"schedule {schedule.name}",
+            hint="compile the program again",
+        )
+    # before anything is made for each of them
+    if schedule.microbatches * schedule.stages > sum(map(len, actions)):
+        raise VerificationError(
+            f"the schedule has too few actions for {schedule.microbatches} microbatches",
+            hint="compile the program again",
+        )
     check(schedule)
     return Stages(schedule, position)
+
+
+def _number(raw: object) -> int:
+    """A whole number that counts something."""
+    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 0:
+        raise ValueError(f"{raw!r} is no number")
+    return raw
 
 
 def _action(word: str) -> Action:

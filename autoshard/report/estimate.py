@@ -5,80 +5,42 @@ An estimate is always computed anew from the program's text and a cluster; it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import seconds
-from autoshard.cost.compute import compute_seconds
-from autoshard.cost.on_mesh import cost_model
-from autoshard.ir import DTYPES, Call, Node, TensorType, refs_of
-from autoshard.ir.lowered import LoweredSegment, Placed
-from autoshard.placement import Layout, R, Shard, is_even, local_shape
+from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.lowered import LoweredSegment, Part, Placed
+from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
-from autoshard.rules import attention, experts, matmul
-
-#: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
-_WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0, "slice": 0.0}
-#: products for which rows change ranks -> the op on whole tensors
-_EXCHANGES = {
-    "expert_mm": "autoshard.expert_mm.default",
-    "expert_outer": "autoshard.expert_outer.default",
-}
-#: Adam keeps two moments per parameter
-_MOMENTS = 2
-#: ops that only look at their input in another way
-VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default",
-        "reshape.default",
-        "_unsafe_view.default",
-        "permute.default",
-        "transpose.int",
-        "t.default",
-        "expand.default",
-        "unsqueeze.default",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-        "slice.Tensor",
-        "select.int",
-        "split.Tensor",
-        "split_with_sizes.default",
-        "unbind.int",
-        "alias.default",
-        "detach.default",
-    )
+from autoshard.report.kept import Held, kept_by
+from autoshard.report.pricing import (
+    VIEWS,
+    NodeCost,
+    Pricer,
+    SegmentCost,
+    collective_kind,
+    is_message,
+    placed_of,
+    product_flops,
+    total,
 )
-_PRODUCTS = frozenset(
-    (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
-)
+from autoshard.report.step_estimate import StepEstimate, estimate_step
 
-
-@dataclass(frozen=True)
-class NodeCost:
-    """One op on one rank. compute, comm: seconds. wire: bytes that the rank sends."""
-
-    compute: float = 0.0
-    comm: float = 0.0
-    wire: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.compute + self.comm
-
-
-@dataclass(frozen=True)
-class SegmentCost:
-    """One call of a segment (or main outside its calls): sums over its ops."""
-
-    compute: float
-    comm: float
-    wire: float
-    collectives: int
+__all__ = [
+    "VIEWS",
+    "Estimator",
+    "Facts",
+    "Held",
+    "NodeCost",
+    "SegmentCost",
+    "Traffic",
+    "collective_kind",
+    "is_message",
+    "placed_of",
+    "product_flops",
+]
 
 
 @dataclass(frozen=True)
@@ -92,20 +54,6 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes that a rank holds. activations: kept from forward to backward."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-@dataclass(frozen=True)
 class Facts:
     """Things to look at first. full_gathers: activations made whole on every rank."""
 
@@ -114,121 +62,72 @@ class Facts:
     without_rule: int
 
 
-class Estimator:
-    """Prices of one rank (default: the fullest, at coordinate 0 of every axis) of a program on a cluster."""
+class Estimator(Pricer):
+    """Prices of one rank (default: the fullest, at coordinate 0 of every axis) of a program on a cluster.
+
+    Of a pipeline, sums and bytes are those of one pipeline rank: the one that computes and talks longest,
+    or holds most. What its step takes is `pipeline`.
+    """
 
     def __init__(self, program: Program, cluster: Cluster, rank: int = 0) -> None:
-        self.program, self.cluster = program, cluster
-        self.mesh = Mesh.parse(program.mesh)
-        self.coords = self.mesh.coords(rank)
-        self.links = cost_model(cluster, self.mesh).plain.links
+        super().__init__(program, cluster, rank)
+        self.rank = rank
 
-    def bytes_of(self, type_: TensorType, layout: Layout) -> float:
-        shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
-        return float(prod(shape) * DTYPES[type_.dtype][1])
-
-    def node(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
-        """One op, given where the values of its graph lie."""
-        if node.op.startswith("comm."):
-            return self._collective(node, values)
-        if node.op in VIEWS:
-            return NodeCost()
-        ins = [values[name] for name in refs_of(node)]
-        outs = [values[name] for name, type_ in zip(node.outs, node.types, strict=True) if type_ is not None]
-        moved = sum(self.bytes_of(v.type, v.layout) for v in [*ins, *outs])
-        dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
-        flops = self._flops(node, ins, outs)
-        return NodeCost(float(compute_seconds(flops, moved, dtype, self.cluster.device, matmul=flops > 0)))
-
-    def _flops(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed]) -> float:
-        if node.op not in _PRODUCTS:
-            return 0.0
-        ways = prod(
-            size
-            for axis, size in enumerate(self.mesh.sizes)
-            if any(isinstance(v.layout[axis], Shard) for v in ins)
-        )
-        return product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
-
-    def _collective(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
-        kind = collective_kind(node)
-        if kind == "slice":
-            return NodeCost()
-        if kind in _EXCHANGES:
-            return self._exchange(node, values)
-        axis = self.mesh.index(str(node.args[1]))
-        counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
-        nbytes = sum(self.bytes_of(values[n].type, values[n].layout) for n in counted)
-        size = self.mesh.sizes[axis]
-        wire = nbytes * _WIRE[kind] * (size - 1) / size
-        return NodeCost(0.0, float(seconds(kind, nbytes, self.links[axis])), wire)
-
-    def _exchange(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
-        """Rows sent to the ranks of their experts and back, as if spread evenly, and the products."""
-        parts, axis_name, transposed, count = node.args
-        whole = _EXCHANGES[collective_kind(node)]
-        args = (*parts, transposed) if whole == _EXCHANGES["expert_mm"] else (*parts, count, transposed)
-        product = self.node(replace(node, op=whole, args=args), values)
-        axis = self.mesh.index(str(axis_name))
-        rows = [values[r.name] for r in parts]
-        rows = [v for v in rows if len(v.type.shape) < 3]
-        rows += [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
-        sizes = [self.bytes_of(v.type, v.layout) for v in rows]
-        comm = sum(float(seconds("all_to_all", n, self.links[axis])) for n in sizes)
-        ways = self.mesh.sizes[axis]
-        return NodeCost(product.compute, comm, sum(sizes) * _WIRE["all_to_all"] * (ways - 1) / ways)
-
-    # -- sums ----------------------------------------------------------------------------------------
-
-    def segment(self, name: str) -> SegmentCost:
-        segment = self.program.lowered.segments[name]
-        return self._sum(segment.graph.nodes, placed_of(segment))
-
-    def main(self) -> SegmentCost:
-        """Collectives between the calls."""
-        lowered = self.program.lowered
-        return self._sum([i for i in lowered.main if isinstance(i, Node)], lowered.values)
+    @cached_property
+    def pipeline(self) -> StepEstimate:
+        """The simulated step."""
+        return estimate_step(self.program, self.cluster, self.rank)
 
     def step(self) -> SegmentCost:
-        """One forward and backward, nothing hidden behind anything."""
-        costs = {name: self.segment(name) for name in self.program.lowered.segments}
-        parts = [self.main()]
-        parts += [costs[i.segment] for i in self.program.lowered.main if isinstance(i, Call)]
-        return SegmentCost(
-            sum(p.compute for p in parts),
-            sum(p.comm for p in parts),
-            sum(p.wire for p in parts),
-            sum(p.collectives for p in parts),
-        )
+        """All microbatches of a step and what comes once after them, nothing hidden behind anything."""
+        if self.program.stages is None and self.program.microbatches == 1:
+            return self.priced(self.program.lowered.main)
+        ranks = [self._times(stages) for stages in self._stages_of_ranks()]
+        return max(ranks, key=lambda cost: cost.compute + cost.comm)
 
-    def _sum(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> SegmentCost:
-        costs = [(n, self.node(n, values)) for n in nodes]
-        return SegmentCost(
-            sum(c.compute for _, c in costs),
-            sum(c.comm for _, c in costs),
-            sum(c.wire for _, c in costs),
-            sum(is_message(n) for n, _ in costs),
-        )
+    def _times(self, stages: Sequence[int]) -> SegmentCost:
+        return total([_often(self.priced(self.program.lowered.of(p)), n) for p, n in self._runs(stages)])
+
+    def _stages_of_ranks(self) -> list[tuple[int, ...]]:
+        """The stages of every pipeline rank."""
+        if self.program.stages is None:
+            return [(0,)]
+        schedule = self.program.stages.schedule
+        return [tuple(s for s, r in enumerate(schedule.owner) if r == k) for k in range(schedule.ranks)]
+
+    def _runs(self, stages: Sequence[int]) -> list[tuple[Part, int]]:
+        """The parts of some stages, and how often each runs in a step."""
+        m = self.program.microbatches
+        parts = [p for p in self.program.lowered.parts if p.stage in stages]
+        return [(p, 1 if p.phase == "reduce" else m) for p in parts]
 
     def traffic(self) -> list[Traffic]:
-        """All collectives of one step, by kind and axis, most bytes first."""
+        """All collectives of one step, by kind and axis, most bytes first.
+
+        Of a pipeline, those of the rank that `step` is for.
+        """
         lowered = self.program.lowered
         found: dict[tuple[str, str], tuple[int, float]] = {}
-        for item in lowered.main:
-            if isinstance(item, Call):
-                segment = lowered.segments[item.segment]
-                nodes, values = segment.graph.nodes, placed_of(segment)
-            else:
-                nodes, values = (item,), lowered.values
-            for node in filter(is_message, nodes):
-                key = (collective_kind(node), str(node.args[1]))
-                count, wire = found.get(key, (0, 0.0))
-                found[key] = (count + 1, wire + self.node(node, values).wire)
+        costs = {stages: self._times(stages) for stages in self._stages_of_ranks()}
+        busiest = max(costs, key=lambda stages: costs[stages].compute + costs[stages].comm)
+        for part, times in self._runs(busiest):
+            for item in lowered.of(part):
+                if isinstance(item, Call):
+                    segment = lowered.segments[item.segment]
+                    nodes, values = segment.graph.nodes, placed_of(segment)
+                else:
+                    nodes, values = (item,), lowered.values
+                for node in filter(is_message, nodes):
+                    key = (collective_kind(node), str(node.args[1]))
+                    count, wire = found.get(key, (0, 0.0))
+                    found[key] = (count + times, wire + times * self.node(node, values).wire)
         rows = [Traffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]
         return sorted(rows, key=lambda t: (-t.wire, t.kind, t.axis))
 
     def held(self) -> Held:
         """Bytes on this rank between and within steps, with Adam."""
+        if self.program.stages is not None:
+            return max((r.held for r in self.pipeline.ranks), key=lambda held: held.total)
         lowered, signature = self.program.lowered, self.program.signature
         trained = {r.target for r in signature.results if r.kind == "grad"}
         sizes = [
@@ -237,36 +136,8 @@ class Estimator:
             if p.kind == "param"
         ]
         grads = sum(n for p, n in sizes if p.target in trained)
-        return Held(sum(n for _, n in sizes), grads, _MOMENTS * grads, self._kept())
-
-    def _kept(self) -> float:
-        """Bytes of what forward makes and backward reads, each storage once."""
-        lowered = self.program.lowered
-        storage: dict[str, tuple[object, float]] = {
-            p.name: (p.name, 0.0) for p in self.program.signature.ports
-        }
-        kept: dict[object, float] = {}
-        for number, item in enumerate(lowered.main):
-            if item.backward:
-                kept |= dict(storage[name] for name in _arguments(item) if name in storage)
-            elif isinstance(item, Node):
-                placed = lowered.values[item.name]
-                storage[item.name] = (item.name, self.bytes_of(placed.type, placed.layout))
-            else:
-                self._call_storage(number, item, storage)
-        return sum(kept.values())
-
-    def _call_storage(self, number: int, call: Call, storage: dict[str, tuple[object, float]]) -> None:
-        segment = self.program.lowered.segments[call.segment]
-        types = segment.graph.types()
-        given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
-        base = view_roots(segment)
-        for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
-            root = base.get(inner, inner)
-            if root in given:
-                storage[outer] = storage.get(given[root], (given[root], 0.0))
-            else:
-                storage[outer] = ((number, root), self.bytes_of(types[root], segment.layouts[root]))
+        kept = kept_by(self.program, (0,), self.bytes_of, copies=False)[0].held
+        return Held(sum(n for _, n in sizes), grads, 2 * grads, kept)
 
     def facts(self) -> Facts:
         """Counts over the text of the program, every segment once."""
@@ -295,44 +166,6 @@ class Estimator:
         return any(n not in inputs and all(p == R for p in segment.layouts[o]) for n, o in sources)
 
 
-def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
-    """Type and layout of every value of a segment."""
-    return {n: Placed(t, segment.layouts[n]) for n, t in segment.graph.types().items()}
-
-
-def collective_kind(node: Node) -> str:
-    """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
-    return node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
-
-
-def is_message(node: Node) -> bool:
-    """Whether ranks exchange anything."""
-    return collective_kind(node) not in ("", "slice")
-
-
-def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:
-    """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
-    if node.op == "aten.addmm.default":
-        return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
-    for rules in (matmul.RULES, attention.RULES, experts.RULES, experts.LOWERED):
-        if node.op in rules:
-            try:
-                return rules[node.op](node, ins).flops
-            except (ValueError, AssertionError, IndexError):
-                return 0.0  # the call was rewritten for shards, and the rule reads whole sizes from it
-    return 0.0
-
-
-def view_roots(segment: LoweredSegment) -> dict[str, str]:
-    """For every view the value whose storage it shares."""
-    roots: dict[str, str] = {}
-    for node in segment.graph.nodes:
-        if node.op in VIEWS:
-            source = next(refs_of(node), None)
-            if source is not None:
-                roots |= {out: roots.get(source, source) for out in node.outs}
-    return roots
-
-
-def _arguments(item: Call | Node) -> tuple[str, ...]:
-    return item.args if isinstance(item, Call) else tuple(refs_of(item))
+def _often(cost: SegmentCost, times: int) -> SegmentCost:
+    """The same so many times."""
+    return SegmentCost(times * cost.compute, times * cost.comm, times * cost.wire, times * cost.collectives)

@@ -13,9 +13,20 @@ from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, T
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.passes.pipeline import PASSES
 from autoshard.placement import Layout, local_shape
+from autoshard.program.ends import ends_of, part_name
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, main_lines, segment_lines
-from autoshard.report.estimate import Estimator, NodeCost, is_message, placed_of
+from autoshard.report.estimate import Estimator
+from autoshard.report.kept import Held
+from autoshard.report.pricing import NodeCost, is_message, placed_of
+from autoshard.report.stage_table import (
+    held_json,
+    held_text,
+    memory_text,
+    step_text,
+    table_lines,
+    timeline_json,
+)
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
 
@@ -26,10 +37,50 @@ _AT = 100
 
 @dataclass(frozen=True)
 class View:
-    """What to show. rank: with that rank's shapes. segment: only this one."""
+    """What to show. rank: of all ranks, with its shapes and its stages. segment, stage: only this one."""
 
     rank: int | None = None
     segment: str | None = None
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a view comes to. rank: of the ranks of a stage. stages, segments: those to show."""
+
+    rank: int
+    stages: tuple[int, ...]
+    segments: tuple[str, ...]
+
+
+def _shown(program: Program, view: View) -> _Shown:
+    """Raises UsageError if the program has no such rank, stage or segment."""
+    stages: tuple[int, ...] = tuple(sorted({p.stage for p in program.lowered.parts}))
+    inner = 0
+    if view.rank is not None:
+        inner, stages = _place(program, view.rank)
+    if view.stage is not None:
+        if view.stage not in stages:
+            who = "the program" if view.rank is None else f"rank {view.rank}"
+            raise UsageError(f"{who} has no stage {view.stage}", hint=f"one of {', '.join(map(str, stages))}")
+        stages = (view.stage,)
+    parts = [p for p in program.lowered.parts if p.stage in stages]
+    called = {i.segment for p in parts for i in program.lowered.of(p) if isinstance(i, Call)}
+    known = [name for name in program.lowered.segments if name in called]
+    if view.segment is not None and view.segment not in known:
+        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {', '.join(known)}")
+    return _Shown(inner, stages, tuple(n for n in known if view.segment in (None, n)))
+
+
+def _place(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
+    """A rank's place among those of its stages, and these stages."""
+    coords = list(Mesh.parse(program.whole_mesh).coords(rank))
+    if program.stages is None:
+        return rank, (0,)
+    pipe_rank = coords.pop(program.stages.position)
+    owner = program.stages.schedule.owner
+    stages = tuple(s for s, r in enumerate(owner) if r == pipe_rank)
+    return Mesh.parse(program.mesh).rank(coords), stages
 
 
 def pass_name(program: Program, wanted: str) -> str:
@@ -61,42 +112,65 @@ def dump_after(program: Program, wanted: str, segment: str | None = None) -> str
 
 def annotated(program: Program, cluster: Cluster, view: View) -> str:
     """The final program with what each op costs on a rank, and sums at the end of every segment."""
-    if view.segment is not None and view.segment not in program.lowered.segments:
-        known = ", ".join(program.lowered.segments)
-        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {known}")
+    what = _shown(program, view)
     names = axis_names(program.mesh)
-    estimator = Estimator(program, cluster, view.rank or 0)
-    shown = program if view.rank is None else for_rank(program, view.rank)
+    estimator = Estimator(program, cluster, what.rank)
+    shown = program if view.rank is None else for_rank(program, what.rank)
     lines = _head(program, estimator, view)
-    for name, segment in shown.lowered.segments.items():
-        if view.segment not in (None, name):
-            continue
-        whole = program.lowered.segments[name]
+    for name in what.segments:
+        segment, whole = shown.lowered.segments[name], program.lowered.segments[name]
         notes = _columns(estimator, whole, program.notes[name])
         lines += ["", "", *_segment_head(program, name), *segment_lines(segment, notes, names)]
         lines.append(_sum_line(estimator, name))
     if view.segment is None:
-        lines += ["", "", *main_lines(shown, names)]
+        lines += ["", "", *_of_stages(program, what.stages, main_lines(shown, names))]
         lines += footer(estimator, program)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
+def _of_stages(program: Program, stages: Sequence[int], lines: Sequence[str]) -> list[str]:
+    """The lines of main that belong to some stages: what they take from outside, and their parts."""
+    lowered = program.lowered
+    if set(stages) == {p.stage for p in lowered.parts}:
+        return list(lines)
+    parts = [p for p in lowered.parts if p.stage in stages]
+    used = {v for p in parts for v in ends_of(lowered, p).uses}
+    ports = {p.name for p in program.signature.ports} - used
+    heads = {f"def {part_name(lowered, p)}():": p.stage in stages for p in lowered.parts}
+    found: list[str] = []
+    keep = True
+    for line in lines:
+        keep = heads.get(line, keep)
+        if keep and line.partition(":")[0] not in ports:
+            found.append(line)
+    return found
+
+
 def _head(program: Program, estimator: Estimator, view: View) -> list[str]:
-    mesh = estimator.mesh
+    mesh = Mesh.parse(program.whole_mesh)
     if view.rank is None:
         shapes = "GLOBAL shapes"
         who = f"every rank of {mesh.world_size}, priced at the fullest"
     else:
         shapes = "LOCAL shapes"
-        where = " ".join(f"{n}={c}" for n, c in zip(mesh.names, estimator.coords, strict=True))
-        held = estimator.held()
-        who = f"rank {view.rank} of {mesh.world_size} at {where} | parameters {bytes_text(held.parameters)}"
+        coords = mesh.coords(view.rank)
+        where = " ".join(f"{n}={c}" for n, c in zip(mesh.names, coords, strict=True))
+        parameters = _held_by(program, estimator, view.rank).parameters
+        who = f"rank {view.rank} of {mesh.world_size} at {where} | parameters {bytes_text(parameters)}"
     return [
-        f"# autoshard | program | mesh {program.mesh} | {shapes} | prices of {estimator.cluster.name}",
+        f"# autoshard | program | mesh {program.whole_mesh} | {shapes} | prices of {estimator.cluster.name}",
         f"# {who}",
         "# R whole on every rank of the axis, S(d) split along dim d, P partial (to be reduced)",
         f"{'#':<{_AT}}  # {_COLUMNS}",
     ]
+
+
+def _held_by(program: Program, estimator: Estimator, rank: int) -> Held:
+    """What one of all ranks holds."""
+    if program.stages is None:
+        return estimator.held()
+    pipe_rank = Mesh.parse(program.whole_mesh).coords(rank)[program.stages.position]
+    return estimator.pipeline.ranks[pipe_rank].held
 
 
 def _segment_head(program: Program, name: str) -> list[str]:
@@ -135,17 +209,25 @@ def _sum_line(estimator: Estimator, name: str) -> str:
 
 def footer(estimator: Estimator, program: Program) -> list[str]:
     """What a rank holds, what a step costs, and what to look at."""
-    held, step = estimator.held(), estimator.step()
     facts = checks(estimator, program)
-    return [
-        f"# step    compute {seconds_text(step.compute)}, comm {seconds_text(step.comm)} in "
-        f"{step.collectives} collectives, {bytes_text(step.wire)}/rank -> "
-        f"{seconds_text(step.compute + step.comm)}",
-        f"# rank    params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
-        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = "
-        f"{bytes_text(held.total)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
+    checked = (
         f"# checks  uneven shards {facts['uneven_shards']} | full gathers {facts['full_gathers']} | "
-        f"ops without a rule {facts['ops_without_a_rule']}",
+        f"ops without a rule {facts['ops_without_a_rule']}"
+    )
+    if program.stages is not None:
+        found = estimator.pipeline
+        table = [f"#   {line}" for line in table_lines(found)]
+        step, memory = step_text(found), memory_text(found, estimator.cluster)
+        name = f"{found.timeline.name}, {program.microbatches} microbatches"
+        return [f"# stages  {name}", *table, f"# step    {step}", f"# rank    {memory}", checked]
+    held, cost = estimator.held(), estimator.step()
+    times = f" of {program.microbatches} microbatches" if program.microbatches > 1 else ""
+    return [
+        f"# step    compute {seconds_text(cost.compute)}, comm {seconds_text(cost.comm)} in "
+        f"{cost.collectives} collectives, {bytes_text(cost.wire)}/rank -> "
+        f"{seconds_text(cost.compute + cost.comm)}{times}",
+        f"# rank    {held_text(held)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
+        checked,
     ]
 
 
@@ -166,7 +248,10 @@ def _replicated(program: Program) -> tuple[str, ...]:
 
 
 def for_rank(program: Program, rank: int) -> Program:
-    """The program with the shapes and numbers of one rank. Only for reading: it cannot be stored or run."""
+    """The program with the shapes and numbers of one of the ranks of a stage.
+
+    Only for reading: it cannot be stored or run.
+    """
     mesh = Mesh.parse(program.mesh)
     view = RankView(mesh.names, mesh.sizes, mesh.coords(rank))
     lowered = program.lowered
@@ -210,25 +295,17 @@ def _number(arg: Arg, view: RankView) -> Arg:
 
 def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
     """The same facts as a document: segments with their ops, costs and layouts, what a rank holds."""
-    estimator = Estimator(program, cluster, view.rank or 0)
-    shown = program if view.rank is None else for_rank(program, view.rank)
-    names = [n for n in shown.lowered.segments if view.segment in (None, n)]
-    if not names:
-        raise UsageError(
-            f"there is no segment {view.segment!r}", hint=f"one of {', '.join(shown.lowered.segments)}"
-        )
-    held, step = estimator.held(), estimator.step()
-    return {
-        "mesh": program.mesh,
+    what = _shown(program, view)
+    estimator = Estimator(program, cluster, what.rank)
+    shown = program if view.rank is None else for_rank(program, what.rank)
+    held = estimator.held() if view.rank is None else _held_by(program, estimator, view.rank)
+    step = estimator.step()
+    document: dict[str, Any] = {
+        "mesh": program.whole_mesh,
         "cluster": cluster.name,
         "rank": view.rank,
         "shapes": "global" if view.rank is None else "local",
-        "held_bytes": {
-            "parameters": int(held.parameters),
-            "gradients": int(held.gradients),
-            "optimizer": int(held.optimizer),
-            "activations": int(held.activations),
-        },
+        "held_bytes": held_json(held),
         "step": {
             "compute_seconds": step.compute,
             "comm_seconds": step.comm,
@@ -240,8 +317,11 @@ def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
             for t in estimator.traffic()
         ],
         "checks": checks(estimator, program),
-        "segments": [_segment_json(program, shown, estimator, name) for name in names],
+        "segments": [_segment_json(program, shown, estimator, name) for name in what.segments],
     }
+    if program.stages is not None:
+        document["timeline"] = timeline_json(estimator.pipeline)
+    return document
 
 
 def _segment_json(program: Program, shown: Program, estimator: Estimator, name: str) -> dict[str, Any]:

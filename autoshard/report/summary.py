@@ -17,9 +17,10 @@ from autoshard.program.text import layout_text
 from autoshard.report.units import seconds_text
 from autoshard.search.choose import Settled
 from autoshard.search.explain import life_text, zero_stage
-from autoshard.search.plan import Plan, Why, why_key
+from autoshard.search.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem import model_flop
 from autoshard.search.setting import Held
+from autoshard.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,36 @@ class Step:
 
 
 @dataclass(frozen=True)
+class PipeStage:
+    """A stage of a pipeline. begins, ends: where in the model; forward, backward: seconds of a microbatch.
+
+    held: bytes kept for one microbatch.
+    """
+
+    rank: int
+    begins: str
+    ends: str
+    forward: float
+    backward: float
+    held: float
+
+
+@dataclass(frozen=True)
+class PipelineRow:
+    """A pipeline. bubble: share of the step in which a rank waits, on average. equal: seconds of a step with
+    equally many layers per stage. tried: schedule -> seconds of a step, None where it does not fit."""
+
+    ranks: int
+    schedule: str
+    chunks: int
+    bubble: float
+    peak_bytes: float
+    equal: float | None
+    tried: dict[str, float | None]
+    stages: tuple[PipeStage, ...]
+
+
+@dataclass(frozen=True)
 class RivalRow:
     """A strategy that a user would have picked. ratio: its step over ours, None if it cannot be used."""
 
@@ -104,7 +135,9 @@ class Summary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
     budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations; own_bound, own_gap: of
-    the chosen mesh and microbatches.
+    the chosen mesh and microbatches. layers_alike: of the longest row of equal layers, which all take the
+    same decisions; untied_bound: seconds that no plan of that mesh and those microbatches in which these
+    layers differ goes below; untied_gap: as a share of the seconds. Both None where nothing is known.
     """
 
     mesh: str
@@ -138,13 +171,20 @@ class Summary:
     stages: tuple[StageRow, ...] = ()
     own_bound: float = 0.0
     own_gap: float = 0.0
+    layers_alike: int = 0
+    untied_bound: float | None = None
+    untied_gap: float | None = None
+    pipeline: PipelineRow | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) -> Summary:
+def summarise(
+    plan: Plan, analysis: Analysis, settled: Settled | None = None, staging: Staging | None = None
+) -> Summary:
     """The summary of a plan for the model it was made for; with costs if the search is given, too."""
+    ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
     mesh = Mesh.parse(plan.mesh)
     classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
     own = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
@@ -154,12 +194,13 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
     if uneven:
         warnings = (*warnings, f"{uneven} parameters do not divide evenly; some ranks hold less than others")
     proof = plan.proof
+    own, trained = own / ranks, trained / ranks
     return Summary(
-        plan.mesh,
-        mesh.world_size,
+        plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
+        ranks * mesh.world_size,
         plan.cluster,
         plan.budget,
-        proof.seconds,
+        proof.seconds if settled is None else _seconds(settled, staging),
         proof.lower_bound,
         proof.gap,
         proof.method,
@@ -180,14 +221,18 @@ def summarise(plan: Plan, analysis: Analysis, settled: Settled | None = None) ->
         plan.batch,
         _zero(plan, classes, mesh),
         _recompute(plan, analysis),
-        None if settled is None else _step(settled),
+        None if settled is None else _step(settled, staging),
         None if settled is None else settled.placed.setting.held(settled.placed.taken),
-        () if settled is None else _rivals(settled),
+        () if settled is None else _rivals(settled, staging),
         ()
         if settled is None
         else tuple(StageRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
         proof.own_bound,
         proof.own_gap,
+        proof.layers,
+        proof.untied,
+        proof.untied_gap,
+        None if staging is None else _pipeline(staging),
     )
 
 
@@ -214,21 +259,58 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
     )
 
 
-def _step(settled: Settled) -> Step:
+def _seconds(settled: Settled, staging: Staging | None) -> float:
+    """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
+    step = settled.placed.step
+    return step.total if staging is None else staging.seconds + _bare(settled)
+
+
+def _bare(settled: Settled) -> float:
+    """Seconds of collectives of parameters that nothing hides, on a rank of a pipeline."""
+    placed = settled.placed
+    sums, setting = placed.setting.sums(placed.taken), placed.setting
+    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.ranks
+    return max(0.0, placed.step.exposed - talk)
+
+
+def _step(settled: Settled, staging: Staging | None) -> Step:
     step, m = settled.placed.step, settled.configuration.microbatches
     model, device = settled.posed.model, settled.cluster.device
     flop, dtype = model_flop(model)
-    possible = (
-        step.total
-        * settled.configuration.mesh.world_size
-        * device.peak_flops.get(dtype, device.peak_flops["f32"])
-    )
+    total = _seconds(settled, staging)
+    ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks
+    possible = total * ranks * device.peak_flops.get(dtype, device.peak_flops["f32"])
     mfu = m * flop / possible if possible else 0.0
-    return Step(step.total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
+    return Step(total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
 
 
-def _rivals(settled: Settled) -> tuple[RivalRow, ...]:
-    own = settled.placed.seconds
+def _pipeline(staging: Staging) -> PipelineRow:
+    pipeline, costs, timeline = staging.pipeline, staging.costs, staging.timeline
+    names = ["the input", *(_cut_name(c) for c in pipeline.cuts), "the output"]
+    stages = tuple(
+        PipeStage(rank, names[k], names[k + 1], costs.forward[k], costs.backward[k], costs.held[k])
+        for k, rank in enumerate(timeline.owner)
+    )
+    peak = max(timeline.peak)
+    return PipelineRow(
+        pipeline.ranks,
+        pipeline.schedule,
+        pipeline.chunks,
+        timeline.bubble,
+        peak,
+        staging.equal,
+        staging.tried,
+        stages,
+    )
+
+
+def _cut_name(cut: Cut) -> str:
+    where = cut.label or f"call {cut.call}"
+    return f"{where}, {cut.value}" if cut.value else f"the end of {where}"
+
+
+def _rivals(settled: Settled, staging: Staging | None) -> tuple[RivalRow, ...]:
+    own = _seconds(settled, staging)
     return tuple(
         RivalRow(
             r.name,

@@ -29,9 +29,9 @@ def clip_grad_norm_(
 
     Takes a module, one parameter, or any iterable of parameters; DTensors with any placements and plain
     tensors may be mixed. Every rank must call it. The norm is that of the same model on one device: shards
-    are summed over the mesh axes that split them, replicas count once; of a pipeline, every stage adds its part
-    (each rank must then pass at least one of its parameters). One all-reduce of a few numbers per mesh axis
-    that splits anything.
+    are summed over the mesh axes that split them, replicas count once; of a pipeline, every stage adds its
+    part (each rank must then pass at least one of its parameters). One all-reduce of a few numbers per mesh
+    axis that splits anything.
 
     Returns the norm before clipping, a float32 scalar that is the same on every rank; 0 if nothing has a
     gradient. Raises UsageError for a ``norm_type`` that is not positive or a gradient that is a partial sum,
@@ -57,8 +57,10 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
     # above 1 the gradients are within the bound; multiplying by 1 saves asking the device which it is
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for device_, dtype in {(g.device, g.dtype): None for g in locals_}:
-        alike = [g for g in locals_ if (g.device, g.dtype) == (device_, dtype)]
+    # parameters with the same gradient may hold it in the same memory, which is scaled once
+    once = list({(g.data_ptr(), g.shape, g.stride()): g for g in locals_ if g.numel()}.values())
+    for device_, dtype in {(g.device, g.dtype): None for g in once}:
+        alike = [g for g in once if (g.device, g.dtype) == (device_, dtype)]
         torch._foreach_mul_(alike, scale.to(device=device_, dtype=dtype))
     return total
 

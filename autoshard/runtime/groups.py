@@ -22,13 +22,20 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     wanted = Mesh.parse(mesh)
     if given is not None:
         names = tuple(given.mesh_dim_names or ())
+        if any(bool((given.mesh.diff(dim=k) <= 0).any()) for k in range(given.mesh.dim())):
+            raise UsageError(
+                "the ranks of the DeviceMesh given do not ascend along its axes",
+                where=str(given),
+                why="torch numbers the ranks of a process group in ascending order, whatever the mesh says",
+                hint="order the ranks of the mesh",
+            )
         if tuple(given.mesh.shape) == wanted.sizes and names == wanted.names:
             return given
         # a pipeline of single ranks has a mesh of one rank per stage, which a user need not name
-        if dict(zip(names, given.mesh.shape, strict=False)) != {
-            a.name: a.size for a in wanted.axes if a.size > 1
-        }:
+        sizes = dict(zip(names, given.mesh.shape, strict=False))
+        if {n: s for n, s in sizes.items() if s > 1} != {a.name: a.size for a in wanted.axes if a.size > 1}:
             raise UsageError(f"the DeviceMesh given is not the mesh {mesh}", where=str(given))
+        return _reordered(given, names, wanted)
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise UsageError(
@@ -45,12 +52,21 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
     return init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
 
 
+def _reordered(given: DeviceMesh, names: tuple[str, ...], wanted: Mesh) -> DeviceMesh:
+    """The same ranks at the same coordinates, with the axes in the program's order."""
+    known = [n for n in wanted.names if n in names]
+    others = [n for n in names if n not in known]
+    places = given.mesh.permute([names.index(n) for n in [*known, *others]]).reshape(wanted.sizes)
+    return DeviceMesh(given.device_type, places, mesh_dim_names=wanted.names)
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where this rank stands.
 
     mesh: of the ranks that run the same stages; inner_rank: its place in there. stages: those it runs.
-    pipe_rank: its place along pp. peers: the ranks of the world that differ from it only along pp.
+    pipe_rank: its place along pp. peers: the ranks of the world that differ from it only along pp. order: the
+    rank of the world at every place of the whole mesh.
     """
 
     mesh: DeviceMesh
@@ -59,6 +75,7 @@ class RankPlace:
     stages: frozenset[int]
     pipe_rank: int
     peers: tuple[int, ...]
+    order: tuple[int, ...]
 
 
 def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
@@ -76,20 +93,22 @@ def place_of(program: Program, mesh: DeviceMesh) -> RankPlace:
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    rank = dist.get_rank()
+    # a mesh given by the user may put the ranks of the world anywhere
+    order = tuple(int(r) for r in mesh.mesh.flatten())
+    rank = order.index(dist.get_rank())
     if program.stages is None:
-        return RankPlace(mesh, rank, device, frozenset((0,)), 0, (rank,))
+        return RankPlace(mesh, rank, device, frozenset((0,)), 0, (dist.get_rank(),), order)
     coords = list(whole.coords(rank))
     at = program.stages.position
     peers = []
     for k in range(whole.sizes[at]):
         coords[at] = k
-        peers.append(whole.rank(coords))
-    pipe_rank = peers.index(rank)
+        peers.append(order[whole.rank(coords)])
+    pipe_rank = peers.index(dist.get_rank())
     inner = Mesh.parse(program.mesh)
     inner_rank = inner.rank([c for k, c in enumerate(whole.coords(rank)) if k != at])
     stages = frozenset(s for s, r in enumerate(program.stages.schedule.owner) if r == pipe_rank)
-    return RankPlace(mesh[inner.names], inner_rank, device, stages, pipe_rank, tuple(peers))
+    return RankPlace(mesh[inner.names], inner_rank, device, stages, pipe_rank, tuple(peers), order)
 
 
 def _check_world(size: int, mesh: Mesh) -> None:

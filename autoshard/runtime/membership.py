@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ class Membership:
 
     group: dist.ProcessGroup
     counts: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Membership:
+        """A copy of a parameter belongs to the same ranks; a group cannot be copied."""
+        return self
 
 
 def membership_of(parameter: torch.Tensor) -> Membership | None:

@@ -17,7 +17,7 @@ from autoshard.errors import UsageError
 from autoshard.program.program import Program
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.runner import Given, Runner
-from autoshard.runtime.shared import mark_shared
+from autoshard.runtime.shared import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
 
 
@@ -128,9 +128,12 @@ class ParallelModule(nn.Module):
         """A second model with the same program: an average of the weights, for instance."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        memo[id(self._autoshard)] = copy.copy(self._autoshard)
+        runner, stepper = copy.copy(self._autoshard), copy.copy(self._stepper)
+        stepper.runner = runner
+        memo[id(self._autoshard)], memo[id(self._stepper)] = runner, stepper
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
+        carry_marks(self, made)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -142,7 +145,7 @@ class ParallelModule(nn.Module):
 
 
 def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Before load_state_dict: whole tensors are cut into what the ranks hold."""
+    """Before load_state_dict: whole tensors are cut into what the ranks hold, those of other ranks left."""
     if isinstance(module, ParallelModule):
         module._autoshard.shard_state(state, prefix)
 

@@ -15,6 +15,8 @@ from autoshard.program.messages import Message, Move
 
 #: shape and type of a value on this rank
 Describe = Callable[[str], "tuple[tuple[int, ...], torch.dtype]"]
+#: dist.isend or dist.irecv
+_Kind = Callable[..., "dist.Work | None"]
 
 
 class Channels:
@@ -38,6 +40,7 @@ class Channels:
         self.order: dict[int, list[Message]] = {}
         for message in sorted(incoming, key=lambda m: (m.sender, m.number)):
             self.order.setdefault(message.sender, []).append(message)
+        self.known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
         self.asked: dict[int, int] = {}
         self.arriving: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
@@ -57,15 +60,16 @@ class Channels:
             while self.asked[sender] < len(line) and line[self.asked[sender]].number <= number:
                 wanted.append(line[self.asked[sender]])
                 self.asked[sender] += 1
-        operations = []
-        buffers = []
-        for message in wanted:
-            shape, dtype = self.describe(message.value)
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
-            buffers.append(buffer)
-            operations.append(self._operation(dist.irecv, buffer, message, message.sender))
-        for message, buffer, work in zip(wanted, buffers, _started(operations), strict=True):
-            self.arriving[message] = (work, buffer)
+        if wanted:
+            buffers = [self._buffer(message.value) for message in wanted]
+            works = self._started(dist.irecv, list(zip(wanted, buffers, strict=True)))
+            self.arriving.update(zip(wanted, zip(works, buffers, strict=True), strict=True))
+
+    def _buffer(self, value: str) -> torch.Tensor:
+        if value not in self.known:
+            self.known[value] = self.describe(value)
+        shape, dtype = self.known[value]
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def take(self, message: Message) -> torch.Tensor:
         """The value of a message that was asked for."""
@@ -75,13 +79,10 @@ class Channels:
 
     def send(self, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
         """Start sending values; they must not change until `end`."""
-        values = [x.contiguous() for _, x in messages]
-        operations = [
-            self._operation(dist.isend, x, message, message.receiver)
-            for (message, _), x in zip(messages, values, strict=True)
-        ]
+        dense = [(message, x.contiguous()) for message, x in messages]
         self.sent = [(work, x) for work, x in self.sent if not work.is_completed()]
-        self.sent += zip(_started(operations), values, strict=True)
+        works = self._started(dist.isend, dense)
+        self.sent += [(work, x) for work, (_, x) in zip(works, dense, strict=True)]
 
     def end(self) -> None:
         """Wait until everything is sent."""
@@ -89,14 +90,25 @@ class Channels:
             work.wait()
         self.sent.clear()
 
-    def _operation(
-        self, kind: Callable[..., object], x: torch.Tensor, message: Message, peer: int
-    ) -> dist.P2POp:
-        group = self.up if message.receiver > message.sender else self.down
-        return dist.P2POp(kind, x, self.peers[peer], group, tag=message.number)
+    def _started(self, kind: _Kind, messages: Sequence[tuple[Message, torch.Tensor]]) -> list[dist.Work]:
+        """Start sending or receiving into tensors."""
+        if self.device.type != "cpu":
+            return _batched([dist.P2POp(kind, x, *self._way(kind, m), tag=m.number) for m, x in messages])
+        found = []
+        for message, x in messages:
+            # gloo has no batches: making one would only take time
+            work = kind(x, *self._way(kind, message), tag=message.number)
+            assert work is not None
+            found.append(work)
+        return found
+
+    def _way(self, kind: _Kind, message: Message) -> tuple[int, dist.ProcessGroup | None]:
+        """The other rank, and the group to reach it in."""
+        other = message.receiver if kind is dist.isend else message.sender
+        return self.peers[other], self.up if message.receiver > message.sender else self.down
 
 
-def _started(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
+def _batched(operations: Sequence[dist.P2POp]) -> list[dist.Work]:
     """Start them, those of one group in one batch, which may give one work for all of it."""
     found: dict[int, dist.Work] = {}
     for group in dict.fromkeys(op.group for op in operations):

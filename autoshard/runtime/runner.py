@@ -51,6 +51,8 @@ class Runner:
     def __init__(self, program: Program, module: nn.Module, place: RankPlace, seed: int) -> None:
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
         self.steps = 0
+        #: the stage whose forward ran last
+        self.forward_of = 0
         self.shape = Mesh.parse(program.mesh)
         self.coords = self.shape.coords(place.inner_rank)
         self.device = place.device
@@ -101,10 +103,17 @@ class Runner:
 
     def input_shard(self, x: Any, port: Port) -> torch.Tensor:
         """A rank's shard of an argument: of the global shape, of the local one, or a DTensor."""
-        placed = self.program.lowered.values[port.name]
-        name = self._name(port)
         if isinstance(x, DTensor):
             x = x.full_tensor()
+        self._check_form(x, port)
+        if tuple(x.shape) == port.type.shape:
+            return self._shard(x, port)
+        return x.detach().to(self.device)
+
+    def _check_form(self, x: torch.Tensor, port: Port) -> None:
+        """UsageError unless a tensor has the type and one of the shapes that the program takes."""
+        placed = self.program.lowered.values[port.name]
+        name = self._name(port)
         dtype = torch_dtype(placed.type.dtype)
         if x.dtype != dtype:
             raise UsageError(
@@ -113,10 +122,8 @@ class Runner:
                 hint=f"convert it, {name}.to({dtype}), or compile again for this type",
             )
         local = local_shape(placed.type.shape, placed.layout, self.shape.sizes, self.coords)
-        if tuple(x.shape) == placed.type.shape:
-            return self._shard(x, port)
-        if tuple(x.shape) == local:
-            return x.detach().to(self.device)
+        if tuple(x.shape) in (placed.type.shape, local):
+            return
         raise UsageError(
             f"input {name} has shape {list(x.shape)}",
             why=f"the program takes the global shape {list(placed.type.shape)} or this rank's part "
@@ -139,6 +146,8 @@ class Runner:
                 why="the example input it was compiled for did not require one",
                 hint="detach() it, or compile with an example input that requires a gradient",
             )
+        # now, not when it is used: the ranks of a pipeline have begun to wait for each other by then
+        self._check_form(x, port)
 
     def _check_parameter(self, x: Any, port: Port) -> None:
         dtype = torch_dtype(port.type.dtype)
@@ -152,9 +161,16 @@ class Runner:
         )
 
     def shard_state(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace whole parameters in a state dict by DTensors, in place."""
+        """Replace whole parameters in a state dict by DTensors, in place, and drop what other ranks hold."""
         ports = {p.target: p for p in self.params}
         owners = dict(self.program.signature.tied)
+        for other in self._ports:
+            if not self.holds(other) and (other.kind == "param" or other.target in self.updated):
+                for name in (
+                    other.target,
+                    *(alias for alias, owner in owners.items() if owner == other.target),
+                ):
+                    state.pop(prefix + name, None)
         for name in [*ports, *owners]:
             port, found = ports.get(owners.get(name, name)), state.get(prefix + name)
             if port is None or not isinstance(found, torch.Tensor) or isinstance(found, DTensor):
@@ -206,7 +222,8 @@ class Runner:
         return env
 
     def enter_buffers(self, env: Values, buffers: dict[str, torch.Tensor], stage: int) -> None:
-        """The buffers of a stage as they are now."""
+        """The buffers of a stage, whose forward comes next, as they are now."""
+        self.forward_of = stage
         for port in self.program.signature.ports:
             if port.kind == "buffer" and stage in self.holders[port.name]:
                 part = self._shard(buffers[port.target], port)
@@ -251,9 +268,13 @@ class Runner:
         return as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
 
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
-        """Buffers are whole on every rank of their stage, however the program holds them."""
+        """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.
+
+        A microbatch still has the values of stages before on the same rank, which later ones have replaced.
+        """
+        stages = {p.target: self.holders[p.name] for p in self._ports if p.kind == "buffer"}
         for result in self.program.signature.results:
-            if result.kind == "buffer" and result.value in env:
+            if result.kind == "buffer" and self.forward_of in stages[result.target] and result.value in env:
                 buffers[result.target].copy_(self.placed(env[result.value], result.value).full_tensor())
 
     def tangent(self, grad: Any, port: Port) -> torch.Tensor:
@@ -270,9 +291,13 @@ class Runner:
         for phase in ("backward", "weight", "reduce"):
             self.run(env, (0, phase))
         found: dict[tuple[str, str], DTensor] = {}
+        given: set[str] = set()
         for result in self.program.signature.results:
             if result.kind in ("grad", "input_grad"):
-                found[result.kind, result.target] = self.placed(env[result.value], result.value)
+                # two parameters may have the same gradient, which each may change in place
+                local = env[result.value].clone() if result.value in given else env[result.value]
+                given.add(result.value)
+                found[result.kind, result.target] = self.placed(local, result.value)
         return found
 
     def input_grad(self, grad: DTensor | None, port: Port, given: Given) -> torch.Tensor | None:

@@ -90,9 +90,14 @@ class _StepRun:
         self.module = module
         self.buffers = dict(module.named_buffers(remove_duplicate=False))
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
-        self.given = [self.runner.arguments_of(module, call) for call in calls]
+        # every call takes pieces of the same tensors, so that looking at those of one is enough
+        params, inputs = self.runner.arguments_of(module, calls[0])
+        places = [int(p.target) for p in self.runner.inputs]
+        self.given = [(params, inputs)] + [(params, [call[k] for k in places]) for call in calls[1:]]
         self.envs: dict[int, Values] = {}
         self.sums: dict[tuple[int, str], torch.Tensor] = {}
+        #: sums that nothing else refers to, which may be added to in place
+        self.owned: set[tuple[int, str]] = set()
         self.losses: list[torch.Tensor] = []
 
     def moves(self) -> None:
@@ -145,17 +150,26 @@ class _StepRun:
 
     def _accumulate(self, env: Values, stage: int) -> None:
         """Add this microbatch's gradients of a stage to those of the others."""
+        totals: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
         for value in self.stepper.accumulated[stage]:
             found = env.pop(value, None)
             if found is None:
                 continue
             key = (stage, value)
-            if key in self.sums:
-                self.sums[key] += found
-            elif found.dtype in _HALF and self.program.microbatches > 1:
-                self.sums[key] = found.float()
+            known = self.sums.get(key)
+            if known is None:
+                half = found.dtype in _HALF and self.program.microbatches > 1
+                self.sums[key] = found.float() if half else found
+            elif key in self.owned:
+                totals.append(known)
+                terms.append(found)
             else:
-                self.sums[key] = found.clone() if self.program.microbatches > 1 else found
+                # the first may lie in the memory of another value: a sum of its own costs no more
+                self.sums[key] = known + found
+                self.owned.add(key)
+        if totals:
+            torch._foreach_add_(totals, terms)
 
     def _send(self, env: Values, messages: Sequence[Message]) -> None:
         assert self.stepper.channels is not None
@@ -175,6 +189,7 @@ class _StepRun:
                     dtype = torch_dtype(self.program.lowered.values[value].type.dtype)
                     env[stage][value] = total.to(dtype)
         self.sums.clear()
+        self.owned.clear()
         for stage, values in env.items():
             self.runner.run(values, (stage, "reduce"))
         owned = {p.target: p for p in self.runner.params}

@@ -1,8 +1,9 @@
-"""A graph as a list of prepared steps over numbered slots: little Python per op."""
+"""A graph as prepared steps over numbered slots, and as one straight-line function: little Python per op."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class Step:
 
     def store(self, env: Env, result: Any) -> None:
         if len(self.outs) == 1:
-            env[self.outs[0]] = result[0] if isinstance(result, tuple | list) else result
+            env[self.outs[0]] = _only(result)
         else:
             for slot, value in zip(self.outs, result, strict=True):
                 env[slot] = value
@@ -105,10 +106,78 @@ class PreparedSegment:
         return tuple(env[slot] for slot in self.outputs)
 
     def __call__(self, args: Sequence[Any], site: int) -> tuple[Any, ...]:
-        env = self.start(args)
+        return self._run(args, site)
+
+    @cached_property
+    def _run(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:
+        """All steps as one function, written at the first call: slots are its local variables."""
+        source = _Source()
+        source.unpack(range(self.inputs), "args")
         for step in self.steps:
-            step.run(env, site)
-        return self.finish(env)
+            source.add(step)
+        source.lines.append(f"return ({''.join(f'v{slot}, ' for slot in self.outputs)})")
+        return source.function()
+
+
+class _Source:
+    """The text of a function of (args, site). Only numbers are written out: other things are names in it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = ["pass"]
+        self.names: dict[str, Any] = {"only": _only}
+
+    def name(self, thing: Any) -> str:
+        """A name for something that the steps take as it is."""
+        made = f"c{len(self.names)}"
+        self.names[made] = thing
+        return made
+
+    def unpack(self, slots: Sequence[int], what: str) -> None:
+        self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
+
+    def add(self, step: Step) -> None:
+        call = f"{self.name(step.fn)}({', '.join(self._arguments(step))})"
+        if len(step.outs) == 1:
+            self.lines.append(f"v{step.outs[0]} = {call if _gives_a_tensor(step.fn) else f'only({call})'}")
+        else:
+            self.unpack(step.outs, call)
+        if step.frees:
+            self.lines.append(f"{''.join(f'v{slot} = ' for slot in step.frees)}None")
+
+    def _arguments(self, step: Step) -> list[str]:
+        texts = dict.fromkeys(range(len(step.template)), "")
+        texts.update((position, f"v{slot}") for position, slot in step.refs)
+        texts.update((position, f"site + {offset}") for position, offset in step.sites)
+        for position, parts in step.nested:
+            members = [self.name(p.value) if isinstance(p, _Literal) else f"v{p}" for p in parts]
+            texts[position] = f"[{', '.join(members)}]"
+        given = [text or self.name(step.template[position]) for position, text in texts.items()]
+        if step.kwargs:
+            given.append(f"**{self.name(step.kwargs)}")
+        if step.kwrefs:
+            fixed = {k: v for k, v in step.kwargs.items() if k not in dict(step.kwrefs)}
+            members = ", ".join(f"{self.name(k)}: v{slot}" for k, slot in step.kwrefs)
+            given[-1] = f"**{self.name(fixed)}, **{{{members}}}"
+        return given
+
+    def function(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:
+        text = "def segment(args, site):\n" + "".join(f"    {line}\n" for line in self.lines)
+        exec(compile(text, "<segment>", "exec"), self.names)
+        made: Callable[[Sequence[Any], int], tuple[Any, ...]] = self.names["segment"]
+        return made
+
+
+def _only(result: Any) -> Any:
+    """The value of an op with one output."""
+    return result[0] if isinstance(result, tuple | list) else result
+
+
+def _gives_a_tensor(fn: Callable[..., Any]) -> bool:
+    """Whether an op is known to return a tensor, and no tuple or list."""
+    if not isinstance(fn, torch._ops.OpOverload):
+        return False
+    returns = fn._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def _function(

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask, Rejected, Settled
 from autoshard.search.exact import Exact
+from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.rank import Configuration, Estimated, Shape, shapes_of
+from autoshard.search.rank import Configuration, Estimated, Shape, Staged, shapes_of
 from autoshard.search.rivals import Pricing, Rival, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.shapes import Shapes
 from autoshard.search.tactics import run_tactics
+from autoshard.search.tune import tune
 
-__all__ = ["Ask", "Rejected", "Settled", "choose"]
+__all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
 
 
 def choose(
     model: Model,
-    meshes: Sequence[Mesh],
+    meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
     ask: Ask | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -40,19 +42,39 @@ def choose(
     ask = ask or Ask()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
-    search = _Search(model, cluster.used_by(meshes[0].world_size), ask, progress)
+    given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
+    world = given[0].world_size
+    search = _Search(model, cluster.used_by(world), ask, progress)
     if ask.tactics:
-        found = search.by_tactics(meshes)
-    elif len(meshes) == 1 and ask.batch is None:
-        found = search.one(meshes[0])
+        found = search.by_tactics([s.mesh for s in given])
+    elif len(given) == 1 and ask.batch is None and given[0].ranks == 1:
+        found = search.one(given[0].mesh)
     else:
-        found = search.many(meshes)
+        found = search.many(given)
     if not ask.rivals or found.interrupted:
         return found
     try:
-        return replace(found, rivals=search.rivals(found.configuration.mesh.world_size))
+        return replace(found, rivals=search.rivals(world))
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
+
+
+def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
+    """The same configuration with a share ``room`` of the memory, None if nothing fits that."""
+    if ask.budget is None:
+        return None
+    posed = settled.posed
+    try:
+        placed = tune(
+            posed.problem,
+            settled.placed.setting,
+            int(room * ask.budget),
+            recompute=ask.recompute,
+            allowed=posed.allowed,
+        )
+    except InfeasibleNetwork:
+        return None
+    return replace(settled, placed=replace(placed, lower_bound=settled.placed.lower_bound))
 
 
 class _Search:
@@ -103,14 +125,14 @@ class _Search:
         where = Configuration(mesh, self.poses.captured, 1)
         return Settled(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
 
-    def many(self, meshes: Sequence[Mesh]) -> Settled:
+    def many(self, meshes: Sequence[Staged]) -> Settled:
         """The best of all shapes, microbatches and recomputation."""
         ranked: list[Estimated] = []
         try:
             for group in shapes_of(self.shapes.reachable(meshes), experts_of(self.model)):
                 try:
                     shape = self.shapes.solved(group)
-                    ranked += self.shapes.ranked(shape)
+                    ranked += self.shapes.ranked(shape, min((e.seconds for e in ranked), default=inf))
                     self.solved.append(shape)
                 except UsageError as error:
                     self.exact.failures.append(error)
@@ -134,9 +156,11 @@ class _Search:
 
             def ranked(mesh: Mesh) -> list[Estimated]:
                 found = shapes.ranked(
-                    next((s for s in known if mesh in s.meshes), None) or shapes.solved((mesh,))
+                    next((s for s in known if Staged(mesh) in s.meshes), None)
+                    or shapes.solved((Staged(mesh),))
                 )
-                fitting = (e for e in found if e.configuration.mesh == mesh and isfinite(e.seconds))
+                plain = (e for e in found if e.configuration.pipe.ranks == 1)
+                fitting = (e for e in plain if e.configuration.mesh == mesh and isfinite(e.seconds))
                 return sorted(fitting, key=lambda e: e.seconds)
 
             return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
@@ -145,5 +169,5 @@ class _Search:
         stored = padded(self.model, devices)
         if stored is not self.model:
             sharded = pricing(Poses(stored, self.cluster, setting, ask.recipe, self.progress), ())
-        seen = {mesh for shape in self.solved for mesh in shape.meshes}
+        seen = {staged.mesh for shape in self.solved for staged in shape.meshes if staged.ranks == 1}
         return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__)

@@ -10,22 +10,20 @@ alike this is the formula of Narayanan et al., SC'21, section 2.2.1), where a st
 forward, its backward and what it takes to send to the next one. With v stages per rank the ranks take turns
 in the stages of one microbatch, so that only every v-th part of the filling is waited for (section 2.2.2).
 
-For every bound on the slowest stage the programme finds the cheapest cuts that keep it, and the bound is
-raised from the least possible one for as long as that can still pay.
+For every bound on the slowest stage the programme finds the cheapest cuts that keep it. A looser bound never
+makes the sum of all stages larger, so that ranges of bounds are ruled out by their ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf, isfinite
 
 import numpy as np
 
 from autoshard.search.network import Array
-
-#: bounds on the slowest stage that are tried beyond the least one
-_BOUNDS = 200
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,18 +90,32 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
     least = table.least_bound()
     if not isfinite(least):
         return None
-    best: Stages | None = None
-    for bound in table.bounds_from(least):
-        floor = (ask.microbatches - 1) * bound + table.least_sum
-        if best is not None and floor / ask.chunks >= best.seconds:
-            break
-        ends = table.cheapest(bound)
-        if ends is None:
+    bounds = table.bounds_from(least)
+    known: dict[int, tuple[float, Stages]] = {}
+
+    def at(k: int) -> tuple[float, Stages]:
+        """(least sum of all stages, those stages) with none slower than the k-th bound."""
+        if k not in known:
+            ends = table.cheapest(bounds[k])
+            assert ends is not None
+            times = table.times(ends)
+            known[k] = (sum(times), Stages(ends, step_seconds(times, ask), max(times)))
+        return known[k]
+
+    last = len(bounds) - 1
+    best = min((at(0)[1], at(last)[1]), key=lambda s: s.seconds)
+    waiting = [(0, last)]
+    while waiting:
+        low, high = waiting.pop()
+        if high - low < 2:
             continue
-        times = table.times(ends)
-        seconds = step_seconds(times, ask)
-        if best is None or seconds < best.seconds:
-            best = Stages(ends, seconds, max(times))
+        # a looser bound never adds to the sum, so nothing between the two is below this
+        floor = (ask.microbatches - 1) * bounds[low + 1] + at(high)[0]
+        if floor / ask.chunks >= best.seconds or at(low)[0] <= at(high)[0]:
+            continue
+        middle = (low + high) // 2
+        best = min((best, at(middle)[1]), key=lambda s: s.seconds)
+        waiting += [(middle, high), (low, middle)]
     return best
 
 
@@ -119,18 +131,23 @@ class _Table:
         self.run[np.tril_indices(n + 1)] = inf
         self.held = np.concatenate([[0.0], np.cumsum(line.held)])
         self.state = np.concatenate([[0.0], np.cumsum(line.state)])
-        # behind what is sent on, no stage is shorter than nothing
-        self.least_sum = float(work[-1])
+        self._by_flight: dict[int, Array] = {}
 
     def _allowed(self, stage: int) -> Array:
-        """Seconds of the runs that fit as this stage."""
+        """Seconds of the runs that fit as this stage; stages that hold as many microbatches are alike."""
         ask = self.ask
         if ask.budget is None:
             return self.run
         flight = ask.in_flight[stage] if ask.in_flight else 1
+        if flight not in self._by_flight:
+            self._by_flight[flight] = self._fitting(flight, ask.budget)
+        return self._by_flight[flight]
+
+    def _fitting(self, flight: int, budget: float) -> Array:
+        """Runs that fit with so many microbatches in flight."""
         held = self.held[None, :] - self.held[:, None]
         state = self.state[None, :] - self.state[:, None]
-        fits = state + flight * held <= ask.budget / ask.chunks
+        fits = state + flight * held <= budget / self.ask.chunks
         return np.where(fits, self.run, inf)
 
     def least_bound(self) -> float:
@@ -145,17 +162,24 @@ class _Table:
     def bounds_from(self, least: float) -> Sequence[float]:
         """Values that the slowest stage may have, ascending."""
         known = np.unique(self.run[np.isfinite(self.run) & (self.run >= least)])
-        return [float(x) for x in known[:_BOUNDS]]
+        return [float(x) for x in known]
 
     def cheapest(self, bound: float) -> tuple[int, ...] | None:
         """The ends of stages of least total seconds none of which is slower than ``bound``."""
         ask = self.ask
         slack = bound * (1 + 1e-12)
-        total = np.where(self._allowed(0)[0] <= slack, self._allowed(0)[0], inf)
+        bounded: dict[int, Array] = {}
+
+        def runs_of(stage: int) -> Array:
+            runs = self._allowed(stage)
+            if id(runs) not in bounded:
+                bounded[id(runs)] = np.where(runs <= slack, runs, inf)
+            return bounded[id(runs)]
+
+        total = runs_of(0)[0]
         came: list[Array] = []
         for stage in range(1, ask.stages):
-            runs = self._allowed(stage)
-            sums = total[:, None] + np.where(runs <= slack, runs, inf)
+            sums = total[:, None] + runs_of(stage)
             came.append(np.argmin(sums, axis=0))
             total = np.min(sums, axis=0)
         if not isfinite(total[-1]):
@@ -169,4 +193,4 @@ class _Table:
     def times(self, ends: Sequence[int]) -> list[float]:
         """Seconds of every stage."""
         edges = [0, *(e + 1 for e in ends), len(self.line)]
-        return [float(self.run[a, b]) for a, b in zip(edges, edges[1:], strict=False)]
+        return [float(self.run[a, b]) for a, b in pairwise(edges)]

@@ -13,7 +13,7 @@ from autoshard.search.ask import Ask, Rejected, Settled
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.poses import Poses
 from autoshard.search.problems import Posed
-from autoshard.search.rank import Configuration, Estimated, Shape
+from autoshard.search.rank import Configuration, Estimated, Shape, data_ways
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import profile
@@ -89,16 +89,18 @@ class Exact:
 
         total: sequences per step.
         """
-        for shape in sorted(shapes, key=lambda s: s.low.batch):
-            mesh = shape.meshes[0]
+        for shape in shapes:
+            staged = max(shape.meshes, key=lambda s: (s.ranks == 1, s.mesh.world_size))
+            batch = shape.ends[0].batch * data_ways(staged.mesh)
             try:
-                posed = self.poses.of(mesh, shape.low.batch, self.ask.pins)
-                setting = replace(self.setting, microbatches=total // shape.low.batch)
+                posed = self.poses.of(staged.mesh, batch, self.ask.pins)
+                count = max(1, total // batch)
+                setting = replace(self.setting, microbatches=count, pipe=staged.pipes[0])
                 placed = self.tuned(posed, setting)
-            except InfeasibleError as error:
+            except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
                 continue
-            where = Configuration(mesh, shape.low.batch, setting.microbatches)
+            where = Configuration(staged.mesh, batch, count, staged.pipes[0])
             return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
         raise self.worst()
 
@@ -121,7 +123,7 @@ class Exact:
         """One configuration. at_once: if interrupted, finish with the least work instead of stopping."""
         where = estimated.configuration
         try:
-            self.progress(f"solving {where.mesh}, {where.microbatches} microbatches of {where.batch}")
+            self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
             posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
             placed = self.tuned(posed, estimated.setting)
         except KeyboardInterrupt:
@@ -162,12 +164,13 @@ class Exact:
 def _kind(where: Configuration) -> object:
     """What configurations share that only divide the data ranks otherwise."""
     rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
-    return rest, where.batch
+    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
 
 
 def _name(where: Configuration) -> str:
     pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
-    return f"{where.mesh}{pieces}"
+    order = f" {where.pipe.schedule}" if where.pipe.ranks > 1 else ""
+    return f"{where.name}{order}{pieces}"
 
 
 def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:

@@ -15,8 +15,13 @@ from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Settled
 from autoshard.search.axes import SearchAxes
 from autoshard.search.marginals import min_marginals
-from autoshard.search.plan import Plan, Proof, Why, why_key
+from autoshard.search.pipe import Pipe
+from autoshard.search.plan import Pipeline, Plan, Proof, Why, why_key
+from autoshard.search.untied import Untied, untied_from
 from autoshard.search.variables import NodeVar, ParamState, ParamVar, PortVar, ResultVar, ValueVar, Variable
+
+#: choices of a problem up to which layers are let loose from each other to see what that could win
+_UNTIED = 4_000
 
 
 def explain(
@@ -31,6 +36,7 @@ def explain(
     """The plan of a solution: every decision with its reason and the price of the next best."""
     placed, problem = settled.placed, settled.posed.problem
     mesh, where = settled.configuration.mesh, settled.configuration
+    apart = _apart(settled, budget)
     proof = Proof(
         placed.seconds,
         settled.bound,
@@ -39,6 +45,8 @@ def explain(
         len(problem.variables),
         problem.choices,
         settled.own_bound,
+        apart.layers,
+        apart.seconds,
     )
     plan = Plan(
         mesh=str(mesh),
@@ -59,6 +67,7 @@ def explain(
         batch=where.batch,
         order=() if settled.posed.order is None else settled.posed.order.devices,
         recompute=dict(placed.setting.recompute),
+        pipeline=_pipeline(where.pipe),
     )
     marginals = min_marginals(placed.network)
     for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
@@ -67,6 +76,22 @@ def explain(
     if settled.rejected:
         plan.why["mesh"] = _why_mesh(settled)
     return plan
+
+
+def _pipeline(pipe: Pipe) -> Pipeline | None:
+    """The pipeline, as yet uncut."""
+    return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, ())
+
+
+def _apart(settled: Settled, budget: int | None) -> Untied:
+    """What layers that differ could win, where finding that out is quick."""
+    wide = settled.posed.problem.choices > _UNTIED
+    if settled.interrupted or wide or settled.placed.setting.pipe.ranks > 1:
+        return Untied(0, None, reason="not looked into")
+    try:
+        return untied_from(settled.posed, settled.placed, budget)
+    except KeyboardInterrupt:
+        return Untied(0, None, reason="interrupted")
 
 
 def _why_mesh(settled: Settled) -> Why:

@@ -47,6 +47,8 @@ def plan_to_json(plan: Plan) -> str:
             plan.proof.variables,
             plan.proof.states,
             plan.proof.own_bound,
+            plan.proof.layers,
+            plan.proof.untied,
         ],
     }
     return json.dumps(document, indent=None, separators=(",", ":")) + "\n"

@@ -1,14 +1,14 @@
 """Which configurations are worth solving exactly: an estimate for each, and a bound that no plan beats.
 
-Two exact solutions per shape of the mesh, at the smallest and the largest microbatch, give everything else
+A few exact solutions per shape of the mesh, from the smallest to the largest microbatch, give everything else
 by interpolation. What is least over all placements is concave in the batch (a least of sums of concave
-costs), so the chord between the two is a lower bound for every microbatch between them.
+costs), so the chord between two of them is a lower bound for every microbatch between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import TypeVar
@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import seconds
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.ir import DTYPES
@@ -25,6 +25,7 @@ from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import fill
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
+from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed
@@ -34,15 +35,55 @@ from autoshard.search.variables import ParamVar
 K = TypeVar("K")
 #: bytes that differ by less are the same, but for uneven parts
 _MORE = 1.01
+#: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
+_FAR = 1.2
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A mesh and a number of microbatches. batch: sequences of one microbatch over the whole mesh."""
+    """A mesh and a number of microbatches. batch: sequences of one microbatch over the whole mesh.
+
+    pipe: the pipeline, each of whose ranks is such a mesh.
+    """
 
     mesh: Mesh
     batch: int
     microbatches: int
+    pipe: Pipe = field(default_factory=Pipe)
+
+    @property
+    def name(self) -> str:
+        """``pp=4,dp=8,tp=8``"""
+        return str(self.mesh) if self.pipe.ranks == 1 else f"pp={self.pipe.ranks},{self.mesh}"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A mesh for every one of ``ranks`` pipeline ranks, with the pipelines to try.
+
+    batches: sequences of a microbatch over the mesh that are allowed, () for all that divide. link: between
+    pipeline ranks, None where there is one.
+    """
+
+    mesh: Mesh
+    pipes: tuple[Pipe, ...] = (Pipe(),)
+    batches: tuple[int, ...] = ()
+    link: AxisLink | None = None
+
+    def hop_seconds(self, nbytes: float) -> float:
+        """Seconds to send so many bytes per data rank to the next stage; each tensor rank sends its part."""
+        if self.link is None:
+            return 0.0
+        inner = self.mesh.world_size // data_ways(self.mesh)
+        return seconds("send", nbytes / inner, self.link)
+
+    @property
+    def ranks(self) -> int:
+        return self.pipes[0].ranks
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks * self.mesh.world_size
 
 
 @dataclass(frozen=True)
@@ -85,7 +126,7 @@ class Way:
 class End:
     """One microbatch solved exactly.
 
-    batch: sequences over the mesh. free: the fastest placements. seconds: that computing and talking take at
+    batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
     least. find_lean: makes placements that hold less. find_bytes: says what is held at least, with everything
     computed again. Both are asked only where memory is short.
     """
@@ -107,43 +148,55 @@ class End:
 
 @dataclass(frozen=True)
 class Shape:
-    """Meshes that differ only in how the data axes are divided, solved at two microbatches.
+    """Meshes that differ only in their data axes (and pipelines), solved at a few microbatches.
 
-    low, high: its ends.
+    What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
+    ranks there are, but for scalars that all of them share: the mesh with the fewest was solved. ends: by
+    sequences, ascending. between: bytes that one sequence hands from layer to layer.
     """
 
-    meshes: tuple[Mesh, ...]
-    low: End
-    high: End
+    meshes: tuple[Staged, ...]
+    ends: tuple[End, ...]
+    between: float = 0.0
 
     def free(self, batch: int) -> Profile:
-        """The fastest placements, interpolated between the two ends, without what belongs to parameters."""
-        return self._between(batch, self.low.free, self.high.free)
+        """The fastest placements, interpolated between two ends, without what belongs to parameters."""
+        low, high, t = self._place(batch)
+        return _between(low.free, high.free, t)
 
     def lean(self, batch: int) -> Profile:
         """The same for those that hold less."""
-        return self._between(batch, self.low.lean, self.high.lean)
+        low, high, t = self._place(batch)
+        return _between(low.lean, high.lean, t)
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
-        return self.low.seconds + self._place(batch) * (self.high.seconds - self.low.seconds)
+        low, high, t = self._place(batch)
+        return low.seconds + t * (high.seconds - low.seconds)
 
     def bytes(self, batch: int) -> float:
         """Bytes that are held at least."""
-        return self.low.bytes + self._place(batch) * (self.high.bytes - self.low.bytes)
+        low, high, t = self._place(batch)
+        return low.bytes + t * (high.bytes - low.bytes)
 
-    def _between(self, batch: int, low: Way, high: Way) -> Profile:
-        t = self._place(batch)
-        times = _mixed(low.taken.seconds, high.taken.seconds, t)
-        held = _mixed(low.taken.bytes, high.taken.bytes, t)
-        return Profile(
-            {k: v for k, v in times.items() if k.kind in ("work", "talk")},
-            {k: v for k, v in held.items() if k.kind != "state"},
-        )
+    def covers(self, batch: int) -> bool:
+        return self.ends[0].batch <= batch <= self.ends[-1].batch
 
-    def _place(self, batch: int) -> float:
-        width = self.high.batch - self.low.batch
-        return (batch - self.low.batch) / width if width else 0.0
+    def _place(self, batch: int) -> tuple[End, End, float]:
+        """The ends around a number of sequences per data rank, and how far it is from one to the other."""
+        above = next(k for k, end in enumerate(self.ends) if end.batch >= batch)
+        low, high = self.ends[max(0, above - 1)], self.ends[above]
+        width = high.batch - low.batch
+        return low, high, (batch - low.batch) / width if width else 0.0
+
+
+def _between(low: Way, high: Way, t: float) -> Profile:
+    times = _mixed(low.taken.seconds, high.taken.seconds, t)
+    held = _mixed(low.taken.bytes, high.taken.bytes, t)
+    return Profile(
+        {k: v for k, v in times.items() if k.kind in ("work", "talk")},
+        {k: v for k, v in held.items() if k.kind != "state"},
+    )
 
 
 def way_of(posed: Posed, placed: Placed) -> Way:
@@ -201,32 +254,77 @@ def _data_ways(use: Layout, posed: Posed) -> float:
 
 
 def rank(
-    shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
+    shape: Shape,
+    total: int,
+    cluster: Cluster,
+    setting: Setting,
+    budget: float | None,
+    recipe: Recipe,
+    known: float = inf,
 ) -> list[Estimated]:
     """All configurations of a shape that may fit, for a global batch of ``total`` sequences.
 
     Where the fastest placements do not fit as they are, those that hold less are looked at, too. One that
-    seems not to fit, without that being proven, has infinite estimated seconds.
+    seems not to fit, without that being proven, has infinite estimated seconds. known: seconds of a step that
+    another shape is thought to reach: what is far slower even without a memory limit stays at that estimate.
     """
-    found = []
-    for mesh in shape.meshes:
-        lives = _Lives(shape, mesh, cluster, recipe)
-        only = [shape.low.batch] if shape.low.batch == shape.high.batch else []
-        for batch in only or microbatch_sizes(mesh, total):
-            if not shape.low.batch <= batch <= shape.high.batch:
+    found: list[Estimated] = []
+    lives: dict[Mesh, _Lives] = {}
+    for staged in shape.meshes:
+        mesh, ways = staged.mesh, data_ways(staged.mesh)
+        of_mesh = lives.setdefault(mesh, _Lives(shape, mesh, cluster, recipe))
+        for batch in staged.batches or microbatch_sizes(mesh, total):
+            each = batch // ways
+            if not shape.covers(each):
                 continue
-            how = replace(setting, microbatches=total // batch)
-            bound = how.microbatches * shape.seconds(batch)
-            best = _best(shape.free(batch), lives.free, how, budget)
-            if budget is not None and (best is None or best[0].recompute):
-                lean = _best(shape.lean(batch), lives.lean, how, budget)
-                best = min((b for b in (best, lean) if b is not None), key=lambda b: b[1], default=None)
-            where = Configuration(mesh, batch, how.microbatches)
+            count = max(1, total // batch)
+            hop = staged.hop_seconds(shape.between * each)
+            pipes = [replace(pipe, hop=hop) for pipe in staged.pipes]
+            one = _Candidate(shape, each, of_mesh, budget)
+            bound = count * shape.seconds(each) / staged.ranks
+            ways_to_run = [replace(setting, microbatches=count, pipe=pipe) for pipe in pipes]
+            best, how = one.best(ways_to_run, known * _FAR)
+            where = Configuration(mesh, batch, count, how.pipe)
             if best is not None:
-                found.append(Estimated(where, *best, min(bound, best[1])))
-            elif budget is not None and shape.bytes(batch) <= budget:
+                found.append(Estimated(where, how, best, min(bound, best)))
+                known = min(known, best)
+            elif budget is not None and shape.bytes(each) / staged.ranks <= budget:
                 found.append(Estimated(where, how, inf, bound))
     return found
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A microbatch of ``each`` sequences per data rank on one mesh."""
+
+    shape: Shape
+    each: int
+    lives: _Lives
+    budget: float | None
+
+    def best(self, ways: Sequence[Setting], far: float) -> tuple[float | None, Setting]:
+        """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
+        bare = self.shape.free(self.each)
+        floors = sorted(((_floor(bare, self.lives.free, how), k) for k, how in enumerate(ways)))
+        best: tuple[float, Setting] | None = None
+        for floor, k in floors:
+            if floor > far and best is None:
+                return floor, ways[k]
+            if best is not None and floor >= best[0]:
+                break
+            filled = _best(bare, self.lives.free, ways[k], self.budget)
+            if self.budget is not None and (filled is None or filled[0].recompute):
+                lean = _best(self.shape.lean(self.each), self.lives.lean, ways[k], self.budget)
+                filled = min((b for b in (filled, lean) if b is not None), key=lambda b: b[1], default=None)
+            if filled is not None and (best is None or filled[1] < best[0]):
+                best = (filled[1], filled[0])
+        return (None, ways[floors[0][1]]) if best is None else best
+
+
+def _floor(bare: Profile, lives: Sequence[Profile], how: Setting) -> float:
+    """Seconds of a step that nothing has to be computed again for."""
+    found = [how.step(Profile({**bare.seconds, **extra.seconds}, {})).total for extra in lives]
+    return min(found, default=inf)
 
 
 class _Lives:
@@ -237,11 +335,11 @@ class _Lives:
 
     @cached_property
     def free(self) -> list[Profile]:
-        return _lives(self._shape.low.free.parameters, *self._on)
+        return _lives(self._shape.ends[0].free.parameters, *self._on)
 
     @cached_property
     def lean(self) -> list[Profile]:
-        return _lives(self._shape.low.lean.parameters, *self._on)
+        return _lives(self._shape.ends[0].lean.parameters, *self._on)
 
 
 def _best(
@@ -331,23 +429,28 @@ def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, floa
     return {k: (1 - t) * a.get(k, 0.0) + t * b.get(k, 0.0) for k in dict.fromkeys((*a, *b))}
 
 
-def shapes_of(meshes: Sequence[Mesh], owners: int = 0) -> list[tuple[Mesh, ...]]:
-    """Meshes that differ only in how the data axes are divided, together; most sharded first.
+def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, ...]]:
+    """Meshes that differ only in their data axes and pipelines, together; fewest data ranks and then most
+    sharded ones first.
 
-    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then only
-    the mesh that divides them furthest is kept, beside the one that stores everything whole, since gathering
-    experts costs far more.
+    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then data
+    axes of different sizes stay apart, and only the mesh that divides experts furthest is kept, beside the
+    one that stores everything whole, since gathering experts costs far more.
     """
-    groups: dict[object, list[Mesh]] = {}
-    for mesh in meshes:
-        rest = tuple((a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch)
-        groups.setdefault((data_ways(mesh), rest), []).append(mesh)
-    found: list[tuple[Mesh, ...]] = []
+    groups: dict[object, list[Staged]] = {}
+    for staged in meshes:
+        rest = tuple((a.name, a.size) for a in staged.mesh.axes if not a.meaning.splits_batch)
+        ways = data_ways(staged.mesh)
+        groups.setdefault((ways if owners else min(ways, 2), rest), []).append(staged)
+    found: list[tuple[Staged, ...]] = []
     for group in groups.values():
-        ordered = sorted(group, key=lambda m: -_sharded(m))
-        alone = next((m for m in ordered if owners and owners % _sharded(m) == 0), None)
-        whole = [m for m in ordered if _sharded(m) == 1 and m != alone]
-        found.append(tuple(ordered) if alone is None else (alone, *whole))
+        ordered = sorted(group, key=lambda s: (data_ways(s.mesh), -_sharded(s.mesh), s.ranks))
+        if not owners:
+            found.append(tuple(ordered))
+            continue
+        alone = next((s.mesh for s in ordered if owners % _sharded(s.mesh) == 0), None)
+        kept = [s for s in ordered if s.mesh == alone or _sharded(s.mesh) == 1] if alone else ordered
+        found.append(tuple(sorted(kept, key=lambda s: s.mesh != alone)))
     return found
 
 

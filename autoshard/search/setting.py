@@ -8,6 +8,7 @@ from typing import Literal
 
 from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure_of, step_time, weights
 from autoshard.search.network import Array, CostNetwork
+from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.terms import Bytes, Profile, Terms, Time, TimeWeight, compose
 
@@ -30,7 +31,8 @@ class Setting:
 
     microbatches: how many make a step. calls: how often each forward segment of a layer is called in one.
     recompute: what of a segment runs again. optimistic: prices without recomputation but memory as if all
-    of it were used, which bounds every choice of it from below. overlap: see `cost.step_time.Overlap`.
+    of it were used, which bounds every choice of it from below. overlap: see `cost.step_time.Overlap`. pipe:
+    the pipeline.
     """
 
     microbatches: int
@@ -38,10 +40,18 @@ class Setting:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     optimistic: bool = False
     overlap: float = 0.0
+    pipe: Pipe = field(default_factory=Pipe)
 
     @property
     def how(self) -> Overlap:
-        return Overlap(self.microbatches, self.overlap, 1 / (1 + sum(self.calls.values())))
+        edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
+        pipe = self.pipe
+        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
+
+    @property
+    def flight(self) -> float:
+        """How much of what one microbatch keeps in the whole model the fullest rank holds."""
+        return self.pipe.in_flight(self.microbatches) / self.pipe.ranks
 
     def running_again(self, policy: Literal["selective", "full"]) -> Setting:
         """The same with every call of every layer computed again by one policy."""
@@ -61,21 +71,25 @@ class Setting:
         """
         calls = self.calls.get(key.segment, 0)
         chosen = self.recompute.get(key.segment)
-        if key.kind in ("state", "held"):
-            return 1.0
+        if key.kind == "state":
+            return 1 / self.pipe.ranks
+        flight = self.flight
+        if key.kind == "held":
+            return flight
         if key.kind == "kept":
             if not calls:
-                return 1.0
+                return flight
             if self.optimistic:
-                return 1 / calls
+                return min(flight, 1 / calls)
             if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
-                return 1.0
-            return min(1.0, (calls - chosen.calls + 1) / calls)
+                return flight
+            # what runs again is made for one microbatch at a time
+            return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls)
         if self.optimistic or chosen is None or not calls:
             return 0.0
         full = chosen.policy == "full"
         needed = not full if key.kind == "extra" else full or key.cheap
-        return chosen.calls / calls if needed else 0.0
+        return flight * chosen.calls / calls if needed else 0.0
 
     def time_weight(self, bound: Exposure) -> TimeWeight:
         """The weight of every kind of seconds; see `cost.step_time.weights`."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, inf
 
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask
 from autoshard.search.poses import Poses
+from autoshard.search.problem import Model
 from autoshard.search.problems import Posed
 from autoshard.search.rank import (
     End,
     Estimated,
     Shape,
+    Staged,
     Way,
     data_ways,
     microbatch_sizes,
     rank,
     way_of,
 )
+from autoshard.search.rebatch import batch_of
 from autoshard.search.setting import Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import solve
 from autoshard.search.terms import compose
 from autoshard.search.tune import QUICK
+
+#: a shape is also solved at about so many times its smallest microbatch, where most plans are
+_MIDDLE = 8
 
 
 class Shapes:
@@ -36,52 +42,67 @@ class Shapes:
     ) -> None:
         self.poses, self.ask, self.setting, self.total, self.progress = poses, ask, setting, total, progress
 
-    def reachable(self, meshes: Sequence[Mesh]) -> list[Mesh]:
+    def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
         if self.ask.batch is None or len(meshes) == 1:
             return list(meshes)
-        found = [m for m in meshes if self.total % data_ways(m) == 0]
-        if len(found) == len(meshes):
+        found = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
+        if any(s.ranks == 1 for s in found) and len(found) == len([s for s in meshes if s.ranks == 1]):
             return found
-        for mesh in meshes:
+        for staged in meshes:
+            mesh = staged.mesh
             data = [a for a in mesh.axes if a.meaning.splits_batch]
             ways = gcd(self.total, data_ways(mesh))
-            if len(data) == 1 and 1 < ways < data[0].size:
+            if staged.ranks == 1 and len(data) == 1 and 1 < ways < data[0].size:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 axes = (Axis(data[0].name, ways), Axis("seq", data[0].size // ways), *rest)
-                found.append(Mesh(axes))
+                found.append(replace(staged, mesh=Mesh(axes)))
         return found or list(meshes)
 
-    def solved(self, meshes: tuple[Mesh, ...]) -> Shape:
-        """The shape at both ends; raises UsageError if the batch does not divide over its data ranks."""
-        mesh = meshes[0]
-        sizes = [b for b in self.sizes(mesh) if b > 1] or self.sizes(mesh)
-        if not sizes:
-            raise UsageError(
-                f"a batch of {self.total} does not divide over {data_ways(mesh)} batch shards",
-                where=f"mesh {mesh}",
-                hint="choose a global batch that is a multiple of the data-parallel ranks",
-            )
-        self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences")
-        low = self._end(mesh, sizes[0])
-        return Shape(meshes, low, low if len(sizes) == 1 else self._end(mesh, sizes[-1]))
+    def solved(self, group: tuple[Staged, ...]) -> Shape:
+        """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
+        failure: UsageError | None = None
+        for staged in group:
+            mesh, ways = staged.mesh, data_ways(staged.mesh)
+            sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)})
+            sizes = [b for b in sizes if b * ways > 1] or sizes
+            if not sizes:
+                raise UsageError(
+                    f"a batch of {self.total} does not divide over {ways} batch shards",
+                    where=f"mesh {mesh}",
+                    hint="choose a global batch that is a multiple of the data-parallel ranks",
+                )
+            middle = [b for b in sizes if b <= _MIDDLE * sizes[0]]
+            chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
+            self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
+            try:
+                ends = tuple(self._end(mesh, b) for b in chosen)
+            except UsageError as error:
+                failure = error
+                continue
+            return Shape(group, ends, _between_layers(self.poses.model))
+        assert failure is not None
+        raise failure
 
-    def ranked(self, shape: Shape) -> list[Estimated]:
-        """Configurations of a shape that may fit."""
+    def ranked(self, shape: Shape, known: float = inf) -> list[Estimated]:
+        """Configurations of a shape that may fit; known: see `rank`."""
         ask = self.ask
-        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe)
+        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe, known)
 
-    def sizes(self, mesh: Mesh) -> list[int]:
-        """Possible microbatches, in sequences over the whole mesh."""
-        if self.ask.batch is None:
+    def sizes(self, staged: Staged) -> Sequence[int]:
+        """Possible microbatches, in sequences over the mesh."""
+        if staged.batches:
+            return staged.batches
+        if self.ask.batch is None and staged.ranks == 1:
             return [self.poses.captured]
-        return microbatch_sizes(mesh, self.total)
+        return microbatch_sizes(staged.mesh, self.total)
 
-    def _end(self, mesh: Mesh, batch: int) -> End:
-        posed = self.poses.of(mesh, batch, self.ask.pins)
+    def _end(self, mesh: Mesh, each: int) -> End:
+        """each: sequences per data rank."""
+        posed = self.poses.of(mesh, each * data_ways(mesh), self.ask.pins)
         free = posed.free
 
         def lean() -> Way:
@@ -93,13 +114,25 @@ class Shapes:
         def least_bytes() -> float:
             return self._least_bytes(posed)
 
-        return End(batch, way_of(posed, free), _least_seconds(posed), lean, least_bytes)
+        return End(each, way_of(posed, free), _least_seconds(posed), lean, least_bytes)
 
     def _least_bytes(self, posed: Posed) -> float:
         """Bytes that no placements go below, with everything computed again."""
         setting = replace(self.setting, optimistic=self.ask.recompute)
         network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
         return solve(network.at_price(1.0), limits=QUICK).lower_bound
+
+
+def _between_layers(model: Model) -> float:
+    """Bytes that one sequence hands from one layer to the next; the most of any pair."""
+    layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
+    backward = model.folded.is_backward()
+    found = [
+        model.folded.segments[target[0]].types()[target[1]].nbytes
+        for source, target in model.flow.edges
+        if source[0] in layers and target[0] in layers and not backward[target[0]]
+    ]
+    return max(found, default=0) / max(1, batch_of(model.folded))
 
 
 def _least_seconds(posed: Posed) -> float:

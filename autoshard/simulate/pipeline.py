@@ -20,6 +20,8 @@ class StageCosts:
     held: bytes a stage keeps from the start of a forward to the end of its backward.
     held_weight: the part of it still kept between the end of the input gradient and that of the weight one.
     base: bytes per rank of everything else. update: seconds at the end of the step, per rank.
+    made_weight: bytes that the input gradient makes and the weight one needs, kept from the end of the one to
+    that of the other, per stage; () for none.
     """
 
     forward: tuple[float, ...]
@@ -32,6 +34,7 @@ class StageCosts:
     held_weight: tuple[float, ...]
     base: tuple[float, ...]
     update: tuple[float, ...]
+    made_weight: tuple[float, ...] = ()
 
     @classmethod
     def uniform(
@@ -172,7 +175,9 @@ def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
 
 def _steps(row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
     """Bytes in flight after each change, in order: at the start of a forward, at the end of the others."""
-    held, kept, now = costs.held, costs.held_weight, 0.0
+    held, now = costs.held, 0.0
+    made = costs.made_weight or (0.0,) * len(held)
+    kept = [a + b for a, b in zip(costs.held_weight, made, strict=True)]
     for action in row:
         if action.kind == "F":
             now += held[action.stage]
@@ -208,6 +213,7 @@ def _check_costs(schedule: Schedule, costs: StageCosts) -> None:
         ("forward", "backward", "backward_input", "backward_weight", "held", "held_weight"), stages
     )
     expected |= {"send_forward": stages - 1, "send_backward": stages - 1, "base": ranks, "update": ranks}
+    expected |= {"made_weight": stages} if costs.made_weight else {}
     for name, length in expected.items():
         if len(getattr(costs, name)) != length:
             raise UsageError(

@@ -1,0 +1,155 @@
+"""What the stages of a program keep of a microbatch, from its forward to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir.lowered import LoweredSegment
+from autoshard.placement import Layout
+from autoshard.program.ends import ends_of
+from autoshard.program.program import Program
+from autoshard.report.pricing import VIEWS
+
+_RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
+#: bytes of a value on the rank that is priced
+SizeOf: TypeAlias = Callable[[TensorType, Layout], float]
+#: what names a storage, and its bytes
+Storage: TypeAlias = "tuple[object, float]"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one microbatch on a rank.
+
+    held: from the forward of a stage to the end of its backward. weight: the part of it that the gradients
+    of weights still need. made: what backward makes, or is sent, and these need beside that.
+    """
+
+    held: float = 0.0
+    weight: float = 0.0
+    made: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank holds, with Adam. activations: kept from forward to backward."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def kept_by(
+    program: Program, stages: Sequence[int], size_of: SizeOf, *, copies: bool = True
+) -> dict[int, Kept]:
+    """What each of the stages of one pipeline rank keeps, each storage once.
+
+    Ports and their views are not counted: they stay where they are. What more than one of these stages
+    reads in backward counts for the lowest, whose backward comes last. copies: whether to count that an
+    expanded value is copied when it is reshaped (the keys and values of grouped attention).
+    """
+    rank = _Rank(program, size_of, copies)
+    ordered = sorted(stages)
+    for stage in ordered:
+        rank.run(stage, ("forward",))
+    forward = dict(rank.storage)
+    early = set(forward.values())
+    read: dict[int, set[Storage]] = {}
+    late: dict[int, set[Storage]] = {}
+    for stage in reversed(ordered):
+        rank.run(stage, ("backward",))
+        uses = rank.uses(stage, ("backward", "weight"))
+        read[stage] = {forward[v] for v in uses if v in forward}
+        late[stage] = {rank.storage[v] for v in rank.uses(stage, ("weight",)) if v in rank.storage}
+    found: dict[int, Kept] = {}
+    counted: set[Storage] = set()
+    for stage in ordered:
+        own = read[stage] - counted
+        counted |= own
+        found[stage] = Kept(_bytes(own), _bytes(late[stage] & own), _bytes(late[stage] - early))
+    return found
+
+
+def _bytes(storages: Collection[Storage]) -> float:
+    return float(sum(size for _, size in storages))
+
+
+@dataclass
+class _Rank:
+    """The values that a rank has, by their storage, as its parts run."""
+
+    program: Program
+    size_of: SizeOf
+    copies: bool
+    storage: dict[str, Storage] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
+
+    def uses(self, stage: int, phases: Collection[str]) -> list[str]:
+        lowered = self.program.lowered
+        parts = [p for p in lowered.parts if p.stage == stage and p.phase in phases]
+        return [v for part in parts for v in ends_of(lowered, part).uses]
+
+    def run(self, stage: int, phases: Collection[str]) -> None:
+        """Make what these parts of a stage make, after what they are sent has arrived."""
+        lowered = self.program.lowered
+        for part in lowered.parts:
+            if part.stage != stage or part.phase not in phases:
+                continue
+            for value in ends_of(lowered, part).uses:
+                self.storage.setdefault(value, self._own(value))
+            for number in range(part.start, part.stop):
+                item = lowered.main[number]
+                made = self._call(number, item) if isinstance(item, Call) else self._node(item)
+                # a value that two stages of a rank make for themselves is there once
+                self.storage.update((v, s) for v, s in made.items() if v not in self.storage)
+
+    def _own(self, value: str) -> Storage:
+        placed = self.program.lowered.values[value]
+        return value, self.size_of(placed.type, placed.layout)
+
+    def _node(self, node: Node) -> dict[str, Storage]:
+        source = next(refs_of(node), None) if node.op in VIEWS else None
+        if source is not None:
+            return dict.fromkeys(node.outs, self.storage[source])
+        typed = zip(node.outs, node.types, strict=True)
+        return {out: self._own(out) for out, type_ in typed if type_ is not None}
+
+    def _call(self, number: int, call: Call) -> dict[str, Storage]:
+        segment = self.program.lowered.segments[call.segment]
+        types = segment.graph.types()
+        given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
+        base = view_roots(segment, copies=self.copies)
+        found: dict[str, Storage] = {}
+        for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
+            root = base.get(inner, inner)
+            if root in given:
+                found[outer] = self.storage[given[root]]
+            else:
+                found[outer] = (number, root), self.size_of(types[root], segment.layouts[root])
+        return found
+
+
+def view_roots(segment: LoweredSegment, *, copies: bool) -> dict[str, str]:
+    """For every view the value whose storage it shares; see `kept_by`."""
+    roots: dict[str, str] = {}
+    types = segment.graph.types()
+    for node in segment.graph.nodes:
+        if node.op in VIEWS:
+            source = next(refs_of(node), None)
+            if source is None:
+                continue
+            root = roots.get(source, source)
+            expanded = types[source].numel > types[root].numel
+            if not (copies and expanded and node.op in _RESHAPES):
+                roots |= dict.fromkeys(node.outs, root)
+    return roots

@@ -1,0 +1,70 @@
+"""Which parts of the model the stages of a program are made of, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.ir import Call
+from autoshard.program.program import Program
+
+_NUMBERED = re.compile(r"^(.*?)(\d+)$")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer, or a module outside layers. part: of a layer, whether another stage has some of it, too."""
+
+    label: str
+    part: bool
+
+
+def layers_of_stages(program: Program) -> tuple[str, ...]:
+    """Per stage, its layers as ranges of their labels, with the modules outside layers whose parameters it
+    uses: ``model.embed_tokens, model.layers.0-7, part of model.layers.8``."""
+    lowered = program.lowered
+    count = 1 + max((p.stage for p in lowered.parts), default=0)
+    modules = {p.name: p.target.rpartition(".")[0] for p in program.signature.ports if p.kind == "param"}
+    found: list[list[str]] = [[] for _ in range(count)]
+    layers = {i.label for i in lowered.main if isinstance(i, Call)}
+    for part in lowered.parts:
+        if part.phase != "forward":
+            continue
+        for item in lowered.of(part):
+            if isinstance(item, Call) and not item.label:
+                found[part.stage] += [modules[a] for a in item.args if a in modules]
+            elif isinstance(item, Call):
+                found[part.stage].append(item.label)
+    own = [list(dict.fromkeys(filter(None, labels))) for labels in found]
+    return tuple(
+        ", ".join(
+            _ranges([_Layer(x, x in layers and any(x in o for o in own if o is not labels)) for x in labels])
+        )
+        for labels in own
+    )
+
+
+def _ranges(layers: Sequence[_Layer]) -> list[str]:
+    """Neighbours whose labels differ by one in their last number, in one word."""
+    found: list[str] = []
+    at = 0
+    while at < len(layers):
+        end = at
+        while end + 1 < len(layers) and _follows(layers[end], layers[end + 1]):
+            end += 1
+        last = "" if end == at else f"-{_numbered(layers[end].label)[1]}"
+        found.append(("part of " if layers[at].part else "") + layers[at].label + last)
+        at = end + 1
+    return found
+
+
+def _follows(one: _Layer, other: _Layer) -> bool:
+    (head, number), (next_head, next_number) = _numbered(one.label), _numbered(other.label)
+    return not one.part and not other.part and head == next_head and 0 <= number == next_number - 1
+
+
+def _numbered(label: str) -> tuple[str, int]:
+    """What stands before the number at the end, and the number; -1 if there is none."""
+    match = _NUMBERED.match(label)
+    return (match.group(1), int(match.group(2))) if match else (label, -1)

@@ -1,0 +1,262 @@
+"""What the stages of a program cost: the seconds and bytes from which its step is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.collective import seconds
+from autoshard.cost.link import AxisLink, link_of
+from autoshard.cost.recipe import ADAMW
+from autoshard.ir import DTYPES, Port
+from autoshard.ir.lowered import Phase
+from autoshard.program.ends import wires_of
+from autoshard.program.holders import accumulated, holders_of
+from autoshard.program.messages import moves_of
+from autoshard.program.program import Program
+from autoshard.report.kept import Held, Kept, kept_by
+from autoshard.report.pricing import Pricer, SegmentCost, total
+from autoshard.schedules.schedule import Schedule
+from autoshard.simulate.pipeline import StageCosts
+
+#: bytes of an element of a gradient that is summed over microbatches, if it is narrower by itself
+_SUM_BYTES = 4
+_HALF = ("bf16", "f16")
+
+
+def stage_costs(program: Program, cluster: Cluster, rank: int = 0) -> StageCosts:
+    """Seconds and bytes of the stages of a program on a cluster; see `StagePrices`.
+
+    rank: which rank of a stage is priced (default: the fullest).
+    """
+    return StagePrices(program, cluster, rank).costs
+
+
+def schedule_of(program: Program) -> Schedule:
+    """The schedule of a pipeline; one microbatch after the other for a program of one stage."""
+    if program.stages is not None:
+        return program.stages.schedule
+    (moves,) = moves_of(program)
+    return Schedule("one stage", program.microbatches, (0,), (tuple(m.action for m in moves),))
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """Seconds of a rank after its last microbatch.
+
+    reduce: of gradients over the ranks of a stage. shared: of gradients that several stages add to, over
+    the ranks that hold those stages. update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
+    """
+
+    reduce: float
+    shared: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.reduce + self.shared + self.update
+
+
+class StagePrices:
+    """Prices of all stages of a program on a cluster, for one rank of each (default: the fullest).
+
+    Between stages on different ranks, a value is sent once to every rank that uses it. What skips stages is
+    priced with the first hop on its way that leaves a rank: it takes its sender's link, and has arrived
+    when it is needed, as whoever uses it waits for the stages between as well.
+    """
+
+    def __init__(self, program: Program, cluster: Cluster, rank: int = 0) -> None:
+        self.program, self.cluster = program, cluster
+        self.schedule = schedule_of(program)
+        self.pricer = Pricer(program, cluster, rank)
+        self.whole = Mesh.parse(program.whole_mesh)
+        self.stages_of = tuple(
+            tuple(s for s, owner in enumerate(self.schedule.owner) if owner == rank)
+            for rank in range(self.schedule.ranks)
+        )
+        self.holders = holders_of(program)
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parts(self) -> Mapping[tuple[int, Phase], SegmentCost]:
+        """(stage, phase) -> what it costs to run it once."""
+        lowered = self.program.lowered
+        return {(p.stage, p.phase): self.pricer.priced(lowered.of(p)) for p in lowered.parts}
+
+    def part(self, stage: int, *phases: Phase) -> SegmentCost:
+        """The cost of some phases of a stage; nothing where it has none of them."""
+        found = [self.parts[stage, phase] for phase in phases if (stage, phase) in self.parts]
+        return total(found) if found else SegmentCost(0.0, 0.0, 0.0, 0)
+
+    @cached_property
+    def costs(self) -> StageCosts:
+        count = self.schedule.stages
+        kept = [self.kept[s] for s in range(count)]
+        up, down = self.sends
+
+        def each(*phases: Phase) -> tuple[float, ...]:
+            return tuple(_seconds(self.part(s, *phases)) for s in range(count))
+
+        return StageCosts(
+            forward=each("forward"),
+            backward=each("backward", "weight"),
+            backward_input=each("backward"),
+            backward_weight=each("weight"),
+            send_forward=up,
+            send_backward=down,
+            held=tuple(k.held for k in kept),
+            held_weight=tuple(k.weight for k in kept),
+            base=tuple(state.total for state in self.states),
+            update=tuple(end.total for end in self.ends),
+            made_weight=tuple(k.made for k in kept),
+        )
+
+    @cached_property
+    def ends(self) -> tuple[StepEnd, ...]:
+        """What every pipeline rank does at the end of a step."""
+        return tuple(self._end(rank) for rank in range(self.schedule.ranks))
+
+    def _end(self, rank: int) -> StepEnd:
+        device = self.cluster.device
+        trained = [p for p in self._held(rank) if p.target in self._trained]
+        touched = sum(self.size(p.name) / _width(p) * ADAMW.update_bytes(_width(p)) for p in trained)
+        shared = 0.0
+        for port in trained:
+            ranks = self._ranks_of(port)
+            if len(ranks) > 1:
+                shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
+        reduced = sum(_seconds(self.part(stage, "reduce")) for stage in self.stages_of[rank])
+        return StepEnd(reduced, shared, touched / device.memory_bandwidth)
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes per microbatch that leave a rank, from stage s to s + 1, and from s + 1 to s."""
+        owner, hops = self.schedule.owner, self.schedule.stages - 1
+        up, down = [0.0] * hops, [0.0] * hops
+        sent: set[tuple[int, str, str, int]] = set()
+        for wire in wires_of(self.program.lowered, {p.name for p in self.program.signature.ports}):
+            source, receiver = wire.source, owner[wire.target]
+            key = (source, wire.phase, wire.value, receiver)
+            if owner[source] == receiver or key in sent:
+                continue
+            sent.add(key)
+            if wire.target > source:
+                way = range(source, wire.target)
+                up[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+            else:
+                way = range(source - 1, wire.target - 1, -1)
+                down[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+        return tuple(up), tuple(down)
+
+    @cached_property
+    def sends(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds per microbatch, as `crossing`: one message per hop (`cost.collective`)."""
+        owner = self.schedule.owner
+        up, down = self.crossing
+        links = [
+            None if owner[s] == owner[s + 1] else self.link((owner[s], owner[s + 1]))
+            for s in range(self.schedule.stages - 1)
+        ]
+
+        def each(sizes: Sequence[float]) -> tuple[float, ...]:
+            return tuple(
+                0.0 if link is None else float(seconds("send", size, link))
+                for size, link in zip(sizes, links, strict=True)
+            )
+
+        return each(up), each(down)
+
+    def link(self, ranks: Sequence[int]) -> AxisLink:
+        """The link between pipeline ranks, as seen by the ranks of a stage that use it at once.
+
+        Where pp stands in the mesh of all ranks decides which devices these are, and so which levels of
+        wiring are crossed.
+        """
+        stages = self.program.stages
+        if stages is None:
+            return AxisLink(0.0, float("inf"), 1)
+        ordered = tuple(sorted(set(ranks)))
+        if ordered not in self._links:
+            inner = self.pricer.mesh.world_size
+            at = stages.position
+            devices = []
+            for pipe_rank in ordered:
+                for place in range(inner):
+                    coords = self.pricer.mesh.coords(place)
+                    devices.append(self.whole.rank((*coords[:at], pipe_rank, *coords[at:])))
+            mesh = Mesh((Axis("pp", len(ordered)), Axis("inside", inner)))
+            self._links[ordered] = link_of(self.cluster, mesh, 0, RankOrder(tuple(devices)))
+        return self._links[ordered]
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, ...], AxisLink]:
+        return {}
+
+    # -- bytes -----------------------------------------------------------------------------------------
+
+    def size(self, value: str) -> float:
+        """Bytes of a main value on the rank."""
+        placed = self.program.lowered.values[value]
+        return self.pricer.bytes_of(placed.type, placed.layout)
+
+    @cached_property
+    def kept(self) -> Mapping[int, Kept]:
+        """What every stage keeps of a microbatch."""
+        found: dict[int, Kept] = {}
+        for stages in self.stages_of:
+            found |= kept_by(self.program, stages, self.pricer.bytes_of)
+        return found
+
+    @cached_property
+    def states(self) -> tuple[Held, ...]:
+        """What every pipeline rank holds beside activations; gradients as they are summed up.
+
+        A parameter that several ranks share is on each of them.
+        """
+        return tuple(self._state(rank) for rank in range(self.schedule.ranks))
+
+    def _state(self, rank: int) -> Held:
+        held = self._held(rank)
+        optimizer = sum(
+            self.size(p.name) / _width(p) * ADAMW.optimizer_bytes(_width(p))
+            for p in held
+            if p.target in self._trained
+        )
+        gradients = sum(
+            self._sum_bytes(v) for stage in self.stages_of[rank] for v in accumulated(self.program, stage)
+        )
+        return Held(sum(self.size(p.name) for p in held), gradients, optimizer, 0.0)
+
+    def _sum_bytes(self, value: str) -> float:
+        """Bytes of a gradient while it is summed over microbatches: in f32 if it is of half precision."""
+        dtype = self.program.lowered.values[value].type.dtype
+        wide = dtype in _HALF and self.program.microbatches > 1
+        return self.size(value) * (_SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
+
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        return frozenset(r.target for r in self.program.signature.results if r.kind == "grad")
+
+    def _held(self, rank: int) -> list[Port]:
+        """Parameters of a pipeline rank."""
+        ports = [p for p in self.program.signature.ports if p.kind == "param"]
+        return [p for p in ports if rank in self._ranks_of(p)]
+
+    def _ranks_of(self, port: Port) -> tuple[int, ...]:
+        owner = self.schedule.owner
+        return tuple(sorted({owner[s] for s in self.holders[port.name]}))
+
+
+def _seconds(cost: SegmentCost) -> float:
+    return float(cost.compute + cost.comm)
+
+
+def _width(port: Port) -> int:
+    return DTYPES[port.type.dtype][1]

@@ -1,0 +1,133 @@
+"""A simulated step in words: one row per stage, what the time goes to, what the fullest rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.report.kept import Held
+from autoshard.report.step_estimate import StepEstimate
+from autoshard.report.units import bytes_text, seconds_text
+
+#: columns of the table, and which of them are numbers
+COLUMNS = ("stage", "rank", "layers", "forward", "backward", "in flight", "kept each", "peak of rank")
+RIGHT = (0, 1, 3, 4, 5, 6, 7)
+
+
+def stage_rows(estimate: StepEstimate) -> list[tuple[str, ...]]:
+    """The cells of every stage; kept each: bytes per microbatch in flight, peak: of the whole rank."""
+    return [
+        (
+            str(row.stage),
+            str(row.rank),
+            row.layers,
+            seconds_text(row.forward),
+            seconds_text(row.backward),
+            str(row.in_flight),
+            bytes_text(row.kept),
+            bytes_text(estimate.ranks[row.rank].held.total),
+        )
+        for row in estimate.stages
+    ]
+
+
+def table_lines(estimate: StepEstimate) -> list[str]:
+    """The table as plain text."""
+    rows = [COLUMNS, *stage_rows(estimate)]
+    widths = [max(len(row[k]) for row in rows) for k in range(len(COLUMNS))]
+    return [
+        "  ".join(
+            cell.rjust(width) if k in RIGHT else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def step_text(estimate: StepEstimate) -> str:
+    """What the step takes and what it is spent on."""
+    spent, ranks = estimate.spent, estimate.timeline.ranks
+    share = f" (idle {estimate.timeline.bubble:.1%})"
+    mean = f", means over {ranks} pipeline ranks" if ranks > 1 else ""
+    waits = f"p2p {seconds_text(spent.p2p)} + bubble {seconds_text(spent.bubble)}{share} + "
+    return (
+        f"{seconds_text(estimate.seconds)}: compute {seconds_text(spent.compute)} + comm "
+        f"{seconds_text(spent.exposed)} + {waits if ranks > 1 else ''}optimizer "
+        f"{seconds_text(spent.update)}{mean}; MFU {estimate.mfu:.1%}"
+    )
+
+
+def memory_text(estimate: StepEstimate, cluster: Cluster) -> str:
+    """What the fullest rank holds at its peak."""
+    row = estimate.fullest
+    who = f"pipeline rank {row.rank} is the fullest: " if estimate.timeline.ranks > 1 else ""
+    return f"{who}{held_text(row.held)} of {bytes_text(cluster.device.memory_bytes)}"
+
+
+def held_text(held: Held) -> str:
+    """A sum of bytes, with its terms."""
+    return (
+        f"params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
+        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = "
+        f"{bytes_text(held.total)}"
+    )
+
+
+def held_json(held: Held) -> dict[str, int]:
+    """Bytes, by what they are for."""
+    return {
+        "parameters": int(held.parameters),
+        "gradients": int(held.gradients),
+        "optimizer": int(held.optimizer),
+        "activations": int(held.activations),
+    }
+
+
+def timeline_json(estimate: StepEstimate) -> dict[str, Any]:
+    """The simulated step as a document; seconds of ``spent_seconds`` are means over the pipeline ranks.
+
+    bubble: the share of the makespan in which a rank is idle, waiting for messages included.
+    """
+    timeline, spent, costs = estimate.timeline, estimate.spent, estimate.costs
+    return {
+        "schedule": timeline.name,
+        "makespan_seconds": timeline.makespan,
+        "bubble": timeline.bubble,
+        "mfu": estimate.mfu,
+        "model_flop": estimate.model_flop,
+        "spent_seconds": {
+            "compute": spent.compute,
+            "exposed_comm": spent.exposed,
+            "p2p": spent.p2p,
+            "bubble": spent.bubble,
+            "optimizer": spent.update,
+        },
+        "stages": [
+            {
+                "stage": row.stage,
+                "rank": row.rank,
+                "layers": row.layers,
+                "forward_seconds": row.forward,
+                "backward_seconds": row.backward,
+                "backward_input_seconds": costs.backward_input[row.stage],
+                "backward_weight_seconds": costs.backward_weight[row.stage],
+                "in_flight": row.in_flight,
+                "kept_bytes": int(row.kept),
+            }
+            for row in estimate.stages
+        ],
+        "send_forward_seconds": list(costs.send_forward),
+        "send_backward_seconds": list(costs.send_backward),
+        "ranks": [
+            {
+                "rank": row.rank,
+                "stages": list(row.stages),
+                "busy_seconds": row.busy,
+                "idle_seconds": row.idle,
+                "end_seconds": costs.update[row.rank],
+                "peak_bytes": int(row.held.total),
+                "held_bytes": held_json(row.held),
+            }
+            for row in estimate.ranks
+        ],
+    }

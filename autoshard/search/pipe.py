@@ -1,0 +1,87 @@
+"""What a pipeline does to a step and to memory, before anything is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.errors import UsageError
+
+#: schedule -> chunks that are tried
+TRIED: dict[str, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "interleaved": (2, 4),
+    "zb-h1": (1,),
+    "zb-v": (2,),
+}
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """ranks: of the pp axis, 1 for no pipeline. schedule, chunks: as in `autoshard.schedules`.
+
+    hop: seconds to send what one microbatch hands from stage to stage.
+    """
+
+    ranks: int = 1
+    schedule: str = ""
+    chunks: int = 1
+    hop: float = 0.0
+
+    @property
+    def hops(self) -> float:
+        """Seconds that the first microbatch is on its way, there and back; what follows is sent meanwhile."""
+        return 2 * (self.ranks * self.chunks - 1) * self.hop
+
+    @property
+    def filling(self) -> float:
+        """How many microbatches a rank could compute while it waits; see `autoshard.schedules.formulas`.
+
+        Stages are taken as alike, backward as twice forward and half of it for weights.
+        """
+        waits = self.ranks - 1
+        match self.schedule:
+            case "zb-h1":
+                return waits / 3
+            case "zb-v":
+                return waits / 6
+            case "interleaved" | "breadth-first":
+                return waits / self.chunks
+        return float(waits)
+
+    def in_flight(self, microbatches: int) -> float:
+        """Microbatches that the rank which holds most of them keeps for backward, in whole stages' worth."""
+        if self.ranks == 1:
+            return 1.0
+        if self.schedule in ("gpipe", "breadth-first"):
+            return float(microbatches)
+        most = self.ranks + (self.ranks - 1) / self.chunks if self.schedule == "interleaved" else self.ranks
+        return float(min(microbatches, most))
+
+    def __str__(self) -> str:
+        chunks = f" x {self.chunks}" if self.chunks > 1 else ""
+        return f"pp={self.ranks} {self.schedule}{chunks}"
+
+
+def pipes_of(ranks: int, layers: int, schedule: str = "", chunks: int | None = None) -> list[Pipe]:
+    """The pipelines worth trying on so many ranks; schedule, chunks: what is decided already.
+
+    layers: calls of layers; there are no more stages than those. Raises UsageError if nothing is left.
+    """
+    if ranks == 1:
+        return [Pipe()]
+    if schedule:
+        from autoshard.schedules.registry import default_chunks
+
+        return [Pipe(ranks, schedule, chunks or default_chunks(schedule))]
+    found = [
+        Pipe(ranks, name, count)
+        for name, counts in TRIED.items()
+        for count in counts
+        if (chunks is None or count == chunks) and ranks * count <= max(layers, ranks)
+    ]
+    if not found:
+        raise UsageError(
+            f"no schedule has {chunks} stages per rank on {ranks} pipeline ranks and {layers} layers",
+            hint="leave out --chunks, or name a schedule",
+        )
+    return found

@@ -1,0 +1,360 @@
+"""Cut a planned model into pipeline stages and choose their schedule, by the simulated step.
+
+What is priced is the placed program, op by op: the search says how every op runs, this where the stages
+end. Every schedule gets the cuts that are best for it, and the one with the shortest simulated step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cost.collective import AxisLink, link_of, seconds
+from autoshard.cost.recipe import Recipe
+from autoshard.errors import InfeasibleError
+from autoshard.ir import DTYPES, Call, Folded
+from autoshard.ir.lowered import Placed
+from autoshard.ir.statements import Statement, Statements, statements_of
+from autoshard.passes.cut_pipeline import Homes, homes_of
+from autoshard.passes.pipeline import Lowering, place
+from autoshard.placement import R
+from autoshard.program.program import Program, Signature
+from autoshard.report.estimate import Estimator, placed_of
+from autoshard.schedules.registry import make
+from autoshard.schedules.schedule import Schedule
+from autoshard.search.amounts import bytes_up
+from autoshard.search.cuts import Ask, Line, best_cuts
+from autoshard.search.pipe import TRIED
+from autoshard.search.plan import Cut, Pipeline
+from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
+
+#: places that may be cut: with more of them, those are left out where most crosses
+_PLACES = 250
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A pipeline, cut.
+
+    timeline: of its simulated step, collectives of parameters left out. costs: of its stages. tried: schedule
+    -> seconds of a step with the best cuts for it, None where nothing fits. equal: seconds with the same
+    number of layers in every stage, None where there are too few layers.
+    """
+
+    pipeline: Pipeline
+    costs: StageCosts
+    timeline: Timeline
+    tried: dict[str, float | None]
+    equal: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.makespan
+
+
+def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:
+    """Between neighbouring pipeline ranks, each of which is a whole inner mesh."""
+    whole = Mesh((Axis("pp", ranks), *inner.axes))
+    return link_of(cluster.used_by(whole.world_size), whole, 0)
+
+
+def staged(
+    folded: Folded,
+    how: Lowering,
+    cluster: Cluster,
+    recipe: Recipe,
+    budget: float | None,
+    *,
+    fixed: bool,
+) -> Staging:
+    """The stages of a plan whose pipeline is not cut yet.
+
+    budget: bytes per rank. fixed: whether the schedule was asked for, or others may be tried, too. Raises
+    InfeasibleError if no cut fits the memory.
+    """
+    pipeline = how.plan.pipeline
+    assert pipeline is not None
+    whole = statements_of(place(folded, how))
+    inner = Mesh.parse(how.plan.mesh)
+    line = _Slots(
+        whole, folded, how, cluster.used_by(inner.world_size * pipeline.ranks), recipe, pipeline.ranks
+    )
+    layers = sum(1 for c in folded.calls if c.label and not c.backward)
+    kinds = [(pipeline.schedule, pipeline.chunks)]
+    if not fixed:
+        kinds += [
+            (n, v) for n, vs in TRIED.items() for v in vs if pipeline.ranks * v <= max(layers, pipeline.ranks)
+        ]
+    best: Staging | None = None
+    tried: dict[str, float | None] = {}
+    for name, chunks in dict.fromkeys(kinds):
+        found = line.cut(name, chunks, how.plan.microbatches, budget)
+        tried[f"{name} x {chunks}" if chunks > 1 else name] = None if found is None else found.seconds
+        if found is not None and (best is None or found.seconds < best.seconds):
+            best = found
+    if best is None:
+        raise _no_room(line, pipeline, budget or 0.0)
+    equal = line.equal(best.pipeline, how.plan.microbatches)
+    return Staging(best.pipeline, best.costs, best.timeline, tried, equal)
+
+
+def _no_room(line: _Slots, pipeline: Pipeline, budget: float) -> InfeasibleError:
+    least = float(line.state.sum()) / pipeline.ranks
+    return InfeasibleError(
+        f"no stages of pp={pipeline.ranks} fit {bytes_up(budget)} per rank",
+        why=f"parameters and optimizer state alone are {bytes_up(least)} per rank on average",
+        hint="use more pipeline ranks, more tp or fsdp, smaller microbatches, or a larger --memory",
+    )
+
+
+class _Slots:
+    """The ops of forward in order, with what each of them costs as a part of a stage."""
+
+    def __init__(
+        self, whole: Statements, folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int
+    ) -> None:
+        self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
+        self.ranks = ranks
+        inner = Mesh.parse(how.plan.mesh)
+        self.estimator = Estimator(_bare(whole, folded, how), cluster)
+        self.link = pipe_link(cluster, inner, ranks)
+        self.links, self.sizes = self.estimator.links, inner.sizes
+        self.homes: Homes = homes_of(whole, folded.joint, how.mesh)
+        self.ops = [s for s in whole.all if not s.backward]
+        calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
+        self.numbers = {id(call): k for k, call in enumerate(calls)}
+        self.count = len(self.ops)
+        self.forward, self.input, self.weight, self.held, self.state = (
+            np.zeros(self.count) for _ in range(5)
+        )
+        self.update = np.zeros(self.count)
+        self._seconds()
+        self._kept()
+        self._parameters(cluster)
+        self.send = self._sends()
+        self.places = self._places()
+
+    def bytes_of(self, placed: Placed) -> float:
+        return self.estimator.bytes_of(placed.type, placed.layout)
+
+    def _seconds(self) -> None:
+        known: dict[tuple[str, int, bool], float] = {}
+        tables = {name: placed_of(s) for name, s in self.whole.lowered.segments.items()}
+        for place_, statement in enumerate(self.whole.all):
+            slot = self.homes.slot[place_]
+            message = statement.node.op.startswith("comm.")
+            if slot is None or (message and place_ in self.homes.weight):
+                continue  # collectives of parameters run beside the pipeline
+            item = self.whole.lowered.main[statement.item]
+            if isinstance(item, Call):
+                key = (item.segment, statement.number, statement.backward)
+                if key not in known:
+                    node = self.whole.lowered.segments[item.segment].graph.nodes[statement.number]
+                    known[key] = self.estimator.node(node, tables[item.segment]).seconds
+                cost = known[key]
+            else:
+                cost = self.estimator.node(item, self.whole.lowered.values).seconds
+            if not statement.backward:
+                self.forward[slot] += cost
+            elif place_ in self.homes.weight:
+                self.weight[slot] += cost
+            else:
+                self.input[slot] += cost
+
+    def _makers(self) -> dict[str, int]:
+        """Value of forward that one stage makes and others are sent -> its slot."""
+        found: dict[str, int] = {}
+        for place_, statement in enumerate(self.whole.all):
+            slot = self.homes.slot[place_]
+            if not statement.backward and slot is not None:
+                found.update(dict.fromkeys(statement.makes, slot))
+        return found
+
+    def _kept(self) -> None:
+        """What backward reads of forward, at the slot that makes it."""
+        makers = self._makers()
+        wanted: set[str] = set()
+        for statement in self.whole.all:
+            if statement.backward:
+                for value in statement.uses:
+                    wanted.update(self.homes.bases.get(value, (value,)))
+        for value in wanted:
+            if value in makers and value in self.whole.values:
+                self.held[makers[value]] += self.bytes_of(self.whole.values[value])
+
+    def _parameters(self, cluster: Cluster) -> None:
+        """Parameters with gradient and optimizer, at the first op that uses them."""
+        first: dict[str, int] = {}
+        for place_, statement in enumerate(self.whole.all):
+            slot = self.homes.slot[place_]
+            if not statement.backward and slot is not None:
+                for value in statement.uses:
+                    for base in self.homes.bases.get(value, (value,)):
+                        first.setdefault(base, slot)
+        trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
+        for port in self.folded.joint.ports:
+            if port.kind != "param":
+                continue
+            own = self.bytes_of(self.whole.values[port.name])
+            width = DTYPES[port.type.dtype][1]
+            slot = first.get(port.name, 0)
+            extra = 0.0
+            if port.target in trained:
+                extra = self.recipe.gradient_bytes(width) + self.recipe.optimizer_bytes(width)
+                moved = own / width * self.recipe.update_bytes(width)
+                self.update[slot] += moved / cluster.device.memory_bandwidth
+            self.state[slot] += own + own / width * extra
+
+    def _sends(self) -> np.ndarray:
+        """Seconds for what crosses behind every slot, there and (its gradient) back."""
+        makers = self._makers()
+        last: dict[str, int] = {}
+        for place_, statement in enumerate(self.whole.all):
+            slot = self.homes.slot[place_]
+            if statement.backward or slot is None:
+                continue
+            for value in statement.uses:
+                for base in self.homes.bases.get(value, (value,)):
+                    if base in makers:
+                        last[base] = max(last.get(base, 0), slot)
+        steps = np.zeros(self.count + 1)
+        for value, end in last.items():
+            if end > makers[value] and value in self.whole.values:
+                cost = self._send(self.whole.values[value])
+                steps[makers[value]] += cost
+                steps[end] -= cost
+        return 2 * np.cumsum(steps)[:-1]
+
+    def _send(self, placed: Placed) -> float:
+        """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
+        nbytes = self.bytes_of(placed)
+        best = seconds("send", nbytes, self.link)
+        for axis, (p, size) in enumerate(zip(placed.layout, self.sizes, strict=True)):
+            if p == R and size > 1:
+                parts = seconds("send", nbytes / size, self.link)
+                best = min(best, parts + seconds("all_gather", nbytes, self.links[axis]))
+        return float(best)
+
+    def _places(self) -> list[int]:
+        """Slots behind which a cut may be: inside calls, where little crosses."""
+        inside = []
+        for slot, statement in enumerate(self.ops[:-1]):
+            if (
+                isinstance(self.whole.lowered.main[statement.item], Call)
+                and self.homes.slot[slot] is not None
+            ):
+                inside.append(slot)
+        crossing = {slot: float(self.send[slot]) for slot in inside}
+        if len(crossing) > _PLACES:
+            return sorted(sorted(crossing, key=lambda s: (crossing[s], s))[:_PLACES])
+        return inside
+
+    def cut(self, name: str, chunks: int, microbatches: int, budget: float | None) -> Staging | None:
+        """The best cuts for one schedule, simulated; None if nothing fits."""
+        stages = self.ranks * chunks
+        if stages > len(self.places) + 1:
+            return None
+        schedule = make(name, self.ranks, microbatches, chunks)
+        edges = [0, *(p + 1 for p in self.places), self.count]
+        ask = Ask(stages, microbatches, chunks, stage_flight(schedule), budget)
+        found = best_cuts(self._line(edges), ask)
+        if found is None:
+            return None
+        ends = [edges[e + 1] - 1 for e in found.ends]
+        return self._staging(schedule, chunks, ends, budget)
+
+    def _line(self, edges: Sequence[int]) -> Line:
+        """The slots between places that may be cut, as one each."""
+
+        def grouped(x: np.ndarray) -> np.ndarray:
+            return np.add.reduceat(x, edges[:-1])
+
+        send = np.array([*(self.send[e - 1] for e in edges[1:-1]), 0.0])
+        return Line(
+            grouped(self.forward),
+            grouped(self.input + self.weight),
+            grouped(self.held),
+            grouped(self.state),
+            send,
+        )
+
+    def _staging(
+        self, schedule: Schedule, chunks: int, ends: Sequence[int], budget: float | None
+    ) -> Staging | None:
+        costs = self.costs(schedule, ends)
+        timeline = simulate(schedule, costs)
+        if budget is not None and max(timeline.peak) > budget:
+            return None
+        cuts = tuple(self._cut(e) for e in ends)
+        pipeline = Pipeline(schedule.ranks, 0, schedule.name, chunks, cuts)
+        return Staging(pipeline, costs, timeline, {})
+
+    def costs(self, schedule: Schedule, ends: Sequence[int]) -> StageCosts:
+        """Of the stages that end behind these slots."""
+        edges = [0, *(e + 1 for e in ends)]
+
+        def total(x: np.ndarray) -> tuple[float, ...]:
+            return tuple(float(v) for v in np.add.reduceat(x, edges))
+
+        sends = tuple(float(self.send[e]) / 2 for e in ends)
+        held = total(self.held)
+        state, update = total(self.state), total(self.update)
+        base, updates = [0.0] * schedule.ranks, [0.0] * schedule.ranks
+        for stage, rank in enumerate(schedule.owner):
+            base[rank] += state[stage]
+            updates[rank] += update[stage]
+        whole = total(self.input + self.weight)
+        parts = total(self.input), total(self.weight)
+        return StageCosts(
+            total(self.forward), whole, *parts, sends, sends, held, held, tuple(base), tuple(updates)
+        )
+
+    def _cut(self, slot: int) -> Cut:
+        """The cut behind a slot, by the call it is in."""
+        statement: Statement = self.ops[slot]
+        item = self.whole.lowered.main[statement.item]
+        assert isinstance(item, Call)
+        last = slot + 1 == len(self.ops) or self.ops[slot + 1].item != statement.item
+        return Cut(self.numbers[id(item)], "" if last else statement.node.name, item.label)
+
+    def equal(self, pipeline: Pipeline, microbatches: int) -> float | None:
+        """Seconds of a step with equally many layers in every stage, embedding and head at the ends."""
+        statements = self.ops
+        items = self.whole.lowered.main
+        layers: list[int] = []
+        for slot, statement in enumerate(statements):
+            item = items[statement.item]
+            last = slot + 1 == len(statements) or statements[slot + 1].item != statement.item
+            if last and isinstance(item, Call) and item.label:
+                layers.append(slot)
+        stages = pipeline.stages
+        if len(layers) < stages:
+            return None
+        ends = [layers[len(layers) * k // stages - 1] for k in range(1, stages)]
+        schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
+        seconds_ = makespan(schedule, self.costs(schedule, ends))
+        return seconds_ if isfinite(seconds_) and seconds_ < inf else None
+
+
+def stage_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, the most microbatches it holds at once, from their F to the end of B or W."""
+    held = [0] * schedule.stages
+    peak = [0] * schedule.stages
+    for row in schedule.actions:
+        for action in row:
+            if action.kind == "F":
+                held[action.stage] += 1
+                peak[action.stage] = max(peak[action.stage], held[action.stage])
+            elif action.kind in "BW":
+                held[action.stage] -= 1
+    return tuple(peak)
+
+
+def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:
+    """The placed program as one that can be priced."""
+    return Program(how.plan.mesh, whole.lowered, Signature.of(folded.joint), {})

@@ -1,0 +1,68 @@
+"""Where pipelines are cut: equal to brute force, and better than equally many layers."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard.search.cuts import Ask, Line, best_cuts, step_seconds
+
+TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> Line:
+    n = draw(st.integers(1, 8))
+    column = st.lists(TIMES, min_size=n, max_size=n)
+    forward, backward, held, state, send = (np.array(draw(column)) for _ in range(5))
+    blocked = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    return Line(forward, backward, held, state, np.where(blocked, np.inf, send))
+
+
+def brute_force(line: Line, ask: Ask) -> float | None:
+    """The least step over all cuts that fit."""
+    n = len(line)
+    best: float | None = None
+    for ends in combinations(range(n - 1), ask.stages - 1):
+        edges = [0, *(e + 1 for e in ends), n]
+        times, fits = [], True
+        for stage, (a, b) in enumerate(pairwise(edges)):
+            sent = float(line.send[b - 1]) if b < n else 0.0
+            times.append(float((line.forward + line.backward)[a:b].sum()) + sent)
+            flight = ask.in_flight[stage] if ask.in_flight else 1
+            held = float(line.state[a:b].sum()) + flight * float(line.held[a:b].sum())
+            fits &= ask.budget is None or held <= ask.budget / ask.chunks + 1e-9
+        if fits and np.isfinite(sum(times)):
+            seconds = step_seconds(times, ask)
+            best = seconds if best is None else min(best, seconds)
+    return best
+
+
+@given(lines(), st.integers(1, 5), st.integers(1, 12), st.none() | st.floats(1.0, 60.0))
+def test_the_programme_equals_brute_force(
+    line: Line, stages: int, microbatches: int, budget: float | None
+) -> None:
+    flight = tuple(min(microbatches, stages - k) for k in range(stages))
+    ask = Ask(stages, microbatches, 1, flight, budget)
+    wanted = brute_force(line, ask)
+    found = best_cuts(line, ask)
+    assert (found is None) == (wanted is None)
+    if found is not None and wanted is not None:
+        assert found.seconds == pytest.approx(wanted, abs=1e-9)
+        assert len(found.ends) == stages - 1
+
+
+def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
+    """Twelve layers and a head of three layers' weight on four stages."""
+    work = np.array([1.0] * 12 + [3.0])
+    zero = np.zeros(13)
+    found = best_cuts(Line(work, zero, zero, zero, zero), Ask(4, 8))
+    assert found is not None
+    assert found.slowest == 4.0
+    assert found.ends[-1] >= 10
+    equal = [3.0, 3.0, 3.0, 6.0]
+    assert found.seconds < step_seconds(equal, Ask(4, 8))

@@ -1,0 +1,12 @@
+"""The API of pipelines on four gloo processes: see `pipeline_api_worker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_gloo import HERE, torchrun
+
+
+def test_ways_to_train_a_pipeline(tmp_path: Path) -> None:
+    output = torchrun([str(HERE / "pipeline_api_worker.py"), str(tmp_path)])
+    assert output.count(" works") == 7, output[-4000:]
