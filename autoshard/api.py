@@ -428,13 +428,18 @@ def parallelize(
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     memory: int | None = None,
+    schedule: str = "",
+    chunks: int | None = None,
+    microbatches: int | None = None,
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
 
     With example inputs the program is made at once, without them at the first call, whose arguments
-    then serve (they must have global shapes). Every rank given the same arguments comes to the same
+    then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
+    trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
+    chosen unless given. Every rank given the same arguments comes to the same
     plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
     """
     if model is None:
@@ -444,13 +449,24 @@ def parallelize(
             example_inputs=example_inputs,
             cluster=cluster,
             memory=memory,
+            schedule=schedule,
+            chunks=chunks,
+            microbatches=microbatches,
             seed=seed,
             rules=rules,
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
     _check_plain_module(model)
-    options: dict[str, Any] = {"cluster": cluster, "memory": memory, "seed": seed, "rules": rules}
+    options: dict[str, Any] = {
+        "cluster": cluster,
+        "memory": memory,
+        "schedule": schedule,
+        "chunks": chunks,
+        "microbatches": microbatches,
+        "seed": seed,
+        "rules": rules,
+    }
     if example_inputs is None:
         from autoshard.runtime.lazy import make_lazy
 
@@ -477,15 +493,13 @@ def _parallelize_now(
     mesh: Any,
     example_inputs: Any,
     *,
-    cluster: Any,
-    memory: int | None,
     seed: int,
-    rules: Rules,
+    **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
-    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, memory=memory, rules=rules)
+    planned = plan(model, mesh, example_inputs=example_inputs, **options)
     program = compile_analysed(planned)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)

@@ -136,7 +136,7 @@ def test_backward_in_two_parts_takes_as_long_as_both() -> None:
 @pytest.mark.parametrize("name", ["gpt2-deep", "t5-deep"])
 def test_bytes_that_cross_are_those_that_are_sent(name: str, schedule: str, chunks: int) -> None:
     """Each message of the runtime once, whatever the number of stages that it skips."""
-    program = pipeline(name, 2, "tp=2", schedule, 4, chunks)
+    program = pipeline(name, 2, "dp=2", schedule, 4, chunks)
     prices = StagePrices(program, CPU)
     sent = {"up": 0.0, "down": 0.0}
     for moves in moves_of(program):

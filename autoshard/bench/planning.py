@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoshard.bench.cases import Case
@@ -53,7 +53,8 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.analysis import analyse
     from autoshard.api import plan_analysed
     from autoshard.bench.models import on_meta
-    from autoshard.cluster import Mesh, load_cluster, mesh_candidates, usable_memory
+    from autoshard.candidates import PipeAsk, searched
+    from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
     from autoshard.passes.capture import capture
     from autoshard.report.summary import summarise
@@ -61,7 +62,6 @@ def plan_case(case: Case) -> PlanningRow:
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
     cluster = load_cluster(case.cluster)
-    meshes = [Mesh.parse(case.mesh)] if case.mesh else mesh_candidates(cluster, case.devices)
     ask = Ask(
         batch=None if case.mesh else case.batch,
         recipe=recipe_named(case.optimizer),
@@ -73,9 +73,14 @@ def plan_case(case: Case) -> PlanningRow:
     captured = time.perf_counter()
     # as for `autoshard.plan`: a mesh alone has no limit of memory
     memory = None if case.mesh else usable_memory(cluster.used_by(case.devices).device)
-    planned = plan_analysed(analyse(joint), meshes, cluster, memory=memory, ask=ask)
+    analysis = analyse(joint)
+    meshes: list[Any] = [Mesh.parse(case.mesh)] if case.mesh else []
+    if not case.mesh:
+        layers = sum(1 for c in analysis.folded.calls if c.label and not c.backward)
+        meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk())
+    planned = plan_analysed(analysis, meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()
-    summary = summarise(planned.plan, planned.analysis, planned.settled)
+    summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging)
     assert summary.step is not None
     usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.rivals if r.ratio is not None]
     ratio, rival = min(usable, default=(0.0, ""))

@@ -124,9 +124,7 @@ def check_parts(lowered: Lowered) -> None:
         made[part.stage].update(ends[part].makes)
     for wire in wires_of(lowered, ()):
         if not _in_time(wire):
-            raise _broken(
-                f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}"
-            )
+            raise _broken(f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}")
 
 
 _PHASES = ("forward", "backward", "weight", "reduce")

@@ -31,7 +31,7 @@ from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
 _PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
-_PART = re.compile(r"^(forward|backward|weight|reduce)(?:_(\d{1,5}))?$")
+_PART = re.compile(r"^(forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?$")
 _REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
 #: more than any real program has; a hostile text must not exhaust the parser

@@ -204,11 +204,11 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         tuple((str(a), str(b)) for a, b in manifest["options"]),
         user_ops,
         _microbatches_in(manifest["microbatches"]),
-        _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"]),
+        _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], len(mesh.split(","))),
     )
 
 
-def _stages_in(text: str | None, lowered: Lowered, microbatches: int) -> Stages | None:
+def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int) -> Stages | None:
     """The schedule of a pipeline, which must fit the text of the program."""
     count = 1 + max(p.stage for p in lowered.parts)
     if text is None:
@@ -216,6 +216,10 @@ def _stages_in(text: str | None, lowered: Lowered, microbatches: int) -> Stages 
             raise VerificationError(f"the program has {count} stages and no schedule", hint=_RECOMPILE)
         return None
     stages = schedule_from_json(text)
+    if stages.position > axes:
+        raise VerificationError(
+            f"pp cannot be axis {stages.position} of a mesh of {axes} others", hint=_RECOMPILE
+        )
     if stages.schedule.stages != count or stages.schedule.microbatches != microbatches:
         raise VerificationError("the schedule is for other stages than the program's", hint=_RECOMPILE)
     split = any(p.phase == "weight" for p in lowered.parts)

@@ -136,7 +136,7 @@ class Estimator(Pricer):
             if p.kind == "param"
         ]
         grads = sum(n for p, n in sizes if p.target in trained)
-        kept = kept_by(self.program, (0,), self.bytes_of, copies=False)[0].held
+        kept = kept_by(self.program, (0,), self.bytes_of)[0].held
         return Held(sum(n for _, n in sizes), grads, 2 * grads, kept)
 
     def facts(self) -> Facts:

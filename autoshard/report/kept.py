@@ -47,16 +47,14 @@ class Held:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def kept_by(
-    program: Program, stages: Sequence[int], size_of: SizeOf, *, copies: bool = True
-) -> dict[int, Kept]:
+def kept_by(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[int, Kept]:
     """What each of the stages of one pipeline rank keeps, each storage once.
 
     Ports and their views are not counted: they stay where they are. What more than one of these stages
-    reads in backward counts for the lowest, whose backward comes last. copies: whether to count that an
-    expanded value is copied when it is reshaped (the keys and values of grouped attention).
+    reads in backward counts for the lowest, whose backward comes last. An expanded value is copied when it is
+    reshaped (the keys and values of grouped attention).
     """
-    rank = _Rank(program, size_of, copies)
+    rank = _Rank(program, size_of)
     ordered = sorted(stages)
     for stage in ordered:
         rank.run(stage, ("forward",))
@@ -88,7 +86,6 @@ class _Rank:
 
     program: Program
     size_of: SizeOf
-    copies: bool
     storage: dict[str, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -128,7 +125,7 @@ class _Rank:
         segment = self.program.lowered.segments[call.segment]
         types = segment.graph.types()
         given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
-        base = view_roots(segment, copies=self.copies)
+        base = view_roots(segment)
         found: dict[str, Storage] = {}
         for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
             root = base.get(inner, inner)
@@ -139,7 +136,7 @@ class _Rank:
         return found
 
 
-def view_roots(segment: LoweredSegment, *, copies: bool) -> dict[str, str]:
+def view_roots(segment: LoweredSegment) -> dict[str, str]:
     """For every view the value whose storage it shares; see `kept_by`."""
     roots: dict[str, str] = {}
     types = segment.graph.types()
@@ -150,6 +147,6 @@ def view_roots(segment: LoweredSegment, *, copies: bool) -> dict[str, str]:
                 continue
             root = roots.get(source, source)
             expanded = types[source].numel > types[root].numel
-            if not (copies and expanded and node.op in _RESHAPES):
+            if not (expanded and node.op in _RESHAPES):
                 roots |= dict.fromkeys(node.outs, root)
     return roots

@@ -194,12 +194,16 @@ class _StepRun:
             self.runner.run(values, (stage, "reduce"))
         owned = {p.target: p for p in self.runner.params}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        given: set[int] = set()
         for result in self.program.signature.results:
             if result.kind != "grad" or result.target not in owned:
                 continue
             parts = [values[result.value] for values in env.values() if result.value in values]
             grad = self._over_stages(parts, result.value, owned[result.target].name)
             if grad is not None:
+                # two parameters may have the same gradient, and each must own its memory
+                grad = grad.clone() if id(grad) in given else grad
+                given.add(id(grad))
                 self._give(parameters[result.target], grad, result.value)
 
     def _over_stages(self, parts: Sequence[torch.Tensor], value: str, port: str) -> torch.Tensor | None:

@@ -156,8 +156,8 @@ class _Source:
             given.append(f"**{self.name(step.kwargs)}")
         if step.kwrefs:
             fixed = {k: v for k, v in step.kwargs.items() if k not in dict(step.kwrefs)}
-            members = ", ".join(f"{self.name(k)}: v{slot}" for k, slot in step.kwrefs)
-            given[-1] = f"**{self.name(fixed)}, **{{{members}}}"
+            named = ", ".join(f"{self.name(k)}: v{slot}" for k, slot in step.kwrefs)
+            given[-1] = f"**{self.name(fixed)}, **{{{named}}}"
         return given
 
     def function(self) -> Callable[[Sequence[Any], int], tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.rank import Configuration, Estimated, Shape, Staged, shapes_of
+from autoshard.search.rank import Configuration, Estimated, Shape, Staged, data_ways, shapes_of
 from autoshard.search.rivals import Pricing, Rival, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
@@ -25,6 +25,9 @@ from autoshard.search.tactics import run_tactics
 from autoshard.search.tune import tune
 
 __all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
+
+#: shapes with pipelines that are solved for models with experts
+_PIPELINES = 2
 
 
 def choose(
@@ -129,13 +132,13 @@ class _Search:
         """The best of all shapes, microbatches and recomputation."""
         ranked: list[Estimated] = []
         try:
-            for group in shapes_of(self.shapes.reachable(meshes), experts_of(self.model)):
-                try:
-                    shape = self.shapes.solved(group)
-                    ranked += self.shapes.ranked(shape, min((e.seconds for e in ranked), default=inf))
-                    self.solved.append(shape)
-                except UsageError as error:
-                    self.exact.failures.append(error)
+            groups = shapes_of(self.shapes.reachable(meshes), experts_of(self.model))
+            later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
+            for group in (g for g in groups if g not in later):
+                ranked += self._ranked(group, ranked)
+            # experts make every size of the data axes a problem of its own: pipelines of the best layout only
+            for group in _few(later, ranked):
+                ranked += self._ranked(group, ranked)
         except KeyboardInterrupt:
             if not self.solved:
                 raise
@@ -143,6 +146,16 @@ class _Search:
         if not ranked:
             return self.exact.nothing(self.solved, self.total)
         return self.exact.best(sorted(ranked, key=lambda e: (e.seconds, e.bound, str(e.configuration.mesh))))
+
+    def _ranked(self, group: tuple[Staged, ...], known: Sequence[Estimated]) -> list[Estimated]:
+        """The configurations of one shape, beside those known already."""
+        try:
+            shape = self.shapes.solved(group)
+        except UsageError as error:
+            self.exact.failures.append(error)
+            return []
+        self.solved.append(shape)
+        return self.shapes.ranked(shape, min((e.seconds for e in known), default=inf))
 
     def rivals(self, devices: int) -> tuple[Rival, ...]:
         """What a user would have picked on as many devices."""
@@ -171,3 +184,16 @@ class _Search:
             sharded = pricing(Poses(stored, self.cluster, setting, ask.recipe, self.progress), ())
         seen = {staged.mesh for shape in self.solved for staged in shape.meshes if staged.ranks == 1}
         return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__)
+
+
+def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> list[tuple[Staged, ...]]:
+    """Of shapes with pipelines, a few that divide layers as the best one without does."""
+    if not ranked:
+        return list(groups)[:_PIPELINES]
+    best = min(ranked, key=lambda e: e.seconds).configuration.mesh
+    alike = [g for g in groups if _inside(g[0].mesh) == _inside(best)]
+    return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]
+
+
+def _inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    return tuple((a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch)

@@ -80,6 +80,7 @@ class Poses:
                 f"the model cannot be planned for microbatches of {batch} sequences",
                 where=f"mesh {mesh}, captured with {self.captured} sequences",
                 why=str(error),
-                hint="plan one batch in one piece (--batch), with example inputs of that many sequences",
+                hint="let microbatches have two sequences or more, or plan one batch in one piece (--batch), "
+                "with example inputs of that many sequences",
             ) from None
         return self._models[batch]

@@ -1,0 +1,163 @@
+"""Pipelines that are planned: cuts, schedules, memory, what is refused; the programs equal eager."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pipelines import model_and_batch
+
+import autoshard
+from autoshard import UsageError, api
+from autoshard.cluster import load_cluster
+from autoshard.interop.targets import build
+from autoshard.program.verify import verify
+from autoshard.search.plan_json import plan_from_json, plan_to_json
+
+
+def small(name: str = "llama-deep", microbatches: int = 4) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return model_and_batch(name, microbatches)
+
+
+@pytest.mark.parametrize("name", ["llama-deep", "gpt2-deep", "t5-deep", "vit-deep"])
+def test_a_planned_pipeline_equals_eager(name: str) -> None:
+    model, batch = small(name)
+    planned = autoshard.plan(
+        model, "pp=2,dp=2", example_inputs=batch, cluster="h100-dgx", microbatches=4, schedule="1f1b"
+    )
+    assert planned.plan.pipeline is not None
+    assert planned.plan.pipeline.stages == 2
+    program = autoshard.compile(model, planned).program
+    assert program.whole_mesh == "pp=2,dp=2"
+    found = verify(program, model, (), batch, steps=2)
+    assert found.ok, found.worst()
+
+
+def test_a_stored_plan_compiles_to_the_same_program() -> None:
+    model, batch = small()
+    planned = autoshard.plan(model, "pp=2,tp=2", example_inputs=batch, microbatches=4)
+    stored = plan_from_json(plan_to_json(planned.plan))
+    assert stored == planned.plan
+    again = autoshard.compile(
+        model, stored, example_inputs={k: x[: stored.batch] for k, x in batch.items()}, cluster="cpu-gloo"
+    )
+    assert again.program.lowered.main == autoshard.compile(model, planned).program.lowered.main
+
+
+def test_values_that_all_ranks_have_cross_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Section 4.1 of the SC'21 paper: the bytes between stages are divided by the tensor ranks."""
+    monkeypatch.setattr(api, "_saving", lambda *_: lambda nbytes, axis: nbytes)
+    model, batch = small()
+    planned = autoshard.plan(model, "pp=2,tp=2", example_inputs=batch, microbatches=2, schedule="1f1b")
+    whole = [c for c in planned.plan.pipeline.cuts] if planned.plan.pipeline else []
+    inside = replace(whole[0], value="", call=2)
+    assert planned.plan.pipeline is not None
+    plan = replace(planned.plan, pipeline=replace(planned.plan.pipeline, cuts=(inside,)))
+    nodes = {k: replace(s) for k, s in plan.nodes.items()}
+    program = autoshard.compile(model, replace(planned, plan=replace(plan, nodes=nodes))).program
+    crossing = [p for n, p in program.lowered.values.items() if n.endswith("_part")]
+    split = [str(placed.layout[0]) for placed in crossing]
+    found = verify(program, model, (), batch, steps=1)
+    assert found.ok, found.worst()
+    # what crosses is either split by the plan already, or cut before it is sent
+    sent = {v for part in program.lowered.parts for v in _sent(program, part)}
+    assert sent
+    for value in sent:
+        layout = program.lowered.values[value].layout
+        shape = program.lowered.values[value].type.shape
+        assert not shape or str(layout[0]) != "R", (value, split)
+
+
+def _sent(program: autoshard.program.program.Program, part: object) -> set[str]:
+    from autoshard.program.ends import wires_of
+
+    ports = {p.name for p in program.signature.ports}
+    wires = wires_of(program.lowered, ports)
+    return {w.value for w in wires if (w.source, w.phase) == (part.stage, part.phase)}  # type: ignore[attr-defined]
+
+
+def test_little_memory_leads_to_a_pipeline_or_less_per_rank() -> None:
+    """The planner searches pipelines beside the other axes, and says what it took."""
+    built = build("hf:" + str(_config()), batch=32, seq=64)
+    machine = load_cluster("a100-selene")
+    planned = autoshard.plan(
+        built.model, machine, example_inputs=built.inputs, devices=16, global_batch=32, memory=40 * 2**20
+    )
+    assert planned.settled is not None
+    names = {planned.settled.configuration.name, *(r.name for r in planned.settled.rejected)}
+    assert any("pp=" in name for name in names)
+
+
+def _config() -> str:
+    import json
+    import tempfile
+    from pathlib import Path
+
+    path = Path(tempfile.mkdtemp()) / "llama.json"
+    path.write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_hidden_layers": 8,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 8,
+                "vocab_size": 1024,
+                "max_position_embeddings": 64,
+            }
+        )
+    )
+    return str(path)
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
+    """The head counts as work: equally many layers per stage are slower, and nothing but cost says so."""
+    planned = autoshard.plan(
+        _heavy_head(),
+        "pp=4",
+        example_inputs=_tokens(),
+        cluster="a100-selene",
+        global_batch=16,
+        schedule="1f1b",
+        microbatches=8,
+    )
+    staging = planned.staging
+    assert staging is not None and staging.equal is not None
+    assert staging.equal > 1.1 * staging.seconds
+
+
+def _heavy_head() -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=8,
+                num_attention_heads=16,
+                num_key_value_heads=16,
+                hidden_size=1024,
+                intermediate_size=2816,
+                vocab_size=65536,
+                max_position_embeddings=1024,
+            )
+        )
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(16, 1024, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, batch = small()
+    with pytest.raises(UsageError, match="pp is not the first axis"):
+        autoshard.plan(model, "dp=2,pp=2", example_inputs=batch)
+    with pytest.raises(UsageError, match="did you mean"):
+        autoshard.plan(model, "pp=2", example_inputs=batch, schedule="1f1")
+    with pytest.raises(UsageError, match="do not divide into 3 microbatches"):
+        autoshard.plan(model, "pp=2,dp=2", example_inputs=batch, microbatches=3)
+    with pytest.raises(UsageError, match="chunks is 0"):
+        autoshard.plan(model, "pp=2", example_inputs=batch, chunks=0)
