@@ -6,9 +6,9 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
 
 import numpy as np
 
@@ -241,18 +241,27 @@ class _Slots:
         return float(best)
 
     def _places(self) -> list[int]:
-        """Slots behind which a cut may be: inside calls, where little crosses."""
-        inside = []
+        """Slots behind which a cut may be, in calls: all, or their ends and then where little crosses.
+
+        Of places alike in every layer each layer has its own.
+        """
+        rows: dict[int, list[int]] = {}
         for slot, statement in enumerate(self.ops[:-1]):
             if (
                 isinstance(self.whole.lowered.main[statement.item], Call)
                 and self.homes.slot[slot] is not None
             ):
-                inside.append(slot)
-        crossing = {slot: float(self.send[slot]) for slot in inside}
-        if len(crossing) > _PLACES:
-            return sorted(sorted(crossing, key=lambda s: (crossing[s], s))[:_PLACES])
-        return inside
+                rows.setdefault(statement.item, []).append(slot)
+        if sum(map(len, rows.values())) <= _PLACES:
+            return [slot for row in rows.values() for slot in row]
+        keys: list[tuple[bool, float, int, int]] = []
+        for row in rows.values():
+            seen: Counter[float] = Counter()
+            for slot in row:
+                crossing = float(f"{float(self.send[slot]):.6e}")  # sums of the same sends differ by rounding
+                keys.append((slot != row[-1], crossing, seen[crossing], slot))
+                seen[crossing] += 1
+        return sorted(slot for *_, slot in sorted(keys)[:_PLACES])
 
     def cut(self, name: str, chunks: int, microbatches: int, budget: float | None) -> Staging | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
@@ -263,10 +272,11 @@ class _Slots:
         edges = [0, *(p + 1 for p in self.places), self.count]
         ask = Ask(stages, microbatches, chunks, stage_flight(schedule), budget)
         found = best_cuts(self._line(edges), ask)
-        if found is None:
-            return None
-        ends = [edges[e + 1] - 1 for e in found.ends]
-        return self._staging(schedule, chunks, ends, budget)
+        tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
+        # the formula is not the simulation: what people do by hand is tried as well
+        tried += [self._alike(stages)] if self._alike(stages) else []
+        made = [self._staging(schedule, chunks, ends, budget) for ends in tried]
+        return min((m for m in made if m is not None), key=lambda m: m.seconds, default=None)
 
     def _line(self, edges: Sequence[int]) -> Line:
         """The slots between places that may be cut, as one each."""
@@ -322,23 +332,25 @@ class _Slots:
         last = slot + 1 == len(self.ops) or self.ops[slot + 1].item != statement.item
         return Cut(self.numbers[id(item)], "" if last else statement.node.name, item.label)
 
-    def equal(self, pipeline: Pipeline, microbatches: int) -> float | None:
-        """Seconds of a step with equally many layers in every stage, embedding and head at the ends."""
-        statements = self.ops
-        items = self.whole.lowered.main
+    def _alike(self, stages: int) -> list[int]:
+        """The ends of stages with equally many layers, embedding and head at the ends; [] with too few."""
         layers: list[int] = []
-        for slot, statement in enumerate(statements):
-            item = items[statement.item]
-            last = slot + 1 == len(statements) or statements[slot + 1].item != statement.item
+        for slot, statement in enumerate(self.ops):
+            item = self.whole.lowered.main[statement.item]
+            last = slot + 1 == len(self.ops) or self.ops[slot + 1].item != statement.item
             if last and isinstance(item, Call) and item.label:
                 layers.append(slot)
-        stages = pipeline.stages
         if len(layers) < stages:
+            return []
+        return [layers[len(layers) * k // stages - 1] for k in range(1, stages)]
+
+    def equal(self, pipeline: Pipeline, microbatches: int) -> float | None:
+        """Seconds of a step with equally many layers in every stage, None where there are too few."""
+        ends = self._alike(pipeline.stages)
+        if not ends:
             return None
-        ends = [layers[len(layers) * k // stages - 1] for k in range(1, stages)]
         schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
-        seconds_ = makespan(schedule, self.costs(schedule, ends))
-        return seconds_ if isfinite(seconds_) and seconds_ < inf else None
+        return makespan(schedule, self.costs(schedule, ends))
 
 
 def stage_flight(schedule: Schedule) -> tuple[int, ...]:

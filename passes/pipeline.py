@@ -16,6 +16,7 @@ from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
+from autoshard.passes.gather_once import gather_once
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
@@ -70,11 +71,15 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     lowered = place(folded, how, watch)
     pipeline = how.plan.pipeline
     lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh)
-    _watched("055_cut_pipeline", lowered, watch)
+    _watched("052_cut_pipeline", lowered, watch)
     if pipeline and how.saving is not None:
         ports = {p.name for p in folded.joint.ports}
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
-        _watched("056_scatter_sends", lowered, watch)
+        _watched("054_scatter_sends", lowered, watch)
+    kept = _kept_ports(folded, how)
+    if kept and how.plan.microbatches > 1:
+        lowered = gather_once(lowered, kept)
+        _watched("056_gather_once", lowered, watch)
     if how.split_backward:
         lowered = split_backward(lowered)
         _watched("057_split_backward", lowered, watch)
@@ -85,6 +90,13 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
 
+def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
+    """Parameters whose gathered copies the plan keeps from forward to backward."""
+    states = how.plan.params
+    ports = [p.name for p in folded.joint.ports if p.kind == "param"]
+    return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
+
+
 #: names of the passes, for ``inspect --after``
 PASSES = (
     "010_fold",
@@ -93,8 +105,9 @@ PASSES = (
     "040_insert_collectives",
     "045_recompute",
     "050_localize",
-    "055_cut_pipeline",
-    "056_scatter_sends",
+    "052_cut_pipeline",
+    "054_scatter_sends",
+    "056_gather_once",
     "057_split_backward",
     "060_bucket",
     "070_defer_reductions",

@@ -60,11 +60,21 @@ def cuts_of(folded: Folded, stages: int) -> tuple[Cut, ...]:
 
 @functools.cache
 def pipeline(
-    name: str, ranks: int, mesh: str, schedule: str, microbatches: int, chunks: int = 1, position: int = 0
+    name: str,
+    ranks: int,
+    mesh: str,
+    schedule: str,
+    microbatches: int,
+    chunks: int = 1,
+    position: int = 0,
+    keep: bool = False,
 ) -> Program:
-    """A program whose stages begin and end inside layers."""
+    """A program whose stages begin and end inside layers; keep: gathered parameters for the whole step."""
     found = planned(name, mesh)
     cuts = cuts_of(found.analysis.folded, ranks * chunks)
     made = Pipeline(ranks, position, schedule, chunks, cuts)
     plan = replace(found.plan, pipeline=made, microbatches=microbatches)
+    if keep:
+        params = {k: replace(p, keep=p.keep or p.stored != p.use) for k, p in plan.params.items()}
+        plan = replace(plan, params=params)
     return compile_analysed(replace(found, plan=plan))

@@ -11,18 +11,30 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from autoshard.analysis import analyse
 from autoshard.bench.__main__ import main
 from autoshard.bench.cases import Case
+from autoshard.bench.cuts import SC21, heads, interleaved_rows
+from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
+from autoshard.bench.cuts_table import print_cuts
 from autoshard.bench.models import Architecture, on_meta
 from autoshard.bench.planning import PlanningRow, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
-from autoshard.bench.published import Comparison, compare, published_setting
+from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
 from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
 from autoshard.bench.published_table import print_comparisons
 from autoshard.bench.quality import Small, quality_of, recomputations
 from autoshard.bench.quality_table import print_quality
-from autoshard.errors import UsageError
+from autoshard.cluster import Mesh
+from autoshard.cost.recipe import MIXED
+from autoshard.errors import UsageError, VerificationError
+from autoshard.passes.capture import capture
+from autoshard.search.choose import Ask, choose
+from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
+from autoshard.search.rank import Staged
+from autoshard.search.rebatch import rebatched
+from autoshard.staging import pipe_link
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
 CASE = Case("tiny", TINY, 2, 4, 16)
@@ -75,7 +87,11 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
     ("changed", "word"),
     [
         ({"config_complete": False}, "not complete"),
-        ({"p": 4}, "pipeline"),
+        ({"p": 4}, "number of GPUs"),
+        ({"p": 2, "n_gpus": 8}, "more pipeline stages than layers"),
+        ({"p": 2, "n_gpus": 8, "layers": 2, "v": 2}, "more pipeline stages than layers"),
+        ({"p": 2, "n_gpus": 8, "layers": 2, "schedule": "ZB-2p"}, "ZB-2p"),
+        ({"p": 2, "n_gpus": 8, "layers": 2, "schedule": "1F1B-I"}, "stages a rank has"),
         ({"cp": 2}, "context"),
         ({"ep": 8}, "experts"),
         ({"precision": "fp8"}, "fp8"),
@@ -97,7 +113,7 @@ def test_a_row_becomes_a_mesh_a_microbatch_and_a_policy(tmp_path: Path) -> None:
     rows = [
         row(),
         row(id="a-2", zero=3, d=4, t=1, fsdp_shard=2, recompute="selective (op-level SAC)"),
-        row(id="a-3", recompute="selective(core attention)", p=2, n_gpus=8),
+        row(id="a-3", recompute="selective(core attention)", cp=2, n_gpus=8),
         row(id="a-4", recompute="selective(core attention)", study="b"),
         {"id": "a-5", "study": "a", "kind": "component"},
     ]
@@ -111,6 +127,20 @@ def test_a_row_becomes_a_mesh_a_microbatch_and_a_policy(tmp_path: Path) -> None:
     assert [r.id for r in read_rows(tmp_path / "measured.json", "b")[0]] == ["a-4"]
     with pytest.raises(UsageError, match="known: a, b"):
         read_rows(tmp_path / "measured.json", "c")
+
+
+def test_a_row_with_stages_becomes_a_pipeline(tmp_path: Path) -> None:
+    staged = row(p=2, n_gpus=8, layers=4)
+    rows = [row(), staged, {**staged, "id": "a-2", "v": 2, "schedule": "interleaved-1F1B"}]
+    found, skipped = read_rows(written(tmp_path, rows))
+    assert not skipped
+    assert [r.pipe for r in found] == [Pipe(), Pipe(2, "1f1b", 1), Pipe(2, "interleaved", 2)]
+    assert [r.name for r in found] == [
+        "dp=2,tp=2",
+        "pp=2 1f1b,dp=2,tp=2",
+        "pp=2 interleaved x 2,dp=2,tp=2",
+    ]
+    assert [(r.devices, r.micro) for r in found] == [(4, 4), (8, 4), (8, 4)]
 
 
 def test_unreadable_measurements_are_refused(tmp_path: Path) -> None:
@@ -142,6 +172,51 @@ def test_published_plans_against_ours(tmp_path: Path) -> None:
     assert not by_id["a-3"].fits and by_id["a-3"].ours_s is None and by_id["a-3"].why
     text = shown(lambda console: print_comparisons(console, list(by_id.values()), [Skipped("x", "s", "y")]))
     assert "full *" in text and "skipped 1: y (s 1)" in text
+
+
+def test_published_pipelines_are_priced_as_the_search_prices_them(tmp_path: Path) -> None:
+    """The one mesh, pipeline and microbatch of a row, searched: the same step, its sends among it."""
+    given = row(p=2, n_gpus=4, t=1, d=2, mbs=1, gbs=8, layers=2, recompute="none")
+    (published,), _ = read_rows(written(tmp_path, [given]))
+    (result,) = compare([published])
+    assert isinstance(result, Comparison) and result.fits and not result.slower
+    cluster = machine(published)
+    model, inputs = on_meta(published.model, 4, published.seq)
+    analysis = analyse(capture(model, (), inputs))
+    theirs, fits = settle(rebatched(analysis.model, published.micro), published, cluster, None)
+    mesh = Mesh.parse(published.mesh)
+    link = pipe_link(cluster, mesh, 2)
+    alone = Staged(mesh, (published.pipe,), (published.micro,), link)
+    ours = choose(analysis.model, [alone], cluster, Ask(batch=published.batch, recipe=MIXED))
+    assert fits and theirs.configuration.pipe.hop > 0
+    assert theirs.configuration.pipe.hop == pytest.approx(ours.placed.setting.pipe.hop)
+    assert theirs.placed.seconds == pytest.approx(ours.placed.seconds, rel=1e-6)
+    assert result.published_s == pytest.approx(theirs.placed.seconds, rel=1e-6)
+
+
+def test_simulated_cuts_and_interleaving() -> None:
+    """Little to compute and much to send: only what holds whatever the times are."""
+    model = replace(TINY, layers=4)
+    (plain, several) = heads(model, ranks=2, seq=32)
+    assert (plain.schedule, plain.chunks) == ("1f1b", 1) and (several.chunks, len(several.cuts)) == (2, 3)
+    for found in (plain, several):
+        assert found.planned_s > 0 and found.equal_s is not None and found.gain is not None
+    gpt = replace(model, kind="gpt2", kv_heads=4)
+    run = replace(SC21[0], model=gpt, seq=32, devices=2, mesh="dp=1", batch=8, micro=2)
+    (both,) = interleaved_rows([replace(run, pipe=Pipe(2, "interleaved", 2))])
+    assert both.microbatches == 4 and both.plain_s > 0
+    assert both.formula == pytest.approx(5 / 4.5 - 1)
+    assert both.gain == pytest.approx(both.plain_s / both.interleaved_s - 1)
+    measured = CutMeasured(1.0, 1.1, 1.1, 0.5, 0.7, 1.4, 1e-7, 2, plain)
+    text = shown(lambda console: print_cuts(console, [plain], measured, [both]))
+    assert "interleaved x 2" in text and "1.40" in text and "+11.1 %" in text and "2 cores" in text
+
+
+def test_equal_layers_end_behind_layers() -> None:
+    assert [cut.call for cut in equal_cuts(8, 4)] == [2, 4, 6]
+    check_equal(1e-7)
+    with pytest.raises(VerificationError, match="differ"):
+        check_equal(float("nan"))
 
 
 def test_a_slower_plan_of_ours_is_named(tmp_path: Path) -> None:

@@ -42,12 +42,13 @@ def brute_force(line: Line, ask: Ask) -> float | None:
     return best
 
 
-@given(lines(), st.integers(1, 5), st.integers(1, 12), st.none() | st.floats(1.0, 60.0))
+@given(lines(), st.integers(1, 5), st.integers(1, 2), st.integers(1, 12), st.none() | st.floats(1.0, 60.0))
 def test_the_programme_equals_brute_force(
-    line: Line, stages: int, microbatches: int, budget: float | None
+    line: Line, ranks: int, chunks: int, microbatches: int, budget: float | None
 ) -> None:
+    stages = ranks * chunks
     flight = tuple(min(microbatches, stages - k) for k in range(stages))
-    ask = Ask(stages, microbatches, 1, flight, budget)
+    ask = Ask(stages, microbatches, chunks, flight, budget)
     wanted = brute_force(line, ask)
     found = best_cuts(line, ask)
     assert (found is None) == (wanted is None)

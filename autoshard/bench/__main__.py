@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench [planning|steps|quality|schedules|pipelines ...]``, or ``published PATH``.
+"""``python -m autoshard.bench [planning|steps|quality|schedules|pipelines|cuts ...]``, or ``published PATH``.
 
 Runs benchmarks and prints their tables; without a name, planning and steps.
 """
@@ -81,6 +81,15 @@ def pipelines() -> None:
     print_pipelines(CONSOLE, measured())
 
 
+def cuts() -> None:
+    """What planned cuts and interleaving gain: simulated, and one case on 4 gloo processes; minutes."""
+    from autoshard.bench.cuts import heads, interleaved_rows
+    from autoshard.bench.cuts_measured import measured
+    from autoshard.bench.cuts_table import print_cuts
+
+    print_cuts(CONSOLE, heads(), measured(), list(interleaved_rows()))
+
+
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
@@ -103,6 +112,7 @@ BENCHMARKS = {
     "quality": quality,
     "schedules": schedules,
     "pipelines": pipelines,
+    "cuts": cuts,
 }
 DEFAULT = ("planning", "steps")
 

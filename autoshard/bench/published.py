@@ -9,35 +9,41 @@ from itertools import groupby
 from autoshard.analysis import Analysis, analyse
 from autoshard.bench.models import on_meta
 from autoshard.bench.published_rows import Policy, Published, Skipped
-from autoshard.cluster import Cluster, Mesh, load_cluster, mesh_candidates, usable_memory
+from autoshard.candidates import PipeAsk, searched
+from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import layer_calls, pose
+from autoshard.search.rank import Configuration, Staged, data_ways
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed, place
+from autoshard.search.settle import place
+from autoshard.staging import pipe_link
 
 #: sequences of the capture that stands for every batch but 1
 _CAPTURED = 16
 #: sizes of memory that differ by less are one device, sold as GB and counted by its driver
 _SAME = 0.05
+#: bytes of one activation in the models of `on_meta`
+_WIDTH = 2
 #: our plan counts as slower beyond rounding
 SLOWER = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published plan and ours.
+    """A published plan and ours, both by the formula of `cost.step_time`, before a pipeline is cut.
 
     published_s: a step of the published mesh, microbatch and recomputation at its best placements, which
     gives it whatever its authors' code does and more. fits: whether it does in our count of memory; if not,
-    it is priced without a limit, which ours has. ours_s, mesh, microbatches: of our plan, None, "" and 0 if
-    nothing is found, and then why says why.
+    it is priced without a limit, which ours has. ours_s, mesh (with its pipeline), microbatches: of our plan,
+    None, "" and 0 if nothing is found, and then why says why.
     """
 
     row: Published
@@ -98,24 +104,28 @@ def _compare(
     ours: Settled | None = None
     why = ""
     try:
-        meshes = mesh_candidates(cluster, first.devices)
+        meshes = searched(cluster, first.devices, first.model.layers, first.batch, PipeAsk())
         ours = choose(many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
     except AutoshardError as error:
         why = error.what
     for row in rows:
         try:
             base = rebatched((one if row.micro == 1 else many).model, row.micro)
-            placed, fits = price(base, row, cluster, budget)
+            theirs, fits = settle(base, row, cluster, budget)
         except (NotRebatchable, UsageError) as error:
             yield Skipped(row.id, row.study, f"its plan cannot be priced: {error}")
             continue
         if ours is None:
-            yield Comparison(row, placed.seconds, fits, None, why=why)
+            yield Comparison(row, theirs.placed.seconds, fits, None, why=why)
         else:
             found = ours.configuration
             yield Comparison(
-                row, placed.seconds, fits, ours.placed.seconds, str(found.mesh), found.microbatches
+                row, theirs.placed.seconds, fits, ours.placed.seconds, _name(found), found.microbatches
             )
+
+
+def _name(found: Configuration) -> str:
+    return str(found.mesh) if found.pipe.ranks == 1 else f"{found.pipe},{found.mesh}"
 
 
 def machine(row: Published) -> Cluster:
@@ -127,19 +137,24 @@ def machine(row: Published) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory_bytes=row.memory))
 
 
-def price(model: Model, row: Published, cluster: Cluster, budget: float) -> tuple[Placed, bool]:
+def settle(model: Model, row: Published, cluster: Cluster, budget: float | None) -> tuple[Settled, bool]:
     """(the published plan, whether it fits the budget); without a limit if it does not.
 
     model: with the row's microbatch. Raises UsageError if the mesh cannot be used for the model.
     """
-    setting = published_setting(
+    mesh = Mesh.parse(row.mesh)
+    bare = published_setting(
         layer_calls(model.folded), row.batch // row.micro, row.recompute, cluster.device.overlap
     )
-    posed = pose(model, Mesh.parse(row.mesh), cluster, setting, recipe=MIXED)
+    setting = replace(bare, pipe=published_pipe(row, mesh, cluster))
+    posed = pose(model, mesh, cluster, setting, recipe=MIXED)
+    fits = True
     try:
-        return place(posed.problem, setting, budget), True
+        placed = place(posed.problem, setting, budget)
     except InfeasibleNetwork:
-        return place(posed.problem, setting, None), False
+        placed, fits = place(posed.problem, setting, None), False
+    where = Configuration(mesh, row.micro, setting.microbatches, setting.pipe)
+    return Settled(posed, placed, where, cluster, placed.lower_bound), fits
 
 
 def published_setting(calls: Mapping[str, int], microbatches: int, policy: Policy, overlap: float) -> Setting:
@@ -148,3 +163,15 @@ def published_setting(calls: Mapping[str, int], microbatches: int, policy: Polic
     if policy == "none":
         return bare
     return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})
+
+
+def published_pipe(row: Published, mesh: Mesh, cluster: Cluster) -> Pipe:
+    """The pipeline with the seconds of its sends, which the search counts alike.
+
+    What a stage hands on is one hidden state per token (Narayanan et al., SC'21, section 4.1).
+    """
+    if row.pipe.ranks == 1:
+        return row.pipe
+    staged = Staged(mesh, (row.pipe,), link=pipe_link(cluster, mesh, row.pipe.ranks))
+    each = row.micro // data_ways(mesh)
+    return replace(row.pipe, hop=staged.hop_seconds(each * row.seq * row.model.hidden * _WIDTH))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from autoshard.bench.models import Architecture
 from autoshard.errors import UsageError
+from autoshard.search.pipe import Pipe
 
 Policy = Literal["none", "selective", "full"]
 
@@ -18,6 +19,8 @@ Policy = Literal["none", "selective", "full"]
 _CLUSTERS: Mapping[str, str] = MappingProxyType(
     {"A100": "a100-selene", "H100": "h100-dgx", "H200": "h200-dgx", "B200": "b200-nvl72", "V100": "v100-dgx2"}
 )
+#: schedules whose order, memory and waiting are those of one that is built
+_SCHEDULES = ("1F1B", "1F1B-I", "interleaved-1F1B")
 _NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "n_gpus", "t", "d", "mbs", "gbs")
 
 
@@ -25,8 +28,9 @@ _NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "n_gpus", "t", "
 class Published:
     """One run of a plan that somebody chose by hand.
 
-    memory: bytes of a device. mesh: ``fsdp`` axes where its ZeRO stage shards anything. batch: sequences per
-    step; micro: per microbatch over the whole mesh. seconds: measured, of a step.
+    memory: bytes of a device. mesh: of one pipeline rank, with ``fsdp`` axes where its ZeRO stage shards
+    anything. batch: sequences per step; micro: per microbatch over the whole mesh. seconds: measured, of a
+    step. pipe: the pipeline, without what its sends take.
     """
 
     id: str
@@ -41,6 +45,12 @@ class Published:
     micro: int
     recompute: Policy
     seconds: float
+    pipe: Pipe = field(default_factory=Pipe)
+
+    @property
+    def name(self) -> str:
+        """Its mesh with the pipeline, ``pp=8 interleaved x 2,tp=8``"""
+        return self.mesh if self.pipe.ranks == 1 else f"{self.pipe},{self.mesh}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,6 @@ def reason_to_skip(row: Mapping[str, Any]) -> str:
     """Why a run is not compared; "" if it is."""
     if not row.get("config_complete"):
         return "its configuration is not complete"
-    if (row.get("p") or 1) > 1:
-        return "pipeline stages are not built"
     if (row.get("cp") or 1) > 1:
         return "context parallelism is not built"
     if (row.get("ep") or 1) > 1 or row.get("experts"):
@@ -99,14 +107,31 @@ def reason_to_skip(row: Mapping[str, Any]) -> str:
         return "no step time"
     if _cluster(row) is None:
         return f"no cluster of the catalog has a {row.get('gpu')}"
-    if row["t"] * row["d"] != row["n_gpus"]:
-        return "t x d is not its number of GPUs"
+    stages = row.get("p") or 1
+    if row["t"] * row["d"] * stages != row["n_gpus"]:
+        return "t x d x p is not its number of GPUs"
     if row["gbs"] % (row["mbs"] * row["d"]):
         return "its microbatches do not divide its batch"
     if row["d"] % (row.get("fsdp_shard") or row["d"]):
         return "its sharding group does not divide its data ranks"
+    if stages > 1:
+        why = _pipe_to_skip(row)
+        if why:
+            return why
     if _recompute(row) is None:
         return f"recomputation {row.get('recompute')!r} is not known"
+    return ""
+
+
+def _pipe_to_skip(row: Mapping[str, Any]) -> str:
+    """Why the pipeline of a run is not compared; "" if it is."""
+    schedule = row.get("schedule") or "1F1B"
+    if schedule not in _SCHEDULES:
+        return f"its pipeline schedule {schedule} is not built"
+    if schedule != "1F1B" and (row.get("v") or 1) == 1:
+        return "how many stages a rank has is not known"
+    if row["p"] * (row.get("v") or 1) > row["layers"]:
+        return "it has more pipeline stages than layers"
     return ""
 
 
@@ -126,6 +151,7 @@ def _published(row: Mapping[str, Any]) -> Published:
         row["mbs"] * row["d"],
         policy,
         _seconds(row),
+        _pipe(row),
     )
 
 
@@ -137,6 +163,12 @@ def _architecture(row: Mapping[str, Any]) -> Architecture:
     return Architecture(
         kind, row["layers"], row["hidden"], heads, kv_heads, row["ffn"], row["vocab"], row["seq"]
     )
+
+
+def _pipe(row: Mapping[str, Any]) -> Pipe:
+    """Interleaved where a rank has several stages, as Megatron-LM runs them, else 1F1B."""
+    ranks, chunks = row.get("p") or 1, row.get("v") or 1
+    return Pipe(ranks, "interleaved" if chunks > 1 else "1f1b", chunks) if ranks > 1 else Pipe()
 
 
 def _mesh(row: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ def comparisons_table(found: Sequence[Comparison]) -> Table:
         table.add_row(
             row.id,
             str(row.devices),
-            f"{row.mesh} x{pieces} {row.recompute}" + ("" if c.fits else " *"),
+            f"{row.name} x{pieces} {row.recompute}" + ("" if c.fits else " *"),
             seconds_text(c.published_s),
             seconds_text(row.seconds),
             c.why or f"{c.mesh} x{c.microbatches}",
@@ -52,7 +52,7 @@ def print_comparisons(console: Console, found: Sequence[Comparison], skipped: Se
             f"least {min(ratios):.3f}, most {max(ratios):.3f} (goal: at most 1)"
         )
     for c in (c for c in found if c.slower):
-        console.print(f"[red]slower than published[/]: {c.row.id} {c.row.mesh}, ours {c.mesh or c.why}")
+        console.print(f"[red]slower than published[/]: {c.row.id} {c.row.name}, ours {c.mesh or c.why}")
     for why, count in Counter(s.why for s in skipped).most_common():
         studies = Counter(s.study for s in skipped if s.why == why)
         names = ", ".join(f"{name} {n}" for name, n in studies.most_common())

@@ -11,9 +11,10 @@ from autoshard.ir.types import TensorType
 from autoshard.placement import Layout
 
 Instruction: TypeAlias = "Call | Node"
-#: forward; backward (all of it, or what other stages wait for); weight: the rest of a backward that is split;
-#: reduce: once a step, on gradients summed over all microbatches
-Phase: TypeAlias = Literal["forward", "backward", "weight", "reduce"]
+#: gather: once a step, of parameters that stay gathered; forward; backward (all of it, or what other stages
+#: wait for); weight: the rest of a backward that is split; reduce: once a step, on gradients summed over all
+#: microbatches
+Phase: TypeAlias = Literal["gather", "forward", "backward", "weight", "reduce"]
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def check_parts(lowered: Lowered) -> None:
             raise _broken(f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}")
 
 
-_PHASES = ("forward", "backward", "weight", "reduce")
+_PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
 def _in_time(wire: Wire) -> bool:

@@ -46,7 +46,7 @@ def accumulated(program: Program, stage: int) -> tuple[str, ...]:
         ends = ends_of(lowered, part)
         if part.phase == "reduce":
             taken, reduced = ends.uses, set(ends.makes)
-        elif part.phase != "forward":
+        elif part.phase in ("backward", "weight"):
             made += ends.makes
     grads = {r.value for r in program.signature.results if r.kind == "grad"} - reduced
     wanted = grads | set(taken)

@@ -31,7 +31,8 @@ from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
 _PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
-_PART = re.compile(r"^(forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?$")
+_PART = re.compile(r"^(gather|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?$")
+_BEFORE = ("gather", "forward")
 _REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
 #: more than any real program has; a hostile text must not exhaust the parser
@@ -272,7 +273,7 @@ def parse_program(
     named = [(functions[name], *part) for name, part in found.items() if part is not None]
     if not any(phase == "forward" for _, phase, _ in named):
         _fail("forward is missing")
-    backward_segments = {n for fn, phase, _ in named if phase != "forward" for n in _called(fn)}
+    backward_segments = {n for fn, phase, _ in named if phase not in _BEFORE for n in _called(fn)}
     bodies = {name: fn for name, fn in functions.items() if found[name] is None}
     segments = {n: reader.segment(f, n in backward_segments) for n, f in bodies.items()}
     main: list[Instruction] = []
@@ -281,7 +282,7 @@ def parse_program(
     made: dict[int, set[str]] = {}
     for fn, phase, stage in named:
         own = made.setdefault(stage, {p.name for p in ports})
-        items, ends = _main(fn, phase != "forward", reader, segments, values, own)
+        items, ends = _main(fn, phase not in _BEFORE, reader, segments, values, own)
         parts.append(Part(stage, phase, len(main), len(main) + len(items)))
         main += items
         returns[parts[-1]] = ends

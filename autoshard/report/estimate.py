@@ -14,7 +14,7 @@ from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.lowered import LoweredSegment, Part, Placed
 from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
-from autoshard.report.kept import Held, kept_by
+from autoshard.report.kept import Held, gathered_bytes, kept_by
 from autoshard.report.pricing import (
     VIEWS,
     NodeCost,
@@ -99,7 +99,7 @@ class Estimator(Pricer):
         """The parts of some stages, and how often each runs in a step."""
         m = self.program.microbatches
         parts = [p for p in self.program.lowered.parts if p.stage in stages]
-        return [(p, 1 if p.phase == "reduce" else m) for p in parts]
+        return [(p, 1 if p.phase in ("gather", "reduce") else m) for p in parts]
 
     def traffic(self) -> list[Traffic]:
         """All collectives of one step, by kind and axis, most bytes first.
@@ -137,7 +137,9 @@ class Estimator(Pricer):
         ]
         grads = sum(n for p, n in sizes if p.target in trained)
         kept = kept_by(self.program, (0,), self.bytes_of)[0].held
-        return Held(sum(n for _, n in sizes), grads, 2 * grads, kept)
+        values = lowered.values
+        copies = gathered_bytes(self.program, 0, lambda v: self.bytes_of(values[v].type, values[v].layout))
+        return Held(sum(n for _, n in sizes) + copies, grads, 2 * grads, kept)
 
     def facts(self) -> Facts:
         """Counts over the text of the program, every segment once."""

@@ -76,6 +76,19 @@ def kept_by(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[in
     return found
 
 
+def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -> float:
+    """Bytes of the copies of parameters that a stage gathers once and keeps for the whole step.
+
+    size: bytes of a value of main on the rank.
+    """
+    lowered = program.lowered
+    parts = [p for p in lowered.parts if p.phase == "gather" and p.stage == stage]
+    used = {
+        v for p in lowered.parts if p.stage == stage and p.phase != "gather" for v in ends_of(lowered, p).uses
+    }
+    return sum(size(v) for p in parts for v in ends_of(lowered, p).makes if v in used)
+
+
 def _bytes(storages: Collection[Storage]) -> float:
     return float(sum(size for _, size in storages))
 
@@ -90,6 +103,10 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
+        # gathered copies belong to the step, not to a microbatch
+        lowered = self.program.lowered
+        gathers = [p for p in lowered.parts if p.phase == "gather"]
+        self.storage.update((v, (v, 0.0)) for p in gathers for v in ends_of(lowered, p).makes)
 
     def uses(self, stage: int, phases: Collection[str]) -> list[str]:
         lowered = self.program.lowered

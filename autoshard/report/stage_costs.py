@@ -18,7 +18,7 @@ from autoshard.program.ends import wires_of
 from autoshard.program.holders import accumulated, holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
-from autoshard.report.kept import Held, Kept, kept_by
+from autoshard.report.kept import Held, Kept, gathered_bytes, kept_by
 from autoshard.report.pricing import Pricer, SegmentCost, total
 from autoshard.schedules.schedule import Schedule
 from autoshard.simulate.pipeline import StageCosts
@@ -130,7 +130,7 @@ class StagePrices:
             ranks = self._ranks_of(port)
             if len(ranks) > 1:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
-        reduced = sum(_seconds(self.part(stage, "reduce")) for stage in self.stages_of[rank])
+        reduced = sum(_seconds(self.part(stage, "gather", "reduce")) for stage in self.stages_of[rank])
         return StepEnd(reduced, shared, touched / device.memory_bandwidth)
 
     # -- messages --------------------------------------------------------------------------------------
@@ -232,7 +232,8 @@ class StagePrices:
         gradients = sum(
             self._sum_bytes(v) for stage in self.stages_of[rank] for v in accumulated(self.program, stage)
         )
-        return Held(sum(self.size(p.name) for p in held), gradients, optimizer, 0.0)
+        copies = sum(gathered_bytes(self.program, stage, self.size) for stage in self.stages_of[rank])
+        return Held(sum(self.size(p.name) for p in held) + copies, gradients, optimizer, 0.0)
 
     def _sum_bytes(self, value: str) -> float:
         """Bytes of a gradient while it is summed over microbatches: in f32 if it is of half precision."""

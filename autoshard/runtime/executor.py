@@ -99,6 +99,11 @@ class RankProgram:
             return self.collectives(node, self.view)
         return find_op(node.op)
 
+    def made_by(self, key: PartKey) -> tuple[str, ...]:
+        """What a part makes that other parts use."""
+        outs = [o for item in self.parts.get(key, ()) for o in item.outs]
+        return tuple(o for o in outs if o in self.left)
+
     def start(self) -> Values:
         """Room for the values of a microbatch."""
         return Values(self.left)
@@ -106,7 +111,9 @@ class RankProgram:
     def kept_ports(self) -> tuple[Port, ...]:
         """Parameters and inputs that the backward half reads as they were given."""
         lowered = self.program.lowered
-        used = {v for p in lowered.parts if p.phase != "forward" for v in ends_of(lowered, p).uses}
+        used = {
+            v for p in lowered.parts if p.phase in ("backward", "weight") for v in ends_of(lowered, p).uses
+        }
         ports = self.program.signature.ports
         return tuple(p for p in ports if p.name in used and p.kind in ("param", "input"))
 

@@ -205,6 +205,7 @@ class Runner:
         """Run the forward part of a single stage; the values that backward needs."""
         env = self.entry(params, inputs)
         self.enter_buffers(env, buffers, 0)
+        self.run(env, (0, "gather"))
         self.run(env, (0, "forward"))
         return env
 

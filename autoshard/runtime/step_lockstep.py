@@ -79,8 +79,21 @@ class _Run:
         self.buffers: dict[str, list[torch.Tensor]] = {}
         self.wanted = {s: accumulated(self.program, s) for s in range(len(of.owner))}
 
+    def _gather(self) -> dict[int, dict[str, list[Any]]]:
+        """What lasts for the whole step, of the parameters as they are now, on every pipeline rank."""
+        found: dict[int, dict[str, list[Any]]] = {rank: {} for rank in range(len(self.of.moves))}
+        for (stage, phase), part in self.of.parts.items():
+            if phase == "gather":
+                rank = self.of.owner[stage]
+                env = {name: list(ranks[rank]) for name, ranks in self.state.items() if rank in ranks}
+                given = set(env)
+                self.of.lockstep.run_part(env, part)
+                found[rank].update((v, x) for v, x in env.items() if v not in given)
+        return found
+
     def run(self) -> StepValues:
         moves = self.of.moves
+        self.gathered = self._gather()
         at = [0] * len(moves)
         while any(k < len(moves[r]) for r, k in enumerate(at)):
             ready = [
@@ -102,7 +115,10 @@ class _Run:
         action = move.action
         env = self.envs.get((rank, action.microbatch))
         if env is None:
-            env = self.envs[rank, action.microbatch] = dict(self.fixed[action.microbatch])
+            env = self.envs[rank, action.microbatch] = {
+                **self.fixed[action.microbatch],
+                **self.gathered[rank],
+            }
         for message in move.receives:
             env[message.value] = [x.clone() for x in self.sent.pop(message)]
         for name, ranks in self.state.items():

@@ -95,12 +95,24 @@ class _StepRun:
         places = [int(p.target) for p in self.runner.inputs]
         self.given = [(params, inputs)] + [(params, [call[k] for k in places]) for call in calls[1:]]
         self.envs: dict[int, Values] = {}
+        self.gathered: dict[str, Any] = {}
         self.sums: dict[tuple[int, str], torch.Tensor] = {}
         #: sums that nothing else refers to, which may be added to in place
         self.owned: set[tuple[int, str]] = set()
         self.losses: list[torch.Tensor] = []
 
+    def _gather(self) -> None:
+        """Make what lasts for the whole step, of the parameters as they are now."""
+        runner = self.runner
+        for stage in sorted(runner.place.stages):
+            made = runner.rank_program.made_by((stage, "gather"))
+            if made:
+                env = runner.entry(*self.given[0])
+                runner.run(env, (stage, "gather"))
+                self.gathered.update((value, env[value]) for value in made)
+
     def moves(self) -> None:
+        self._gather()
         channels, moves = self.stepper.channels, self.stepper.moves
         if channels is not None:
             channels.begin()
@@ -118,6 +130,7 @@ class _StepRun:
         if env is None:
             params, inputs = self.given[action.microbatch]
             env = self.envs[action.microbatch] = self.runner.entry(params, inputs, action.microbatch)
+            env.update(self.gathered)
         for message in move.receives:
             assert channels is not None
             env[message.value] = channels.take(message)

@@ -27,7 +27,7 @@ from autoshard.search.tune import tune
 __all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
 
 #: shapes with pipelines that are solved for models with experts
-_PIPELINES = 2
+_PIPELINES = 1
 
 
 def choose(

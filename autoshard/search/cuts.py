@@ -3,12 +3,11 @@
 The model is a line of slots (ops, each with the backward that belongs to it); a stage is a run of slots. A
 step of m microbatches through p stages takes about
 
-    (m - 1) * slowest + sum of all stages
+    (m v - 1) * slowest + (sum of all stages) / v
 
-(the slowest stage works m times, and the first microbatch passes through every stage; for stages that are
-alike this is the formula of Narayanan et al., SC'21, section 2.2.1), where a stage's seconds are its
-forward, its backward and what it takes to send to the next one. With v stages per rank the ranks take turns
-in the stages of one microbatch, so that only every v-th part of the filling is waited for (section 2.2.2).
+with v stages per rank (the slowest stage works m times and its rank at v of them, the first microbatch passes
+through every stage; for stages that are alike this is the formula of Narayanan et al., SC'21, section 2.2),
+where a stage's seconds are its forward, its backward and what it takes to send to the next one.
 
 For every bound on the slowest stage the programme finds the cheapest cuts that keep it. A looser bound never
 makes the sum of all stages larger, so that ranges of bounds are ruled out by their ends.
@@ -74,17 +73,18 @@ class Stages:
 
 
 def step_seconds(times: Sequence[float], ask: Ask) -> float:
-    """Seconds of a step whose stages take these seconds per microbatch."""
-    ranks = ask.stages // ask.chunks
-    loads = [sum(times[r::ranks]) for r in range(ranks)]
-    return ask.microbatches * max(loads) + (sum(times) / ask.chunks - max(loads) / ask.chunks)
+    """Seconds of a step whose stages take these seconds per microbatch.
+
+    With several stages per rank the slowest one stands for all of its rank: a rank takes them in turns, and
+    an emptier one beside it does not make good for it.
+    """
+    return (ask.microbatches * ask.chunks - 1) * max(times) + sum(times) / ask.chunks
 
 
 def best_cuts(line: Line, ask: Ask) -> Stages | None:
     """The cuts of the least step, None if no stages fit the memory.
 
-    Exact for the formula above where every rank has one stage; with chunks the slowest stage stands for the
-    slowest rank, which is exact where stages can be made alike.
+    Exact for `step_seconds`.
     """
     table = _Table(line, ask)
     least = table.least_bound()
@@ -110,8 +110,9 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
         if high - low < 2:
             continue
         # a looser bound never adds to the sum, so nothing between the two is below this
-        floor = (ask.microbatches - 1) * bounds[low + 1] + at(high)[0]
-        if floor / ask.chunks >= best.seconds or at(low)[0] <= at(high)[0]:
+        turns = ask.microbatches * ask.chunks - 1
+        floor = turns * bounds[low + 1] + at(high)[0] / ask.chunks
+        if floor >= best.seconds or at(low)[0] <= at(high)[0]:
             continue
         middle = (low + high) // 2
         best = min((best, at(middle)[1]), key=lambda s: s.seconds)

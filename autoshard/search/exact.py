@@ -25,6 +25,8 @@ _MOST, _ALIKE = 3, 2
 _WORK = 8_000
 #: configurations whose estimate is this much over that of one that was solved are not solved
 _MARGIN = 1.03
+#: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
+_FAR = 1.2
 
 
 class Exact:
@@ -45,15 +47,22 @@ class Exact:
         solved: dict[Configuration, float] = {}
         limit, work = inf, 0
         alike: Counter[object] = Counter()
+        kinds: set[bool] = set()
         for estimated in ranked:
             where = estimated.configuration
             if best is not None and (
                 self.interrupted
                 or estimated.bound >= best.placed.seconds
-                or (isfinite(estimated.seconds) and estimated.seconds > limit)
-                or len(solved) >= _MOST
-                or work > _WORK
                 or alike[_kind(where)] >= _ALIKE
+                or (
+                    # estimates with and without pipelines do not err alike: one of each is solved
+                    ((where.pipe.ranks > 1) in kinds or not estimated.seconds <= _FAR * best.placed.seconds)
+                    and (
+                        (isfinite(estimated.seconds) and estimated.seconds > limit)
+                        or sum(map(isfinite, solved.values())) >= _MOST
+                        or work > _WORK
+                    )
+                )
             ):
                 continue
             alike[_kind(where)] += 1
@@ -69,6 +78,7 @@ class Exact:
                 self.interrupted = True
                 break
             seconds = solved[where] = found.placed.seconds
+            kinds.add(where.pipe.ranks > 1)
             work += found.posed.problem.choices
             if isfinite(estimated.seconds):
                 # estimates err alike, so they are compared with each other, unless this one was far off

@@ -10,7 +10,7 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask
 from autoshard.search.poses import Poses
-from autoshard.search.problem import Model
+from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import (
     End,
@@ -75,7 +75,9 @@ class Shapes:
                     where=f"mesh {mesh}",
                     hint="choose a global batch that is a multiple of the data-parallel ranks",
                 )
-            middle = [b for b in sizes if b <= _MIDDLE * sizes[0]]
+            # problems with experts are large, and there are more of them: their ends have to do
+            few = experts_of(self.poses.model) > 0
+            middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
             chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
             try:

@@ -1,0 +1,74 @@
+"""Gather once a step what is kept gathered: parameters that the plan stores split and uses whole.
+
+With one microbatch a gather stands where its layer needs it. With several, or where a pipeline stage runs
+all its microbatches one after the other, every further gather of the same parameter is waste
+(Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2023): those whose copy is kept until backward go into a
+part of their own, ``gather``, which runs before the first microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from autoshard.ir.lowered import Instruction, Lowered, Part
+from autoshard.ir.statements import Statement, Taker, statements_of
+
+
+def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
+    """The program with a part ``gather`` before the forward of every stage, if there is anything in it.
+
+    kept: ports of the parameters whose gathered copies are kept for the whole step.
+    """
+    whole = statements_of(lowered)
+    by_item: dict[int, list[Statement]] = {}
+    for statement in whole.all:
+        by_item.setdefault(statement.item, []).append(statement)
+    of_part = {
+        part: [s for k in range(part.start, part.stop) for s in by_item.get(k, ())] for part in lowered.parts
+    }
+    early = {part: _early(of_part[part], set(kept)) for part in lowered.parts if part.phase == "forward"}
+    if not any(early.values()):
+        return lowered
+    chosen = {id(s) for statements in early.values() for s in statements}
+    left = {part: [s for s in statements if id(s) not in chosen] for part, statements in of_part.items()}
+    pieces: list[tuple[Part, list[Statement]]] = [
+        (replace(part, phase="gather"), statements) for part, statements in early.items()
+    ]
+    pieces += left.items()
+    needs = [{v for s in statements for v in s.uses} for _, statements in pieces]
+    results = set(whole.results)
+    taker = Taker(whole)
+    main: list[Instruction] = []
+    parts: list[Part] = []
+    for number, (part, statements) in enumerate(pieces):
+        elsewhere = results.union(*(n for k, n in enumerate(needs) if k != number))
+        items = taker.take(statements, elsewhere)
+        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
+        main += items
+    values = {**lowered.values, **taker.values}
+    return replace(
+        lowered,
+        segments=taker.segments,
+        main=tuple(main),
+        values=values,
+        results=whole.results,
+        parts=tuple(parts),
+    )
+
+
+def _early(statements: list[Statement], kept: set[str]) -> list[Statement]:
+    """The gathers of kept parameters, with what is between a parameter and its gather."""
+    known = set(kept)
+    derived: list[Statement] = []
+    for statement in statements:
+        if statement.uses and known.issuperset(statement.uses):
+            derived.append(statement)
+            known.update(statement.makes)
+    wanted: set[str] = set()
+    found: list[Statement] = []
+    for statement in reversed(derived):
+        if statement.node.op.startswith("comm.") or not wanted.isdisjoint(statement.makes):
+            found.append(statement)
+            wanted.update(statement.uses)
+    return found[::-1]
