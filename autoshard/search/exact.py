@@ -12,6 +12,7 @@ from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Ask, Rejected, Settled
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.poses import Poses
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import Configuration, Estimated, Shape, data_ways
 from autoshard.search.setting import Setting
@@ -47,7 +48,8 @@ class Exact:
         solved: dict[Configuration, float] = {}
         limit, work = inf, 0
         alike: Counter[object] = Counter()
-        kinds: set[bool] = set()
+        # with experts one more solution takes as long as all the rest
+        kinds: set[bool] = {False, True} if experts_of(self.poses.model) else set()
         for estimated in ranked:
             where = estimated.configuration
             if best is not None and (

@@ -35,6 +35,8 @@ from autoshard.search.variables import ParamVar
 K = TypeVar("K")
 #: bytes that differ by less are the same, but for uneven parts
 _MORE = 1.01
+#: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
+_ALONE = 0.98
 #: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
 _FAR = 1.2
 
@@ -151,8 +153,8 @@ class Shape:
     """Meshes that differ only in their data axes (and pipelines), solved at a few microbatches.
 
     What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
-    ranks there are, but for scalars that all of them share: the mesh with the fewest was solved. ends: by
-    sequences, ascending. between: bytes that one sequence hands from layer to layer.
+    ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
+    solved. ends: by sequences, ascending. between: bytes that one sequence hands from layer to layer.
     """
 
     meshes: tuple[Staged, ...]
@@ -275,9 +277,11 @@ def rank(
         of_mesh = lives.setdefault(mesh, _Lives(shape, mesh, cluster, recipe))
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
-            if not shape.covers(each):
-                continue
+            if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
+                continue  # one sequence alone cannot be priced from a larger capture
             count = max(1, total // batch)
+            # alone, a data rank has not even scalars to share
+            slack = 1.0 if ways > 1 else _ALONE
             hop = staged.hop_seconds(shape.between * each)
             pipes = [replace(pipe, hop=hop) for pipe in staged.pipes]
             one = _Candidate(shape, each, of_mesh, budget)
@@ -286,10 +290,10 @@ def rank(
             best, how = one.best(ways_to_run, known * _FAR)
             where = Configuration(mesh, batch, count, how.pipe)
             if best is not None:
-                found.append(Estimated(where, how, best, min(bound, best)))
+                found.append(Estimated(where, how, best, min(slack * bound, best)))
                 known = min(known, best)
             elif budget is not None and shape.bytes(each) / staged.ranks <= budget:
-                found.append(Estimated(where, how, inf, bound))
+                found.append(Estimated(where, how, inf, slack * bound))
     return found
 
 
@@ -441,10 +445,13 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
     for staged in meshes:
         rest = tuple((a.name, a.size) for a in staged.mesh.axes if not a.meaning.splits_batch)
         ways = data_ways(staged.mesh)
-        groups.setdefault((ways if owners else min(ways, 2), rest), []).append(staged)
+        groups.setdefault((ways if owners else 0, rest), []).append(staged)
     found: list[tuple[Staged, ...]] = []
     for group in groups.values():
-        ordered = sorted(group, key=lambda s: (data_ways(s.mesh), -_sharded(s.mesh), s.ranks))
+        # a single data rank has no batch axis to place, so it comes last
+        ordered = sorted(
+            group, key=lambda s: (data_ways(s.mesh) == 1, data_ways(s.mesh), -_sharded(s.mesh), s.ranks)
+        )
         if not owners:
             found.append(tuple(ordered))
             continue

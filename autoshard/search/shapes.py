@@ -30,7 +30,8 @@ from autoshard.search.solve import solve
 from autoshard.search.terms import compose
 from autoshard.search.tune import QUICK
 
-#: a shape is also solved at about so many times its smallest microbatch, where most plans are
+#: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
+#: microbatches far beyond that
 _MIDDLE = 8
 
 
@@ -76,7 +77,7 @@ class Shapes:
                     hint="choose a global batch that is a multiple of the data-parallel ranks",
                 )
             # problems with experts are large, and there are more of them: their ends have to do
-            few = experts_of(self.poses.model) > 0
+            few = experts_of(self.poses.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]
             middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
             chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
