@@ -24,11 +24,11 @@ HERE = Path(__file__).parent
 PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
 
 
-def torchrun(arguments: list[str], timeout: float = 600) -> str:
-    """Run a script on four processes, which end with this call whatever happens."""
+def torchrun(arguments: list[str], timeout: float = 600, ranks: int = 4) -> str:
+    """Run a script on some processes, which end with this call whatever happens."""
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, *arguments],
         env=env,

@@ -109,6 +109,25 @@ def test_every_parameter_is_held_by_some_stage(trained: list[dict[str, object]])
         assert {n for n, _ in model.named_parameters()} <= set(row["held"])  # type: ignore[call-overload]
 
 
+def test_training_on_eight_processes_equals_eager(tmp_path: Path) -> None:
+    """All three axes at once, every family with another schedule."""
+    cases = []
+    for name, (schedule, chunks) in zip(DEEP, (SCHEDULES[k] for k in (1, 2, 3, 5)), strict=True):
+        program = pipeline(name, 2, "dp=2,tp=2", schedule, 5, chunks)
+        save_program(program, tmp_path / name)
+        cases.append({"family": name, "program": str(tmp_path / name), "microbatches": "5"})
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    arguments = [
+        str(HERE / "pipeline_worker.py"),
+        str(tmp_path / "cases.json"),
+        str(tmp_path / "results.json"),
+    ]
+    torchrun(arguments, ranks=8)
+    rows = json.loads((tmp_path / "results.json").read_text())
+    wrong = [row for row in rows if not row["error"] < 1e-4]
+    assert len(rows) == len(DEEP) and not wrong, wrong
+
+
 def test_the_text_of_a_pipeline_is_read_back(tmp_path: Path) -> None:
     program = pipeline("t5-deep", 2, "tp=2", "zb-v", 4, 2)
     save_program(program, tmp_path / "program")
