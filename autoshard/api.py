@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
@@ -45,7 +47,7 @@ from autoshard.search.plan import Plan
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import Staging, pipe_link, staged
+from autoshard.staging import Staging, bare_seconds, pipe_link, staged
 
 Progress = Callable[[str], None]
 
@@ -216,7 +218,16 @@ def plan_analysed(
     is decided.
     """
     ask = replace(ask or Ask(), budget=memory)
-    settled = choose(analysis.model, meshes, cluster, ask, progress or (lambda _: None))
+
+    def judge(found: Settled) -> float:
+        plan = explain(found, cluster, analysis.fingerprint, budget=memory, reasons=False)
+        try:
+            cut = staged(*_uncut(found, plan, analysis, cluster), cluster, ask.recipe, ask.budget, fixed=True)
+        except InfeasibleError:
+            return inf
+        return cut.seconds + bare_seconds(found.placed)
+
+    settled = choose(analysis.model, meshes, cluster, ask, progress or (lambda _: None), judge)
     best = explain(
         settled,
         cluster,
@@ -246,15 +257,19 @@ def _cut(
                 continue
             settled = again
             plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget)
-        model = settled.posed.model
-        mesh = Mesh.parse(plan.mesh)
-        prices = cost_model(cluster, mesh)
-        how = Lowering(model.flow, plan, MeshShape(mesh.names, mesh.sizes), prices.plain, analysis.table)
+        folded, how = _uncut(settled, plan, analysis, cluster)
         try:
-            return settled, staged(model.folded, how, cluster, ask.recipe, ask.budget, fixed=fixed)
+            return settled, staged(folded, how, cluster, ask.recipe, ask.budget, fixed=fixed)
         except InfeasibleError as error:
             failure = error
     raise failure
+
+
+def _uncut(settled: Settled, plan: Plan, analysis: Analysis, cluster: Cluster) -> tuple[Folded, Lowering]:
+    """What is cut: the model at its microbatch, and how it is placed."""
+    model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
+    shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
+    return model.folded, Lowering(model.flow, plan, shape, prices.plain, analysis.table)
 
 
 #: shares of the memory that the search is given until the stages fit

@@ -31,6 +31,7 @@ from autoshard.search.amounts import bytes_up
 from autoshard.search.cuts import Ask, Line, best_cuts
 from autoshard.search.pipe import TRIED
 from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.settle import Placed as Placement
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
 
 #: places that may be cut: with more of them, those are left out where most crosses
@@ -55,6 +56,13 @@ class Staging:
     @property
     def seconds(self) -> float:
         return self.timeline.makespan
+
+
+def bare_seconds(placed: Placement) -> float:
+    """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
+    sums, setting = placed.setting.sums(placed.taken), placed.setting
+    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.ranks
+    return max(0.0, placed.step.exposed - talk)
 
 
 def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:

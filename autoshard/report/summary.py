@@ -20,7 +20,7 @@ from autoshard.search.explain import life_text, zero_stage
 from autoshard.search.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem import model_flop
 from autoshard.search.setting import Held
-from autoshard.staging import Staging
+from autoshard.staging import Staging, bare_seconds
 
 
 @dataclass(frozen=True)
@@ -262,15 +262,7 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
 def _seconds(settled: Settled, staging: Staging | None) -> float:
     """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
     step = settled.placed.step
-    return step.total if staging is None else staging.seconds + _bare(settled)
-
-
-def _bare(settled: Settled) -> float:
-    """Seconds of collectives of parameters that nothing hides, on a rank of a pipeline."""
-    placed = settled.placed
-    sums, setting = placed.setting.sums(placed.taken), placed.setting
-    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.ranks
-    return max(0.0, placed.step.exposed - talk)
+    return step.total if staging is None else staging.seconds + bare_seconds(settled.placed)
 
 
 def _step(settled: Settled, staging: Staging | None) -> Step:

@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask, Rejected, Settled
-from autoshard.search.exact import Exact
+from autoshard.search.exact import Exact, Judge
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
@@ -36,18 +36,20 @@ def choose(
     cluster: Cluster,
     ask: Ask | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    judge: Judge | None = None,
 ) -> Settled:
     """The best plan over all meshes, and over microbatches if a global batch is asked for.
 
     Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
     fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
+    judge: seconds of a solved configuration with a pipeline, once it is cut.
     """
     ask = ask or Ask()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
-    search = _Search(model, cluster.used_by(world), ask, progress)
+    search = _Search(model, cluster.used_by(world), ask, progress, judge)
     if ask.tactics:
         found = search.by_tactics([s.mesh for s in given])
     elif len(given) == 1 and ask.batch is None and given[0].ranks == 1:
@@ -81,14 +83,21 @@ def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
 
 
 class _Search:
-    def __init__(self, model: Model, cluster: Cluster, ask: Ask, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        ask: Ask,
+        progress: Callable[[str], None],
+        judge: Judge | None,
+    ) -> None:
         self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
         overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
         self.setting = Setting(1, layer_calls(model.folded), overlap=overlap)
         self.poses = Poses(model, cluster, self.setting, ask.recipe, progress)
         self.total = ask.batch or self.poses.captured
         self.shapes = Shapes(self.poses, ask, self.setting, self.total, progress)
-        self.exact = Exact(self.poses, ask, self.setting, progress)
+        self.exact = Exact(self.poses, ask, self.setting, progress, judge)
         self.solved: list[Shape] = []
 
     def one(self, mesh: Mesh) -> Settled:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
+from typing import TypeAlias
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
@@ -30,21 +31,35 @@ _MARGIN = 1.03
 _FAR = 1.2
 
 
+#: seconds of a step of a solved configuration with its stages cut, inf if they do not fit
+Judge: TypeAlias = Callable[[Settled], float]
+
+
 class Exact:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
 
     failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
-    stopped the search; what is known by then still gives a plan.
+    stopped the search; what is known by then still gives a plan. judge: how pipelines are compared, which the
+    formula for equal stages only estimates.
     """
 
-    def __init__(self, poses: Poses, ask: Ask, setting: Setting, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        poses: Poses,
+        ask: Ask,
+        setting: Setting,
+        progress: Callable[[str], None],
+        judge: Judge | None = None,
+    ) -> None:
         self.poses, self.ask, self.setting, self.progress = poses, ask, setting, progress
+        self.judge = judge
         self.failures: list[AutoshardError] = []
         self.interrupted = False
 
     def best(self, ranked: Sequence[Estimated]) -> Settled:
         """Solve the configurations that look best, until the others are ruled out or far behind."""
         best: Settled | None = None
+        reached = inf
         solved: dict[Configuration, float] = {}
         limit, work = inf, 0
         alike: Counter[object] = Counter()
@@ -54,14 +69,14 @@ class Exact:
             where = estimated.configuration
             if best is not None and (
                 self.interrupted
-                or estimated.bound >= best.placed.seconds
+                or estimated.bound >= reached
                 or alike[_kind(where)] >= _ALIKE
                 or (
                     # estimates with and without pipelines do not err alike: one of each is solved
-                    ((where.pipe.ranks > 1) in kinds or not estimated.seconds <= _FAR * best.placed.seconds)
+                    ((where.pipe.ranks > 1) in kinds or not estimated.seconds <= _FAR * reached)
                     and (
                         (isfinite(estimated.seconds) and estimated.seconds > limit)
-                        or sum(map(isfinite, solved.values())) >= _MOST
+                        or _like(where, solved) >= _MOST
                         or work > _WORK
                     )
                 )
@@ -79,18 +94,25 @@ class Exact:
                     raise
                 self.interrupted = True
                 break
-            seconds = solved[where] = found.placed.seconds
+            seconds = found.placed.seconds
+            judged = solved[where] = self._judged(found)
             kinds.add(where.pipe.ranks > 1)
             work += found.posed.problem.choices
             if isfinite(estimated.seconds):
                 # estimates err alike, so they are compared with each other, unless this one was far off
                 far = _MARGIN * estimated.seconds < seconds
                 limit = min(limit, seconds / _MARGIN if far else _MARGIN * estimated.seconds)
-            if best is None or seconds < best.placed.seconds:
-                best = found
+            if best is None or judged < reached:
+                best, reached = found, judged
         if best is None:
             raise self.worst()
         return self._finished(best, ranked, solved)
+
+    def _judged(self, found: Settled) -> float:
+        """Seconds by which a solved configuration is compared."""
+        if self.judge is None or found.configuration.pipe.ranks == 1 or self.interrupted:
+            return found.placed.seconds
+        return self.judge(found)
 
     def worst(self) -> AutoshardError:
         """Why nothing can be solved: what came closest."""
@@ -171,6 +193,11 @@ class Exact:
         priced = sorted((c not in solved, solved.get(c, e.seconds), _name(c)) for c, e in others)
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
+
+
+def _like(where: Configuration, solved: Mapping[Configuration, float]) -> int:
+    """How many configurations were solved that have a pipeline, or none, as this one."""
+    return sum(isfinite(s) and (c.pipe.ranks > 1) == (where.pipe.ranks > 1) for c, s in solved.items())
 
 
 def _kind(where: Configuration) -> object:

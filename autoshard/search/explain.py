@@ -32,11 +32,15 @@ def explain(
     budget: int | None = None,
     replicated: Sequence[str] = (),
     target: str = "",
+    reasons: bool = True,
 ) -> Plan:
-    """The plan of a solution: every decision with its reason and the price of the next best."""
+    """The plan of a solution: every decision with its reason and the price of the next best.
+
+    reasons: False for the decisions alone.
+    """
     placed, problem = settled.placed, settled.posed.problem
     mesh, where = settled.configuration.mesh, settled.configuration
-    apart = _apart(settled, budget)
+    apart = _apart(settled, budget) if reasons else Untied(0, None, reason="not asked")
     proof = Proof(
         placed.seconds,
         settled.bound,
@@ -69,6 +73,10 @@ def explain(
         recompute=dict(placed.setting.recompute),
         pipeline=_pipeline(where.pipe),
     )
+    if not reasons:
+        for variable, state in zip(problem.variables, placed.states, strict=True):
+            _record(plan, variable, state, problem.axes)
+        return plan
     marginals = min_marginals(placed.network)
     for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
         key = _record(plan, variable, state, problem.axes)

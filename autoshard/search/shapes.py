@@ -109,8 +109,12 @@ class Shapes:
         free = posed.free
 
         def lean() -> Way:
-            """Placements to which half the bytes are worth half the time."""
-            price = free.seconds / free.bytes if free.bytes else 0.0
+            """Placements to which half the activations are worth half the time.
+
+            What parameters hold depends on the data ranks, which the mesh that is solved need not have.
+            """
+            held = free.setting.held(free.taken).activations
+            price = free.seconds / held if held else 0.0
             placed = priced(posed.problem, self.setting, price, allowed=posed.allowed)
             return way_of(posed, placed)
 
