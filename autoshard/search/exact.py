@@ -23,6 +23,8 @@ from autoshard.search.tune import QUICK, proven, tune
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
+#: of those with a pipeline, each of which is cut and simulated as well
+_PIPED = 2
 #: states of solved configurations together after which no other is solved
 _WORK = 8_000
 #: configurations whose estimate is this much over that of one that was solved are not solved
@@ -76,7 +78,7 @@ class Exact:
                     ((where.pipe.ranks > 1) in kinds or not estimated.seconds <= _FAR * reached)
                     and (
                         (isfinite(estimated.seconds) and estimated.seconds > limit)
-                        or _like(where, solved) >= _MOST
+                        or _like(where, solved) >= (_MOST if where.pipe.ranks == 1 else _PIPED)
                         or work > _WORK
                     )
                 )
