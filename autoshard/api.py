@@ -47,7 +47,7 @@ from autoshard.search.plan import Plan
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import Staging, bare_seconds, pipe_link, staged
+from autoshard.staging import Staging, bare_seconds, microbatch_seconds, pipe_link, staged
 
 Progress = Callable[[str], None]
 
@@ -222,7 +222,9 @@ def plan_analysed(
     def judge(found: Settled) -> float:
         plan = explain(found, cluster, analysis.fingerprint, budget=memory, reasons=False)
         try:
-            cut = staged(*_uncut(found, plan, analysis, cluster), cluster, ask.recipe, ask.budget, fixed=True)
+            folded, how = _uncut(found, plan, analysis, cluster)
+            whole = microbatch_seconds(found.placed)
+            cut = staged(folded, how, cluster, ask.recipe, ask.budget, fixed=True, microbatch=whole)
         except InfeasibleError:
             return inf
         return cut.seconds + bare_seconds(found.placed)
@@ -259,7 +261,10 @@ def _cut(
             plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget)
         folded, how = _uncut(settled, plan, analysis, cluster)
         try:
-            return settled, staged(folded, how, cluster, ask.recipe, ask.budget, fixed=fixed)
+            whole = microbatch_seconds(settled.placed)
+            return settled, staged(
+                folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole
+            )
         except InfeasibleError as error:
             failure = error
     raise failure

@@ -65,6 +65,12 @@ def bare_seconds(placed: Placement) -> float:
     return max(0.0, placed.step.exposed - talk)
 
 
+def microbatch_seconds(placed: Placement) -> float:
+    """Seconds of computing and talking in one microbatch of the whole model, as the search counts them."""
+    sums = placed.setting.sums(placed.taken)
+    return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
+
+
 def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:
     """Between neighbouring pipeline ranks, each of which is a whole inner mesh."""
     whole = Mesh((Axis("pp", ranks), *inner.axes))
@@ -79,11 +85,14 @@ def staged(
     budget: float | None,
     *,
     fixed: bool,
+    microbatch: float | None = None,
 ) -> Staging:
     """The stages of a plan whose pipeline is not cut yet.
 
-    budget: bytes per rank. fixed: whether the schedule was asked for, or others may be tried, too. Raises
-    InfeasibleError if no cut fits the memory.
+    microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
+    the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
+    are compared by one measure. budget: bytes per rank. fixed: whether the schedule was asked for, or others
+    may be tried, too. Raises InfeasibleError if no cut fits the memory.
     """
     pipeline = how.plan.pipeline
     assert pipeline is not None
@@ -92,6 +101,8 @@ def staged(
     line = _Slots(
         whole, folded, how, cluster.used_by(inner.world_size * pipeline.ranks), recipe, pipeline.ranks
     )
+    if microbatch is not None:
+        line.scale(microbatch)
     layers = sum(1 for c in folded.calls if c.label and not c.backward)
     kinds = [(pipeline.schedule, pipeline.chunks)]
     if not fixed:
@@ -146,6 +157,16 @@ class _Slots:
         self._parameters(cluster)
         self.send = self._sends()
         self.places = self._places()
+
+    def scale(self, microbatch: float) -> None:
+        """Make all ops together take so many seconds."""
+        total = float((self.forward + self.input + self.weight).sum())
+        factor = microbatch / total if total else 1.0
+        self.forward, self.input, self.weight = (
+            factor * self.forward,
+            factor * self.input,
+            factor * self.weight,
+        )
 
     def bytes_of(self, placed: Placed) -> float:
         return self.estimator.bytes_of(placed.type, placed.layout)
