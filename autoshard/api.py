@@ -28,7 +28,6 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
-from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
@@ -44,10 +43,11 @@ from autoshard.search.choose import Ask, Settled, choose, retuned
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import Staging, bare_seconds, microbatch_seconds, pipe_link, staged
+from autoshard.staging import Staging, bare_seconds, in_parts, microbatch_seconds, pipe_link, staged
 
 Progress = Callable[[str], None]
 
@@ -194,7 +194,7 @@ def _candidates(
     global_batch: int | None,
     pipes: PipeAsk,
 ) -> list[Staged]:
-    layers = sum(1 for c in analysis.folded.calls if c.label and not c.backward)
+    layers = sum(layer_calls(analysis.folded).values())
     total = global_batch or batch_of(analysis.folded)
     if isinstance(where, Mesh):
         return [given(where, machine, layers, total, pipes)]
@@ -219,17 +219,22 @@ def plan_analysed(
     """
     ask = replace(ask or Ask(), budget=memory)
 
+    say = progress or (lambda _: None)
+
+    def cut(found: Settled, *, fixed: bool) -> Staging:
+        return _staged(found, analysis, cluster, ask, fixed=fixed)
+
     def judge(found: Settled) -> float:
-        plan = explain(found, cluster, analysis.fingerprint, budget=memory, reasons=False)
         try:
-            folded, how = _uncut(found, plan, analysis, cluster)
-            whole = microbatch_seconds(found.placed)
-            cut = staged(folded, how, cluster, ask.recipe, ask.budget, fixed=True, microbatch=whole)
+            return cut(found, fixed=True).seconds + bare_seconds(found.placed)
         except InfeasibleError:
             return inf
-        return cut.seconds + bare_seconds(found.placed)
 
-    settled = choose(analysis.model, meshes, cluster, ask, progress or (lambda _: None), judge)
+    settled = choose(analysis.model, meshes, cluster, ask, say, judge)
+    staging = None
+    if settled.configuration.pipe.ranks > 1:
+        say("cutting the pipeline")
+        settled, staging = _fitting(settled, ask, lambda found: cut(found, fixed=fixed))
     best = explain(
         settled,
         cluster,
@@ -238,43 +243,33 @@ def plan_analysed(
         replicated=analysis.replicated,
         target=target,
     )
-    if best.pipeline is None:
-        return Planned(best, analysis, cluster, settled)
-    (progress or (lambda _: None))("cutting the pipeline")
-    settled, staging = _cut(settled, best, analysis, cluster, ask, fixed)
-    best = explain(
-        settled, cluster, analysis.fingerprint, budget=memory, replicated=analysis.replicated, target=target
-    )
-    return Planned(replace(best, pipeline=staging.pipeline), analysis, cluster, settled, staging=staging)
+    if staging is not None:
+        best = replace(best, pipeline=staging.pipeline)
+    return Planned(best, analysis, cluster, settled, staging=staging)
 
 
-def _cut(
-    settled: Settled, plan: Plan, analysis: Analysis, cluster: Cluster, ask: Ask, fixed: bool
-) -> tuple[Settled, Staging]:
-    """The stages of a plan; where the fullest rank is too full, after a search for one that holds less."""
+def _fitting(settled: Settled, ask: Ask, cut: Callable[[Settled], Staging]) -> tuple[Settled, Staging]:
+    """The stages of a solution; where the fullest rank is too full, of one found to hold less."""
     for room in _ROOMS:
-        if room < 1:
-            again = retuned(settled, ask, room)
-            if again is None:
-                continue
-            settled = again
-            plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget)
-        folded, how = _uncut(settled, plan, analysis, cluster)
+        found = settled if room == 1 else retuned(settled, ask, room)
+        if found is None:
+            continue
+        settled = found
         try:
-            whole = microbatch_seconds(settled.placed)
-            return settled, staged(
-                folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole
-            )
+            return settled, cut(settled)
         except InfeasibleError as error:
             failure = error
     raise failure
 
 
-def _uncut(settled: Settled, plan: Plan, analysis: Analysis, cluster: Cluster) -> tuple[Folded, Lowering]:
-    """What is cut: the model at its microbatch, and how it is placed."""
+def _staged(settled: Settled, analysis: Analysis, cluster: Cluster, ask: Ask, *, fixed: bool) -> Staging:
+    """The model at the microbatch of a solution, placed by it and cut."""
+    plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget, reasons=False)
     model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
     shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-    return model.folded, Lowering(model.flow, plan, shape, prices.plain, analysis.table)
+    how = Lowering(model.flow, plan, shape, prices.plain, analysis.table)
+    whole = microbatch_seconds(settled.placed)
+    return staged(model.folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole)
 
 
 #: shares of the memory that the search is given until the stages fit
@@ -400,8 +395,7 @@ def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
     link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
 
     def saving(nbytes: float, axis: int) -> float:
-        parts = seconds("send", nbytes / mesh.sizes[axis], link)
-        return float(seconds("send", nbytes, link) - parts - seconds("all_gather", nbytes, links[axis]))
+        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
 
     return saving
 

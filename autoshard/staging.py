@@ -7,7 +7,7 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +25,14 @@ from autoshard.passes.pipeline import Lowering, place
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
+from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.amounts import bytes_up
 from autoshard.search.cuts import Ask, Line, best_cuts
 from autoshard.search.pipe import TRIED
 from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.problems import layer_calls
 from autoshard.search.settle import Placed as Placement
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
 
@@ -71,6 +73,11 @@ def microbatch_seconds(placed: Placement) -> float:
     return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
 
 
+def in_parts(nbytes: float, link: AxisLink, inside: AxisLink) -> float:
+    """Seconds to send a value between stages in a part per rank of an axis, and to gather it behind."""
+    return float(seconds("send", nbytes / inside.size, link) + seconds("all_gather", nbytes, inside))
+
+
 def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:
     """Between neighbouring pipeline ranks, each of which is a whole inner mesh."""
     whole = Mesh((Axis("pp", ranks), *inner.axes))
@@ -103,7 +110,7 @@ def staged(
     )
     if microbatch is not None:
         line.scale(microbatch)
-    layers = sum(1 for c in folded.calls if c.label and not c.backward)
+    layers = sum(layer_calls(folded).values())
     kinds = [(pipeline.schedule, pipeline.chunks)]
     if not fixed:
         kinds += [
@@ -142,7 +149,7 @@ class _Slots:
         inner = Mesh.parse(how.plan.mesh)
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
-        self.links, self.sizes = self.estimator.links, inner.sizes
+        self.links = self.estimator.links
         self.homes: Homes = homes_of(whole, folded.joint, how.mesh)
         self.ops = [s for s in whole.all if not s.backward]
         calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
@@ -152,6 +159,7 @@ class _Slots:
             np.zeros(self.count) for _ in range(5)
         )
         self.update = np.zeros(self.count)
+        self.makers = self._makers()
         self._seconds()
         self._kept()
         self._parameters(cluster)
@@ -195,23 +203,26 @@ class _Slots:
             else:
                 self.input[slot] += cost
 
-    def _makers(self) -> dict[str, int]:
-        """Value of forward that one stage makes and others are sent -> its slot."""
-        found: dict[str, int] = {}
+    def _placed(self) -> Iterator[tuple[int, Statement]]:
+        """The ops of forward that stand in one stage, with their slots."""
         for place_, statement in enumerate(self.whole.all):
             slot = self.homes.slot[place_]
             if not statement.backward and slot is not None:
-                found.update(dict.fromkeys(statement.makes, slot))
-        return found
+                yield slot, statement
+
+    def _sources(self, statement: Statement) -> Iterator[str]:
+        """What an op uses, views as what they are views of."""
+        for value in statement.uses:
+            yield from self.homes.bases.get(value, (value,))
+
+    def _makers(self) -> dict[str, int]:
+        """Value of forward that one stage makes and others are sent -> its slot."""
+        return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
     def _kept(self) -> None:
         """What backward reads of forward, at the slot that makes it."""
-        makers = self._makers()
-        wanted: set[str] = set()
-        for statement in self.whole.all:
-            if statement.backward:
-                for value in statement.uses:
-                    wanted.update(self.homes.bases.get(value, (value,)))
+        makers = self.makers
+        wanted = {v for s in self.whole.all if s.backward for v in self._sources(s)}
         for value in wanted:
             if value in makers and value in self.whole.values:
                 self.held[makers[value]] += self.bytes_of(self.whole.values[value])
@@ -219,12 +230,9 @@ class _Slots:
     def _parameters(self, cluster: Cluster) -> None:
         """Parameters with gradient and optimizer, at the first op that uses them."""
         first: dict[str, int] = {}
-        for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
-            if not statement.backward and slot is not None:
-                for value in statement.uses:
-                    for base in self.homes.bases.get(value, (value,)):
-                        first.setdefault(base, slot)
+        for slot, statement in self._placed():
+            for value in self._sources(statement):
+                first.setdefault(value, slot)
         trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
         for port in self.folded.joint.ports:
             if port.kind != "param":
@@ -241,16 +249,10 @@ class _Slots:
 
     def _sends(self) -> np.ndarray:
         """Seconds for what crosses behind every slot, there and (its gradient) back."""
-        makers = self._makers()
+        makers = self.makers
         last: dict[str, int] = {}
-        for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
-            if statement.backward or slot is None:
-                continue
-            for value in statement.uses:
-                for base in self.homes.bases.get(value, (value,)):
-                    if base in makers:
-                        last[base] = max(last.get(base, 0), slot)
+        for slot, statement in self._placed():
+            last.update((v, slot) for v in self._sources(statement) if v in makers)
         steps = np.zeros(self.count + 1)
         for value, end in last.items():
             if end > makers[value] and value in self.whole.values:
@@ -262,12 +264,9 @@ class _Slots:
     def _send(self, placed: Placed) -> float:
         """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
         nbytes = self.bytes_of(placed)
-        best = seconds("send", nbytes, self.link)
-        for axis, (p, size) in enumerate(zip(placed.layout, self.sizes, strict=True)):
-            if p == R and size > 1:
-                parts = seconds("send", nbytes / size, self.link)
-                best = min(best, parts + seconds("all_gather", nbytes, self.links[axis]))
-        return float(best)
+        whole = float(seconds("send", nbytes, self.link))
+        axes = (link for p, link in zip(placed.layout, self.links, strict=True) if p == R and link.size > 1)
+        return min([whole, *(in_parts(nbytes, self.link, link) for link in axes)])
 
     def _places(self) -> list[int]:
         """Slots behind which a cut may be, in calls: all, or their ends and then where little crosses.
@@ -299,11 +298,12 @@ class _Slots:
             return None
         schedule = make(name, self.ranks, microbatches, chunks)
         edges = [0, *(p + 1 for p in self.places), self.count]
-        ask = Ask(stages, microbatches, chunks, stage_flight(schedule), budget)
+        ask = Ask(stages, microbatches, chunks, in_flight_of_stages(schedule), budget)
         found = best_cuts(self._line(edges), ask)
         tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
         # the formula is not the simulation: what people do by hand is tried as well
-        tried += [self._alike(stages)] if self._alike(stages) else []
+        alike = self._alike(stages)
+        tried += [alike] if alike else []
         made = [self._staging(schedule, chunks, ends, budget) for ends in tried]
         return min((m for m in made if m is not None), key=lambda m: m.seconds, default=None)
 
@@ -380,20 +380,6 @@ class _Slots:
             return None
         schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
         return makespan(schedule, self.costs(schedule, ends))
-
-
-def stage_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most microbatches it holds at once, from their F to the end of B or W."""
-    held = [0] * schedule.stages
-    peak = [0] * schedule.stages
-    for row in schedule.actions:
-        for action in row:
-            if action.kind == "F":
-                held[action.stage] += 1
-                peak[action.stage] = max(peak[action.stage], held[action.stage])
-            elif action.kind in "BW":
-                held[action.stage] -= 1
-    return tuple(peak)
 
 
 def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from autoshard.ir.lowered import Instruction, Lowered, Part
-from autoshard.ir.statements import Statement, Taker, statements_of
+from autoshard.ir.lowered import Lowered
+from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
 
 
 def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
@@ -21,40 +21,14 @@ def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
     kept: ports of the parameters whose gathered copies are kept for the whole step.
     """
     whole = statements_of(lowered)
-    by_item: dict[int, list[Statement]] = {}
-    for statement in whole.all:
-        by_item.setdefault(statement.item, []).append(statement)
-    of_part = {
-        part: [s for k in range(part.start, part.stop) for s in by_item.get(k, ())] for part in lowered.parts
-    }
+    of_part = by_part(whole)
     early = {part: _early(of_part[part], set(kept)) for part in lowered.parts if part.phase == "forward"}
     if not any(early.values()):
         return lowered
     chosen = {id(s) for statements in early.values() for s in statements}
-    left = {part: [s for s in statements if id(s) not in chosen] for part, statements in of_part.items()}
-    pieces: list[tuple[Part, list[Statement]]] = [
-        (replace(part, phase="gather"), statements) for part, statements in early.items()
-    ]
-    pieces += left.items()
-    needs = [{v for s in statements for v in s.uses} for _, statements in pieces]
-    results = set(whole.results)
-    taker = Taker(whole)
-    main: list[Instruction] = []
-    parts: list[Part] = []
-    for number, (part, statements) in enumerate(pieces):
-        elsewhere = results.union(*(n for k, n in enumerate(needs) if k != number))
-        items = taker.take(statements, elsewhere)
-        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
-        main += items
-    values = {**lowered.values, **taker.values}
-    return replace(
-        lowered,
-        segments=taker.segments,
-        main=tuple(main),
-        values=values,
-        results=whole.results,
-        parts=tuple(parts),
-    )
+    left = [(part, [s for s in statements if id(s) not in chosen]) for part, statements in of_part.items()]
+    gathers = [(replace(part, phase="gather"), statements) for part, statements in early.items()]
+    return regrouped(whole, [*gathers, *left])
 
 
 def _early(statements: list[Statement], kept: set[str]) -> list[Statement]:

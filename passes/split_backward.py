@@ -9,51 +9,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.ir.lowered import Instruction, Lowered, Part
-from autoshard.ir.statements import Statement, Taker, statements_of
+from autoshard.ir.lowered import Lowered, Part
+from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
 
 
 def split_backward(lowered: Lowered) -> Lowered:
     """The program with a part ``weight`` for every stage, behind its backward."""
     whole = statements_of(lowered)
-    taker = Taker(whole)
-    by_item: dict[int, list[Statement]] = {}
-    for statement in whole.all:
-        by_item.setdefault(statement.item, []).append(statement)
-    of_part = {
-        part: [s for k in range(part.start, part.stop) for s in by_item.get(k, ())] for part in lowered.parts
-    }
-    needs = {part: {v for s in statements for v in s.uses} for part, statements in of_part.items()}
-    results = set(whole.results)
-    main: list[Instruction] = []
-    parts: list[Part] = []
-
-    def add(part: Part, statements: list[Statement], elsewhere: set[str]) -> None:
-        items = taker.take(statements, elsewhere)
-        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
-        main.extend(items)
-
+    of_part = by_part(whole)
+    pieces: list[tuple[Part, list[Statement]]] = []
     for part, statements in of_part.items():
-        others = results.union(*(n for p, n in needs.items() if p != part))
         if part.phase != "backward":
-            add(part, statements, others)
+            pieces.append((part, statements))
             continue
-        made = {v for s in statements for v in s.makes}
-        sent = made.intersection(*[set().union(*(n for p, n in needs.items() if p.stage != part.stage))])
+        used = {v for p in of_part if p.stage != part.stage for s in of_part[p] for v in s.uses}
+        sent = used.intersection(v for s in statements for v in s.makes)
         first = _needed(statements, sent) if sent else statements
         chosen = {id(s) for s in first}
-        rest = [s for s in statements if id(s) not in chosen]
-        add(part, first, others.union(*(s.uses for s in rest)))
-        add(replace(part, phase="weight"), rest, others)
-    values = {**taker.values, **{n: p for n, p in lowered.values.items() if n not in taker.values}}
-    return replace(
-        lowered,
-        segments=taker.segments,
-        main=tuple(main),
-        values=values,
-        results=whole.results,
-        parts=tuple(parts),
-    )
+        pieces.append((part, first))
+        pieces.append((replace(part, phase="weight"), [s for s in statements if id(s) not in chosen]))
+    return regrouped(whole, pieces)
 
 
 def _needed(statements: list[Statement], values: set[str]) -> list[Statement]:

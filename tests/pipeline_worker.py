@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from gloo_worker import ADAM, STEPS, train
-from lockstep_check import relative_error
+from gloo_worker import ADAM, STEPS, errors_of, train
 from pipelines import model_and_batch
-from torch.distributed.tensor import DTensor
 
 import autoshard
 
@@ -35,12 +33,7 @@ def run_case(case: dict[str, str]) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         found.append(float(loss))
-    errors = {"loss": max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))}
-    reference = dict(wanted.named_parameters())
-    for name, parameter in parallel.named_parameters():
-        assert isinstance(parameter, DTensor)
-        errors[name] = relative_error(parameter.detach().full_tensor(), reference[name].detach())
-    return errors
+    return errors_of(parallel, wanted, found, expected)
 
 
 def main() -> None:

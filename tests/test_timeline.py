@@ -26,8 +26,9 @@ from autoshard.report.estimate import Estimator
 from autoshard.report.kept import Kept, kept_by
 from autoshard.report.layers import layers_of_stages
 from autoshard.report.stage_costs import StagePrices, stage_costs
-from autoshard.report.step_estimate import estimate_step, in_flight
+from autoshard.report.step_estimate import estimate_step
 from autoshard.runtime.executor import RankProgram, Values
+from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Cut, Pipeline, Recompute
@@ -350,7 +351,7 @@ def test_memory_is_that_of_the_fullest_rank() -> None:
 
 def test_in_flight_ends_with_the_input_gradient() -> None:
     schedule = Schedule("by hand", 3, (0,), (_row(0, "F0 F1 I0 F2 I1 I2 W0 W1 W2"),))
-    assert in_flight(schedule) == (2,)
+    assert in_flight_of_stages(schedule, "BI") == (2,)
 
 
 # -- words --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from autoshard.search.choose import Ask
 from autoshard.search.explain import explain
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Pipeline
+from autoshard.search.problems import layer_calls
 from autoshard.search.rebatch import batch_of
 from autoshard.staging import Staging, staged
 
@@ -128,7 +129,7 @@ def planned(
 ) -> Planned:
     """The model on so many pipeline ranks alone, microbatches as large as they were captured."""
     machine = load_cluster(cluster)
-    layers = sum(1 for c in analysis.folded.calls if c.label and not c.backward)
+    layers = sum(layer_calls(analysis.folded).values())
     total = microbatches * batch_of(analysis.folded)
     where = given(Mesh.parse(f"pp={ranks}"), machine, layers, total, PipeAsk(schedule, chunks, microbatches))
     ask = Ask(batch=total, recipe=MIXED)

@@ -26,15 +26,9 @@ from autoshard.bench.cuts_measured import (
     cut_llama,
 )
 from autoshard.bench.models import bench_batch
+from autoshard.bench.ranks import worst_of
 
 WARM_UP, ROUNDS = 1, 9
-
-
-def most(found: float) -> float:
-    """The largest of all ranks; NaN if any is."""
-    every = [0.0] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return max(every, key=lambda x: (x != x, x))
 
 
 def timed(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float, float]:
@@ -45,7 +39,7 @@ def timed(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float, flo
     start, busy = time.perf_counter(), time.process_time()
     loss = model.train_step(batch)
     taken, used = time.perf_counter() - start, time.process_time() - busy
-    return most(taken), most(used), float(loss)
+    return worst_of(taken), worst_of(used), float(loss)
 
 
 def main() -> None:
@@ -60,7 +54,7 @@ def main() -> None:
         order = (0, 1) if turn % 2 else (1, 0)
         found = {k: timed(models[k], batch) for k in order}
         steps.append([found[0], found[1]])
-        error = most(abs(found[0][2] - found[1][2]) / abs(found[1][2]))
+        error = worst_of(abs(found[0][2] - found[1][2]) / abs(found[1][2]))
         check_equal(error)
     kept = steps[WARM_UP:]
     if dist.get_rank() == 0:

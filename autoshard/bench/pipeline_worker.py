@@ -31,15 +31,9 @@ from autoshard.bench.pipelines import (
     check_equal,
     pipeline_llama,
 )
+from autoshard.bench.ranks import worst_of
 
 WARM_UP, ROUNDS = 1, 9
-
-
-def worst_of(found: float) -> float:
-    """The largest of all ranks; NaN if any is."""
-    every = [0.0] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return max(every, key=lambda x: (x != x, x))
 
 
 def timed(step: Callable[[], object], parameters: Iterable[torch.Tensor]) -> float:

@@ -59,6 +59,7 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.passes.capture import capture
     from autoshard.report.summary import summarise
     from autoshard.search.choose import Ask
+    from autoshard.search.problems import layer_calls
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
     cluster = load_cluster(case.cluster)
@@ -76,7 +77,7 @@ def plan_case(case: Case) -> PlanningRow:
     analysis = analyse(joint)
     meshes: list[Any] = [Mesh.parse(case.mesh)] if case.mesh else []
     if not case.mesh:
-        layers = sum(1 for c in analysis.folded.calls if c.label and not c.backward)
+        layers = sum(layer_calls(analysis.folded).values())
         meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk())
     planned = plan_analysed(analysis, meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 from autoshard.ir.symbols import CallSite
 
 
@@ -185,3 +186,35 @@ class Taker:
             self.segments[name] = LoweredSegment(graph, layouts, segment.why)
             self.made[key] = name
         return self.made[key]
+
+
+def by_part(whole: Statements) -> dict[Part, list[Statement]]:
+    """The statements of every part of the program."""
+    items: dict[int, list[Statement]] = {}
+    for statement in whole.all:
+        items.setdefault(statement.item, []).append(statement)
+    parts = whole.lowered.parts
+    return {part: [s for k in range(part.start, part.stop) for s in items.get(k, ())] for part in parts}
+
+
+def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement]]]) -> Lowered:
+    """The program with its statements in other parts, in the order given; where each begins is found here."""
+    needs = [{value for statement in statements for value in statement.uses} for _, statements in pieces]
+    users = Counter(value for need in needs for value in need)
+    taker = Taker(whole)
+    main: list[Instruction] = []
+    parts: list[Part] = []
+    for (part, statements), own in zip(pieces, needs, strict=True):
+        made = {value for statement in statements for value in statement.makes}
+        elsewhere = {value for value in made if users[value] > (value in own)}
+        items = taker.take(statements, elsewhere.union(whole.results))
+        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
+        main += items
+    return replace(
+        whole.lowered,
+        segments=taker.segments,
+        main=tuple(main),
+        values={**whole.lowered.values, **taker.values},
+        results=whole.results,
+        parts=tuple(parts),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
@@ -141,11 +141,3 @@ def _broken(what: str, where: str = "") -> VerificationError:
     return VerificationError(
         f"the parts of the program make no pipeline: {what}", where=where, hint="compile the program again"
     )
-
-
-def grouped(wires: Sequence[Wire]) -> Mapping[tuple[int, str], tuple[Wire, ...]]:
-    """Wires by the stage and phase that they leave."""
-    found: dict[tuple[int, str], list[Wire]] = {}
-    for wire in wires:
-        found.setdefault((wire.source, wire.phase), []).append(wire)
-    return {key: tuple(members) for key, members in found.items()}

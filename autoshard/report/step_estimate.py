@@ -14,7 +14,8 @@ from autoshard.report.kept import Held
 from autoshard.report.layers import layers_of_stages
 from autoshard.report.pricing import Pricer, SegmentCost, placed_of
 from autoshard.report.stage_costs import StagePrices, StepEnd
-from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.check import in_flight_of_stages
+from autoshard.schedules.schedule import Action
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
 
 #: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
@@ -153,7 +154,7 @@ class _Step:
 
     def _stages(self) -> Iterable[StageRow]:
         layers, costs = layers_of_stages(self.program), self.prices.costs
-        flying = in_flight(self.schedule)
+        flying = in_flight_of_stages(self.schedule, "BI")
         for stage, owner in enumerate(self.schedule.owner):
             yield StageRow(
                 stage,
@@ -170,19 +171,6 @@ class _Step:
         busy = timeline.busy[rank]
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
         return RankRow(rank, self.prices.stages_of[rank], busy, timeline.makespan - busy, held)
-
-
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, the most microbatches between the start of their forward and the end of their backward."""
-    now, most = [0] * schedule.stages, [0] * schedule.stages
-    for row in schedule.actions:
-        for action in row:
-            if action.kind == "F":
-                now[action.stage] += 1
-                most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.kind in "BI":
-                now[action.stage] -= 1
-    return tuple(most)
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:

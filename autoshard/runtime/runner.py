@@ -203,18 +203,21 @@ class Runner:
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
-        env = self.entry(params, inputs)
+        env = self.entry([x.to_local() for x in params], inputs)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather"))
         self.run(env, (0, "forward"))
         return env
 
-    def entry(self, params: Sequence[Any], inputs: Sequence[Any], call: int = 0) -> Values:
-        """What a microbatch begins with. call: which of the step's calls of the program it is."""
+    def entry(self, params: Sequence[torch.Tensor], inputs: Sequence[Any], call: int = 0) -> Values:
+        """What a microbatch begins with.
+
+        params: what the rank holds of the parameters. call: which of the step's calls of the program it is.
+        """
         env = self.rank_program.start()
         env.update(self.constants)
         for port, value in zip(self.params, params, strict=True):
-            env[port.name] = value.to_local()
+            env[port.name] = value
         for port, value in zip(self.inputs, inputs, strict=True):
             env[port.name] = self.input_shard(value, port)
         if self.seed_port is not None:

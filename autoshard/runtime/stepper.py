@@ -7,6 +7,7 @@ half precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +63,7 @@ class Stepper:
 
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
-        loss = self._loss_value()
-        run = _StepRun(self, module, leaves, loss)
+        run = _StepRun(self, module, leaves, self._loss)
         with torch.no_grad():
             run.moves()
             run.finish()
@@ -71,8 +71,9 @@ class Stepper:
             self.runner.steps += self.program.microbatches
         return run.loss()
 
-    def _loss_value(self) -> tuple[str, str]:
-        """(value of the loss, position of that output)."""
+    @cached_property
+    def _loss(self) -> tuple[str, str]:
+        """(value of the loss, position of that output); found at the first step, as a model may have none."""
         position = loss_position(self.program)
         results = self.program.signature.results
         value = next(r.value for r in results if r.kind == "output" and r.target == str(position))
@@ -92,8 +93,10 @@ class _StepRun:
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
         # every call takes pieces of the same tensors, so that looking at those of one is enough
         params, inputs = self.runner.arguments_of(module, calls[0])
+        with torch.no_grad():
+            held = [p.to_local() for p in params]
         places = [int(p.target) for p in self.runner.inputs]
-        self.given = [(params, inputs)] + [(params, [call[k] for k in places]) for call in calls[1:]]
+        self.given = [(held, inputs)] + [(held, [call[k] for k in places]) for call in calls[1:]]
         self.envs: dict[int, Values] = {}
         self.gathered: dict[str, Any] = {}
         self.sums: dict[tuple[int, str], torch.Tensor] = {}

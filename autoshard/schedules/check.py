@@ -53,6 +53,22 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def in_flight_of_stages(schedule: Schedule, ends: str = "BW") -> tuple[int, ...]:
+    """Per stage, the most microbatches between the start of their F and the end of an action in ``ends``.
+
+    ends: ``BW`` for what is held until the weight gradient, ``BI`` for what the input gradient frees.
+    """
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for row in schedule.actions:
+        for action in row:
+            if action.kind == "F":
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.kind in ends:
+                now[action.stage] -= 1
+    return tuple(most)
+
+
 def _wrong(schedule: Schedule, rank: int, action: Action, what: str) -> VerificationError:
     return VerificationError(f"{action} {what}", where=f"schedule {schedule.name}, rank {rank}, {action}")
 

@@ -73,15 +73,13 @@ def explain(
         recompute=dict(placed.setting.recompute),
         pipeline=_pipeline(where.pipe),
     )
-    if not reasons:
-        for variable, state in zip(problem.variables, placed.states, strict=True):
-            _record(plan, variable, state, problem.axes)
-        return plan
-    marginals = min_marginals(placed.network)
+    marginals = min_marginals(placed.network) if reasons else None
     for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
         key = _record(plan, variable, state, problem.axes)
-        plan.why[key] = _why(variable, state, marginals.costs[number], mesh, problem.axes, marginals.exact)
-    if settled.rejected:
+        if marginals is not None:
+            costs = marginals.costs[number]
+            plan.why[key] = _why(variable, state, costs, mesh, problem.axes, marginals.exact)
+    if reasons and settled.rejected:
         plan.why["mesh"] = _why_mesh(settled)
     return plan
 
