@@ -66,7 +66,7 @@ def inspect_command(
             else:
                 print_code(text)
             return
-        prices = _prices(program.plan, cluster)
+        prices = prices_of(program.plan, cluster)
         if asked:
             _show_timeline(program, prices, folder, svg, perfetto, json)
             return
@@ -106,15 +106,15 @@ def _show_timeline(
         step_text,
         timeline_json,
     )
-    from autoshard.report.step_estimate import estimate_step
+    from autoshard.simulate.step import estimate_step
 
     found = estimate_step(program, prices)
     written: dict[str, str] = {}
     if svg is not None:
-        _write(svg, gantt.svg(found.timeline), "--svg")
+        write_text(svg, gantt.svg(found.timeline), "--svg")
         written["svg"] = str(svg)
     if perfetto is not None:
-        _write(perfetto, dumps(gantt.perfetto(found.timeline)) + "\n", "--perfetto")
+        write_text(perfetto, dumps(gantt.perfetto(found.timeline)) + "\n", "--perfetto")
         written["perfetto"] = str(perfetto)
     if json:
         document = {
@@ -146,7 +146,7 @@ def _show_timeline(
         console.print(f"written {path}", markup=False)
 
 
-def _write(path: Path, text: str, option: str) -> None:
+def write_text(path: Path, text: str, option: str) -> None:
     """UsageError if the file cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
@@ -156,7 +156,8 @@ def _write(path: Path, text: str, option: str) -> None:
         ) from None
 
 
-def _prices(plan: str, named: str | None) -> Cluster:
+def prices_of(plan: str, named: str | None) -> Cluster:
+    """The cluster that is named, or the one that the program was planned for."""
     from autoshard.cluster import load_cluster
     from autoshard.search.plan_json import plan_from_json
 

@@ -17,6 +17,7 @@ from autoshard.cli.inspect import inspect_command
 from autoshard.cli.plan import plan_command
 from autoshard.cli.profile import profile_command
 from autoshard.cli.run import run_command
+from autoshard.cli.simulate import simulate_command
 from autoshard.cli.verify import verify_command
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
 app.command("export")(export_command)
 app.command("run")(run_command)
+app.command("simulate")(simulate_command)
 app.command("profile")(profile_command)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd, isfinite
 
+from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 
@@ -27,6 +28,7 @@ class Device:
     rate of the vector units and must be there. memory_bandwidth: bytes/s. matmul_efficiency: part of
     ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op. overlap:
     share of the time of computing that can hide collectives of parameters, 0 if nothing runs beside it.
+    kernels: how the shape of work tells on its kernels.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Device:
     matmul_efficiency: float
     launch_overhead: float
     overlap: float = OVERLAP
+    kernels: Kernels = field(default_factory=Kernels)
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -229,6 +232,7 @@ def bounding(devices: Sequence[Device]) -> Device:
         min(reached[dtype] / peaks[dtype] for dtype in dtypes),
         max(device.launch_overhead for device in devices),
         min(device.overlap for device in devices),
+        min(devices, key=lambda device: device.matmul_efficiency).kernels,
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.cluster import OVERLAP, Cluster, Device, Level
+from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
 from autoshard.errors import UsageError
 from autoshard.ir.types import DTYPES
@@ -52,6 +53,17 @@ _DEVICE: Schema = {
     "matmul_efficiency": (_NUMBER, True),
     "launch_overhead": (_NUMBER, True),
     "overlap": (_NUMBER, False),
+    "kernels": ((dict,), False),
+    "source": _SOURCE,
+}
+_KERNELS: Schema = {
+    "multiprocessors": ((int,), False),
+    "tile": ((list,), False),
+    "depth": (_NUMBER, False),
+    "attention": (_NUMBER, False),
+    "attention_backward": (_NUMBER, False),
+    "traffic": (_NUMBER, False),
+    "small": (_NUMBER, False),
     "source": _SOURCE,
 }
 _LEVEL: Schema = {
@@ -191,7 +203,18 @@ def _device(table: Mapping[str, Any], where: str) -> Device:
         matmul_efficiency=float(table["matmul_efficiency"]),
         launch_overhead=float(table["launch_overhead"]),
         overlap=float(table.get("overlap", OVERLAP)),
+        kernels=_kernels(table.get("kernels", {}), f"{where}.kernels"),
     )
+
+
+def _kernels(table: Mapping[str, Any], where: str) -> Kernels:
+    _check(table, _KERNELS, where)
+    given = {key: value for key, value in table.items() if key != "source"}
+    if "tile" in given:
+        if not all(isinstance(n, int) and not isinstance(n, bool) for n in given["tile"]):
+            raise UsageError(f"tile is {given['tile']!r}", where=where, why="it is two whole numbers")
+        given["tile"] = tuple(given["tile"])
+    return Kernels(**given)
 
 
 def _level(table: object, where: str) -> Level:

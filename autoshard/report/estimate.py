@@ -14,19 +14,10 @@ from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.lowered import LoweredSegment, Part, Placed
 from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
-from autoshard.report.kept import Held, gathered_bytes, kept_by
-from autoshard.report.pricing import (
-    VIEWS,
-    NodeCost,
-    Pricer,
-    SegmentCost,
-    collective_kind,
-    is_message,
-    placed_of,
-    product_flops,
-    total,
-)
-from autoshard.report.step_estimate import StepEstimate, estimate_step
+from autoshard.simulate.kept import Held, gathered_bytes, kept_by
+from autoshard.simulate.ops import VIEWS, collective_kind, is_message, placed_of, product_flops
+from autoshard.simulate.pricing import NodeCost, Pricer, SegmentCost, total
+from autoshard.simulate.step import StepEstimate, estimate_step
 
 __all__ = [
     "VIEWS",

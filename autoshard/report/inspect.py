@@ -17,8 +17,6 @@ from autoshard.program.ends import ends_of, part_name
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, main_lines, segment_lines
 from autoshard.report.estimate import Estimator
-from autoshard.report.kept import Held
-from autoshard.report.pricing import NodeCost, is_message, placed_of
 from autoshard.report.stage_table import (
     held_json,
     held_text,
@@ -29,6 +27,9 @@ from autoshard.report.stage_table import (
 )
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
+from autoshard.simulate.kept import Held
+from autoshard.simulate.ops import is_message, placed_of
+from autoshard.simulate.pricing import NodeCost
 
 #: above the columns at the end of every op's line, which begin there
 _COLUMNS = "   time | wire/rank | why"

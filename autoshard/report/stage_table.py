@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.report.kept import Held
-from autoshard.report.step_estimate import StepEstimate
 from autoshard.report.units import bytes_text, seconds_text
+from autoshard.simulate.kept import Held
+from autoshard.simulate.step import StepEstimate
 
 #: columns of the table, and which of them are numbers
 COLUMNS = ("stage", "rank", "layers", "forward", "backward", "in flight", "kept each", "peak of rank")

@@ -24,7 +24,8 @@ def _laid(node: Node, shapes: Sequence[TensorType], mask: TensorType | None, cau
     return build, (b, h, s, d), (b, h, t, d), (b, h, t, e), (b, h, s, e), (b, h, s), mask_dims, fixed
 
 
-def _flops(q: TensorType, k: TensorType, v: TensorType, causal: bool) -> float:
+def flops(q: TensorType, k: TensorType, v: TensorType, causal: bool) -> float:
+    """FLOP of the forward: two products over all pairs, or over half of them."""
     b, h, s, d = q.shape
     full = 2.0 * b * h * s * k.shape[2] * (d + v.shape[3])
     return full / 2 if causal else full
@@ -36,8 +37,8 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     mask = ins[3] if len(ins) > 3 else None
     build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[:3], mask, causal)
     inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
-    flops = _flops(ins[0], ins[1], ins[2], causal)
-    return Factored(tuple(build.sizes), inputs, (out, lse), frozenset(fixed), kind="matmul", flops=flops)
+    flop = flops(ins[0], ins[1], ins[2], causal)
+    return Factored(tuple(build.sizes), inputs, (out, lse), frozenset(fixed), kind="matmul", flops=flop)
 
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -46,9 +47,9 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     mask = ins[6] if len(ins) > 6 else None
     build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[1:4], mask, causal)
     inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
-    flops = 2.5 * _flops(ins[1], ins[2], ins[3], causal)
+    flop = 2.5 * flops(ins[1], ins[2], ins[3], causal)
     reduce = tuple((f, "sum") for f in q[2])
-    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flops)
+    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flop)
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(

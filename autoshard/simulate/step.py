@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
 from autoshard.program.program import Program
-from autoshard.report.kept import Held
 from autoshard.report.layers import layers_of_stages
-from autoshard.report.pricing import Pricer, SegmentCost, placed_of
-from autoshard.report.stage_costs import StagePrices, StepEnd
 from autoshard.schedules.check import in_flight_of_stages
-from autoshard.schedules.schedule import Action
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.kept import Held
+from autoshard.simulate.ops import placed_of
+from autoshard.simulate.parts import AGAIN
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
-
-#: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
-_AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
+from autoshard.simulate.pricing import Pricer
+from autoshard.simulate.stage_costs import StagePrices
+from autoshard.simulate.streams import Played
+from autoshard.simulate.transients import Transients
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,27 @@ class StageRow:
 
 @dataclass(frozen=True)
 class RankRow:
-    """One pipeline rank. busy, idle: seconds of a step. held: bytes at the peak."""
+    """One pipeline rank.
+
+    busy, idle: seconds of a step. held: most bytes between its parts. peak: bytes where it holds most at all,
+    with what lives within a part.
+    """
 
     rank: int
     stages: tuple[int, ...]
     busy: float
     idle: float
     held: Held
+    peak: float
 
 
 @dataclass(frozen=True)
 class Spent:
     """Seconds of a step, each a mean over the pipeline ranks; they add up to the whole step.
 
-    compute: with what is computed again. exposed: collectives, none of them hidden behind computing, and
-    the reduction of gradients at the end. p2p: by how much messages between stages make the step longer.
+    compute: with what is computed again. exposed: collectives that no computing hides; axes: the same per
+    mesh axis (pp: gradients of parameters that stages share). p2p: by how much messages between stages make
+    the step longer.
     bubble: waiting that is left if messages take no time. update: of the optimizer.
     """
 
@@ -64,6 +71,7 @@ class Spent:
     p2p: float
     bubble: float
     update: float
+    axes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -93,21 +101,33 @@ class StepEstimate:
     @property
     def fullest(self) -> RankRow:
         """The rank that holds most."""
-        return max(self.ranks, key=lambda row: row.held.total)
+        return max(self.ranks, key=lambda row: row.peak)
 
 
-def estimate_step(program: Program, cluster: Cluster, rank: int = 0) -> StepEstimate:
+def estimate_step(
+    program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+) -> StepEstimate:
     """The simulated step of a program on a cluster; of one stage, its microbatches one after the other.
 
-    rank: which rank of a stage is priced (default: the fullest).
+    rank: which rank of a stage is priced (default: the fullest). behaviour: of the code that runs it
+    (default: our own runtime).
     """
-    return _Step(program, cluster, rank).estimate
+    return simulated(program, cluster, rank, behaviour)[0]
+
+
+def simulated(
+    program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+) -> tuple[StepEstimate, StagePrices]:
+    """`estimate_step`, with the prices it was made of."""
+    step = _Step(program, cluster, rank, behaviour or Behaviour())
+    return step.estimate, step.prices
 
 
 class _Step:
-    def __init__(self, program: Program, cluster: Cluster, rank: int) -> None:
+    def __init__(self, program: Program, cluster: Cluster, rank: int, behaviour: Behaviour) -> None:
         self.program, self.cluster = program, cluster
-        self.prices = StagePrices(program, cluster, rank)
+        self.prices = StagePrices(program, cluster, rank, behaviour)
+        self.transients = Transients(program, self.prices.sheets)
         self.schedule = self.prices.schedule
         self.timeline = simulate(self.schedule, self.prices.costs)
 
@@ -129,28 +149,52 @@ class _Step:
     def _spent(self) -> Spent:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
-        nothing = (0.0,) * (self.schedule.stages - 1)
-        at_once = makespan(self.schedule, replace(costs, send_forward=nothing, send_backward=nothing))
-        run = [self._cost(a) for row in self.schedule.actions for a in row]
-        busy = sum(self.timeline.busy) / ranks
+        at_once = makespan(self.schedule, self._without_sends(costs))
+        often = Counter((a.kind, a.stage) for row in self.schedule.actions for a in row)
+        run = [(self._played(kind, stage), n) for (kind, stage), n in often.items()]
+        around = sum(end.reduce - sum(end.axes) for end in ends)
+        ahead, back = self.prices.waits
+        waits = {"F": ahead, "B": back, "I": back}
+        waited = sum(n * waits[kind][stage] for (kind, stage), n in often.items() if kind in waits)
+        mesh = self.prices.pricer.mesh
+        axes = [
+            sum(p.exposed[k] * n for p, n in run if p.exposed) + sum(end.axes[k] for end in ends if end.axes)
+            for k in range(len(mesh.sizes))
+        ]
+        named = {name: seconds / ranks for name, seconds in zip(mesh.names, axes, strict=True)}
+        shared = sum(end.shared for end in ends) / ranks
         return Spent(
-            compute=sum(c.compute for c in run) / ranks,
-            exposed=(sum(c.comm for c in run) + sum(_talk(end) for end in ends)) / ranks,
+            compute=(sum(p.compute * n for p, n in run) + around) / ranks,
+            exposed=sum(axes) / ranks + shared,
             p2p=self.timeline.makespan - at_once,
-            bubble=at_once - busy,
+            bubble=at_once - (sum(self.timeline.busy) - waited) / ranks,
             update=sum(end.update for end in ends) / ranks,
+            axes={**named, "pp": shared} if shared else named,
         )
 
-    def _cost(self, action: Action) -> SegmentCost:
-        match action.kind:
+    def _without_sends(self, costs: StageCosts) -> StageCosts:
+        """The costs if messages between stages took no time."""
+        nothing = (0.0,) * (self.schedule.stages - 1)
+        ahead, back = self.prices.waits
+        return replace(
+            costs,
+            send_forward=nothing,
+            send_backward=nothing,
+            forward=tuple(a - b for a, b in zip(costs.forward, ahead, strict=True)),
+            backward=tuple(a - b for a, b in zip(costs.backward, back, strict=True)),
+            backward_input=tuple(a - b for a, b in zip(costs.backward_input, back, strict=True)),
+        )
+
+    def _played(self, kind: str, stage: int) -> Played:
+        match kind:
             case "F":
-                return self.prices.part(action.stage, "forward")
+                return self.prices.parts.of(stage, "forward")
             case "B":
-                return self.prices.part(action.stage, "backward", "weight")
+                return self.prices.parts.of(stage, "backward", "weight")
             case "I":
-                return self.prices.part(action.stage, "backward")
-            case "W":
-                return self.prices.part(action.stage, "weight")
+                return self.prices.parts.of(stage, "backward")
+            case _:
+                return self.prices.parts.of(stage, "weight")
 
     def _stages(self) -> Iterable[StageRow]:
         layers, costs = layers_of_stages(self.program), self.prices.costs
@@ -170,7 +214,19 @@ class _Step:
         state, timeline = self.prices.states[rank], self.timeline
         busy = timeline.busy[rank]
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
-        return RankRow(rank, self.prices.stages_of[rank], busy, timeline.makespan - busy, held)
+        peak = self._peak(rank)
+        return RankRow(rank, self.prices.stages_of[rank], busy, timeline.makespan - busy, held, peak)
+
+    def _peak(self, rank: int) -> float:
+        """Bytes where the rank holds most, with what lives within parts.
+
+        What a forward keeps counts from its start, what a backward frees until its end.
+        """
+        before = most = self.prices.states[rank].total
+        for span, (_, after) in zip(self.timeline.spans[rank], self.timeline.curve[rank][1:], strict=True):
+            during = self.transients.of(span.action.stage, span.action.kind)
+            most, before = max(most, max(before, after) + during), after
+        return most
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:
@@ -183,7 +239,7 @@ def program_flop(pricer: Pricer) -> tuple[float, str]:
     for item in lowered.main:
         if isinstance(item, Node):
             found = pricer.flop((item,), lowered.values)
-        elif _AGAIN.search(item.segment):
+        elif AGAIN.search(item.segment):
             continue
         else:
             segment = lowered.segments[item.segment]
@@ -192,7 +248,3 @@ def program_flop(pricer: Pricer) -> tuple[float, str]:
             done[dtype] = done.get(dtype, 0.0) + flop
     total = pricer.program.microbatches * sum(done.values())
     return total, max(done, key=lambda d: done[d], default="f32")
-
-
-def _talk(end: StepEnd) -> float:
-    return end.reduce + end.shared

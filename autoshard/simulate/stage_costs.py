@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
+from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
-from autoshard.cost.recipe import ADAMW
 from autoshard.ir import DTYPES, Port
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import wires_of
 from autoshard.program.holders import accumulated, holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
-from autoshard.report.kept import Held, Kept, gathered_bytes, kept_by
-from autoshard.report.pricing import Pricer, SegmentCost, total
 from autoshard.schedules.schedule import Schedule
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.kept import Held, Kept, gathered_bytes, kept_by
+from autoshard.simulate.parts import Parts
 from autoshard.simulate.pipeline import StageCosts
+from autoshard.simulate.pricing import Pricer
+from autoshard.simulate.sheets import Sheets
+from autoshard.simulate.streams import NOTHING
 
 #: bytes of an element of a gradient that is summed over microbatches, if it is narrower by itself
 _SUM_BYTES = 4
@@ -46,15 +50,18 @@ def schedule_of(program: Program) -> Schedule:
 
 @dataclass(frozen=True)
 class StepEnd:
-    """Seconds of a rank after its last microbatch.
+    """Seconds of a rank beside its microbatches.
 
-    reduce: of gradients over the ranks of a stage. shared: of gradients that several stages add to, over
+    reduce: of gathering parameters that stay gathered and of reducing gradients over the ranks of a stage,
+    beyond what computing hides; axes: how much of it each mesh axis is exposed. shared: of gradients that
+    several stages add to, over
     the ranks that hold those stages. update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
     """
 
     reduce: float
     shared: float
     update: float
+    axes: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
@@ -69,10 +76,17 @@ class StagePrices:
     when it is needed, as whoever uses it waits for the stages between as well.
     """
 
-    def __init__(self, program: Program, cluster: Cluster, rank: int = 0) -> None:
+    def __init__(
+        self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+    ) -> None:
         self.program, self.cluster = program, cluster
+        self.behaviour = behaviour or Behaviour()
+        self.recipe = self.behaviour.recipe
         self.schedule = schedule_of(program)
-        self.pricer = Pricer(program, cluster, rank)
+        self.pricer = Pricer(program, cluster, rank, self.behaviour)
+        self.sheets = Sheets(program, self.behaviour, rank)
+        overlap = cluster.device.overlap
+        self.parts = Parts(program, self.sheets, self.pricer.price, overlap, self.behaviour)
         self.whole = Mesh.parse(program.whole_mesh)
         self.stages_of = tuple(
             tuple(s for s, owner in enumerate(self.schedule.owner) if owner == rank)
@@ -83,30 +97,21 @@ class StagePrices:
     # -- time ------------------------------------------------------------------------------------------
 
     @cached_property
-    def parts(self) -> Mapping[tuple[int, Phase], SegmentCost]:
-        """(stage, phase) -> what it costs to run it once."""
-        lowered = self.program.lowered
-        return {(p.stage, p.phase): self.pricer.priced(lowered.of(p)) for p in lowered.parts}
-
-    def part(self, stage: int, *phases: Phase) -> SegmentCost:
-        """The cost of some phases of a stage; nothing where it has none of them."""
-        found = [self.parts[stage, phase] for phase in phases if (stage, phase) in self.parts]
-        return total(found) if found else SegmentCost(0.0, 0.0, 0.0, 0)
-
-    @cached_property
     def costs(self) -> StageCosts:
         count = self.schedule.stages
         kept = [self.kept[s] for s in range(count)]
         up, down = self.sends
 
-        def each(*phases: Phase) -> tuple[float, ...]:
-            return tuple(_seconds(self.part(s, *phases)) for s in range(count))
+        ahead, back = self.waits
+
+        def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
+            return tuple(self.parts.of(s, *phases).seconds + waits[s] for s in range(count))
 
         return StageCosts(
-            forward=each("forward"),
-            backward=each("backward", "weight"),
-            backward_input=each("backward"),
-            backward_weight=each("weight"),
+            forward=each(ahead, "forward"),
+            backward=each(back, "backward", "weight"),
+            backward_input=each(back, "backward"),
+            backward_weight=each((0.0,) * count, "weight"),
             send_forward=up,
             send_backward=down,
             held=tuple(k.held for k in kept),
@@ -117,6 +122,15 @@ class StagePrices:
         )
 
     @cached_property
+    def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds that every stage sends for instead of computing, in forward and in backward."""
+        count = self.schedule.stages
+        if not self.behaviour.blocking_sends:
+            return (0.0,) * count, (0.0,) * count
+        up, down = self.sends
+        return (*up, 0.0), (0.0, *down)
+
+    @cached_property
     def ends(self) -> tuple[StepEnd, ...]:
         """What every pipeline rank does at the end of a step."""
         return tuple(self._end(rank) for rank in range(self.schedule.ranks))
@@ -124,14 +138,15 @@ class StagePrices:
     def _end(self, rank: int) -> StepEnd:
         device = self.cluster.device
         trained = [p for p in self._held(rank) if p.target in self._trained]
-        touched = sum(self.size(p.name) / _width(p) * ADAMW.update_bytes(_width(p)) for p in trained)
+        touched = sum(self.size(p.name) / _width(p) * self.recipe.update_bytes(_width(p)) for p in trained)
         shared = 0.0
         for port in trained:
             ranks = self._ranks_of(port)
             if len(ranks) > 1:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
-        reduced = sum(_seconds(self.part(stage, "gather", "reduce")) for stage in self.stages_of[rank])
-        return StepEnd(reduced, shared, touched / device.memory_bandwidth)
+        around = [self.parts.around(stage) for stage in self.stages_of[rank]]
+        whole = sum(around, NOTHING)
+        return StepEnd(whole.seconds, shared, traffic_seconds(touched, device), whole.exposed)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -212,7 +227,9 @@ class StagePrices:
         found: dict[int, Kept] = {}
         for stages in self.stages_of:
             found |= kept_by(self.program, stages, self.pricer.bytes_of)
-        return found
+        if self.behaviour.attention == "flash" or self.behaviour.attention_again:
+            return found
+        return {s: replace(kept, held=kept.held + self.parts.scores(s)) for s, kept in found.items()}
 
     @cached_property
     def states(self) -> tuple[Held, ...]:
@@ -225,7 +242,7 @@ class StagePrices:
     def _state(self, rank: int) -> Held:
         held = self._held(rank)
         optimizer = sum(
-            self.size(p.name) / _width(p) * ADAMW.optimizer_bytes(_width(p))
+            self.size(p.name) / _width(p) * self.recipe.optimizer_bytes(_width(p))
             for p in held
             if p.target in self._trained
         )
@@ -253,10 +270,6 @@ class StagePrices:
     def _ranks_of(self, port: Port) -> tuple[int, ...]:
         owner = self.schedule.owner
         return tuple(sorted({owner[s] for s in self.holders[port.name]}))
-
-
-def _seconds(cost: SegmentCost) -> float:
-    return float(cost.compute + cost.comm)
 
 
 def _width(port: Port) -> int:

@@ -11,7 +11,7 @@ from autoshard.ir.lowered import LoweredSegment
 from autoshard.placement import Layout
 from autoshard.program.ends import ends_of
 from autoshard.program.program import Program
-from autoshard.report.pricing import VIEWS
+from autoshard.simulate.ops import VIEWS
 
 _RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
 #: bytes of a value on the rank that is priced

@@ -1,0 +1,128 @@
+"""``autoshard simulate``: the predicted step of a program on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, print_json, print_table, reporting, stdout, table
+from autoshard.errors import UsageError
+
+if TYPE_CHECKING:
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.program.program import Program
+    from autoshard.report.simulation import Bill, Rates
+    from autoshard.simulate.step import StepEstimate
+
+TokensOption = Annotated[
+    str | None, typer.Option("--tokens", metavar="300B", help="what training on so many tokens takes")
+]
+PriceOption = Annotated[
+    float | None, typer.Option("--price", min=0.0, metavar="2.50", help="of one device for one hour")
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--perfetto", metavar="FILE", help="write the step for ui.perfetto.dev")
+]
+_SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def simulate_command(
+    folder: opt.FolderArgument,
+    cluster: opt.ClusterOption = None,
+    tokens: TokensOption = None,
+    price: PriceOption = None,
+    perfetto: TraceOption = None,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Predict the step of a program: its time and what it is spent on, MFU, tokens/s, cost, memory."""
+    with reporting(debug):
+        from autoshard.cli.inspect import prices_of
+        from autoshard.program.store import load_program
+        from autoshard.report import simulation
+        from autoshard.simulate.step import simulated
+
+        say = Progress(quiet=json)
+        budget = None if tokens is None else tokens_of(tokens)
+        if price is not None and budget is None:
+            raise UsageError("--price needs --tokens", hint="for instance --tokens 300B --price 2.50")
+        say(f"reading {folder}")
+        program = load_program(folder, only_read=True)
+        machine = prices_of(program.plan, cluster)
+        say(f"simulating {program.whole_mesh} on {machine.name}")
+        found, prices = simulated(program, machine)
+        rate = simulation.rates(program, found)
+        cost = None if budget is None else simulation.bill(rate, found, budget, price)
+        if perfetto is not None:
+            _write_trace(perfetto, found, prices)
+        if json:
+            document = simulation.as_json(program, machine, found, rate, cost)
+            written = {} if perfetto is None else {"perfetto": str(perfetto)}
+            print_json({"command": "simulate", "folder": str(folder), **document, "written": written})
+        else:
+            _print(program, machine, found, rate, cost)
+
+
+def tokens_of(text: str) -> float:
+    """Tokens of ``300B``, ``1.5T``, ``2e12``; UsageError if it is no number above zero."""
+    words = text.strip().lower().replace("_", "").replace(",", "")
+    scale = _SCALES.get(words[-1:], 1.0)
+    try:
+        count = float(words[:-1] if words[-1:] in _SCALES else words) * scale
+    except ValueError:
+        count = 0.0
+    if not 0 < count < 1e30:
+        raise UsageError(f"--tokens {text} is not a number of tokens", hint="for instance 300B, 1.5T or 2e12")
+    return count
+
+
+def _write_trace(path: Path, found: StepEstimate, prices: object) -> None:
+    from json import dumps
+
+    from autoshard.cli.inspect import write_text
+    from autoshard.report import gantt
+    from autoshard.report.trace import op_events
+
+    trace = gantt.perfetto(found.timeline)
+    trace["traceEvents"] += op_events(found, prices)  # type: ignore[arg-type]
+    write_text(path, dumps(trace) + "\n", "--perfetto")
+
+
+def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None) -> None:
+    from autoshard.cluster import usable_memory
+    from autoshard.report import simulation
+    from autoshard.report.units import bytes_text, seconds_text
+
+    console = stdout()
+    count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
+    console.print(f"[bold]{program.whole_mesh}[/]  {rate.devices} x {cluster.device.name}, {count}\n")
+    made = table("step", "seconds", "share", right=(1, 2))
+    for name, seconds in simulation.parts_of(found):
+        made.add_row(name, seconds_text(seconds), f"{100 * seconds / found.seconds:.1f} %")
+    made.add_row("[bold]whole[/]", f"[bold]{seconds_text(found.seconds)}[/]", "")
+    print_table(made)
+    console.print(
+        f"\nrate    {rate.per_second:,.0f} {rate.what}/s, {rate.per_second / rate.devices:,.0f} per device, "
+        f"MFU {100 * found.mfu:.1f} %",
+        markup=False,
+    )
+    if cost is not None:
+        money = "" if cost.money is None else f", {cost.money:,.0f} at this price"
+        console.print(
+            f"budget  {cost.tokens:.4g} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
+            f"{cost.hours:,.0f} device hours{money}",
+            markup=False,
+        )
+    row = found.fullest
+    usable = usable_memory(cluster.device)
+    word = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
+    console.print(
+        f"memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}, {word}\n"
+    )
+    held = table("memory", "bytes", right=(1,))
+    for name, nbytes in simulation.memory_of(found):
+        held.add_row(name, bytes_text(nbytes))
+    print_table(held)

@@ -1,0 +1,41 @@
+"""How close the kernels of a device come to its peak rates, by the shape of their work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from autoshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Figures of a device's kernels; the defaults stand for one of unlimited width.
+
+    multiprocessors: a product's tiles are done in waves of as many; 0: they fill the device evenly. tile:
+    rows and columns of the largest tile. depth: length of the summed dim at which a product reaches half of
+    its rate. attention, attention_backward: part of the peak that fused attention reaches. traffic: part of
+    the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
+    """
+
+    multiprocessors: int = 0
+    tile: tuple[int, int] = (256, 128)
+    depth: float = 0.0
+    attention: float = 0.6
+    attention_backward: float = 0.5
+    traffic: float = 0.85
+    small: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "attention_backward", "traffic"):
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise UsageError(
+                    f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
+                )
+        for name in ("multiprocessors", "depth", "small"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")
+        if len(self.tile) != 2 or min(self.tile) < 1:
+            raise UsageError(f"tile is {self.tile}", where="kernels", why="it is rows and columns, 1 or more")

@@ -1,0 +1,70 @@
+"""Seconds of work on a device by the shape of it: tiles in waves, depth, traffic."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from autoshard.cluster.cluster import Device
+from autoshard.cost.compute import flop_rate
+
+#: (rows, columns) of smaller tiles as parts of the largest, with the part of its rate that they reach: each
+#: byte that a tile reads serves fewer products. Assumed; NVIDIA, "Matrix multiplication background user's
+#: guide", section 3.1, has the reason.
+_TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.92), (0.5, 0.5, 0.75), (0.25, 0.5, 0.55))
+
+
+def product_seconds(
+    batch: int, rows: int, columns: int, depth: int, dtype: str, nbytes: float, device: Device
+) -> float:
+    """Seconds of ``batch`` products [rows, depth] @ [depth, columns] that move nbytes.
+
+    The tiles of the result run in waves, one tile per multiprocessor; the last wave may be nearly empty, and
+    the edge tiles as well (NVIDIA, "Matrix multiplication background user's guide", sections 3.2 and 3.3). A
+    short sum does not fill the pipeline of a tile: the rate is depth / (depth + kernels.depth) of the best.
+    The tile size is the one that does best. Never below the time for the traffic.
+    """
+    kernels = device.kernels
+    rate = flop_rate(dtype, device, matmul=True)
+    best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
+    filled = depth / (depth + kernels.depth) if depth else 1.0
+    work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0
+    busy = max(work, traffic_seconds(nbytes, device, launch=False))
+    return busy + device.launch_overhead if busy else 0.0
+
+
+def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
+    """Part of the best rate that tiles of a size reach."""
+    kernels = device.kernels
+    high, wide, reached = tile
+    down, across = kernels.tile[0] * high, kernels.tile[1] * wide
+    if rows < columns:  # tiles lie either way
+        down, across = across, down
+    tiles = batch * ceil(rows / down) * ceil(columns / across)
+    if not tiles:
+        return 0.0
+    useful = batch * rows * columns / (tiles * down * across)
+    units = kernels.multiprocessors
+    if not units:
+        return reached * useful
+    # a multiprocessor holds as many small tiles as one large one
+    at_once = units * kernels.tile[0] * kernels.tile[1] / (down * across)
+    return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
+
+
+def attention_seconds(flop: float, nbytes: float, dtype: str, backward: bool, device: Device) -> float:
+    """Seconds of one fused attention kernel (Dao et al., FlashAttention, 2022): FLOP at the part of the peak
+    that it reaches, or its traffic."""
+    kernels = device.kernels
+    part = kernels.attention_backward if backward else kernels.attention
+    peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
+    busy = max(flop / (peak * part), traffic_seconds(nbytes, device, launch=False))
+    return busy + device.launch_overhead
+
+
+def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> float:
+    """Seconds of a kernel that moves nbytes, at kernels.traffic of the bandwidth, or half (small)."""
+    if not nbytes:
+        return 0.0
+    kernels = device.kernels
+    busy = (nbytes + kernels.small) / (device.memory_bandwidth * kernels.traffic)
+    return busy + (device.launch_overhead if launch else 0.0)

@@ -1,0 +1,116 @@
+"""What a simulated step comes to: time and its parts, rates, what a budget of tokens costs, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster, usable_memory
+from autoshard.cluster.mesh import Mesh
+from autoshard.program.program import Program
+from autoshard.simulate.step import StepEstimate
+
+
+@dataclass(frozen=True)
+class Rates:
+    """items: tokens or samples of one step, and their name. per_second: on all devices together."""
+
+    what: str
+    items: int
+    per_second: float
+    devices: int
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a number of tokens takes. steps: whole ones. hours: of all devices together, each counted.
+
+    money: hours times the price of a device hour, None without a price.
+    """
+
+    tokens: float
+    steps: int
+    days: float
+    hours: float
+    money: float | None
+
+
+def rates(program: Program, found: StepEstimate) -> Rates:
+    """Tokens are the elements of the first input of integers [batch, positions]; without one, samples count."""
+    ports = [p for p in program.signature.ports if p.kind == "input"]
+    batched = [p for p in ports if p.target in program.signature.batch_inputs] or ports
+    tokens = [p.type.shape for p in batched if p.type.dtype in ("i64", "i32") and len(p.type.shape) == 2]
+    what = "tokens" if tokens else "samples"
+    samples = next((p.type.shape[0] for p in batched if p.type.shape), 1)
+    each = prod(tokens[0]) if tokens else samples
+    items = each * program.microbatches
+    world = Mesh.parse(program.whole_mesh).world_size
+    return Rates(what, items, items / found.seconds if found.seconds else 0.0, world)
+
+
+def bill(rate: Rates, found: StepEstimate, tokens: float, price: float | None) -> Bill:
+    """price: money for one device and hour."""
+    steps = -(-int(tokens) // rate.items)
+    seconds = steps * found.seconds
+    hours = seconds / 3600 * rate.devices
+    return Bill(tokens, steps, seconds / 86400, hours, None if price is None else hours * price)
+
+
+def parts_of(found: StepEstimate) -> list[tuple[str, float]]:
+    """(name, seconds) of what a step is spent on, in the order of a table."""
+    spent = found.spent
+    axes = [(f"exposed on {name}", seconds) for name, seconds in spent.axes.items() if seconds > 0]
+    rows = [("compute", spent.compute), *axes, ("sends between stages", spent.p2p)]
+    return [*rows, ("bubble", spent.bubble), ("optimizer", spent.update)]
+
+
+def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
+    """(name, bytes) of what the fullest rank holds at its peak."""
+    row = found.fullest
+    held = row.held
+    return [
+        ("parameters", held.parameters),
+        ("gradients", held.gradients),
+        ("optimizer", held.optimizer),
+        ("activations", held.activations),
+        ("inside a part", max(0.0, row.peak - held.total)),
+    ]
+
+
+def as_json(
+    program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None
+) -> Mapping[str, Any]:
+    """The whole simulation as one document; seconds, bytes, FLOP."""
+    row = found.fullest
+    return {
+        "mesh": program.whole_mesh,
+        "cluster": cluster.name,
+        "devices": rate.devices,
+        "microbatches": program.microbatches,
+        "step_seconds": found.seconds,
+        "parts": dict(parts_of(found)),
+        "mfu": found.mfu,
+        "model_flop": found.model_flop,
+        "items": rate.what,
+        "items_per_step": rate.items,
+        "items_per_second": rate.per_second,
+        "items_per_second_per_device": rate.per_second / rate.devices,
+        "budget": None
+        if cost is None
+        else {
+            "tokens": cost.tokens,
+            "steps": cost.steps,
+            "days": cost.days,
+            "device_hours": cost.hours,
+            "money": cost.money,
+        },
+        "memory": {
+            "rank": row.rank,
+            "peak_bytes": row.peak,
+            "usable_bytes": usable_memory(cluster.device),
+            "fits": row.peak <= usable_memory(cluster.device),
+            "held": dict(memory_of(found)),
+        },
+    }

@@ -1,0 +1,239 @@
+"""What an op of a program asks of a device, on the shapes that a rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import DTYPES, Node, TensorType, refs_of
+from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.placement import Layout, Shard, local_shape
+from autoshard.rules import attention, experts, matmul
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.work import Attention, Message, Product, Traffic, Work
+
+#: products for which rows change ranks -> the op on whole tensors
+EXCHANGES = {
+    "expert_mm": "autoshard.expert_mm.default",
+    "expert_outer": "autoshard.expert_outer.default",
+}
+#: ops that only look at their input in another way
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default",
+        "reshape.default",
+        "_unsafe_view.default",
+        "permute.default",
+        "transpose.int",
+        "t.default",
+        "expand.default",
+        "unsqueeze.default",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+        "slice.Tensor",
+        "select.int",
+        "split.Tensor",
+        "split_with_sizes.default",
+        "unbind.int",
+        "alias.default",
+        "detach.default",
+    )
+)
+_SUMS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
+PRODUCTS = frozenset(
+    (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
+)
+
+
+class Ops:
+    """Reads ops for one rank of a mesh.
+
+    coords: of the rank.
+    """
+
+    def __init__(self, mesh: Mesh, coords: Sequence[int], behaviour: Behaviour) -> None:
+        self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
+
+    def bytes_of(self, type_: TensorType, layout: Layout) -> float:
+        """Bytes of a value on the rank."""
+        shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
+        return float(prod(shape) * DTYPES[type_.dtype][1])
+
+    def shape(self, placed: Placed) -> tuple[int, ...]:
+        return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
+
+    def nbytes(self, placed: Placed) -> float:
+        """Bytes of a value on the rank."""
+        return self.bytes_of(placed.type, placed.layout)
+
+    def work(self, node: Node, values: Mapping[str, Placed], inside: Collection[str] = ()) -> list[Work]:
+        """What an op does, one piece after the other; nothing for a view.
+
+        values: of the graph that it stands in. inside: those that stay inside fused kernels.
+        """
+        if node.op in VIEWS or collective_kind(node) == "slice":
+            return []
+        if node.op.startswith("comm."):
+            return self._messages(node, values)
+        ins = [values[name] for name in refs_of(node)]
+        outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
+        dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
+        if node.op in _SUMS:
+            return [self._product(ins, outs[0], dtype)]
+        if node.op in attention.RULES:
+            return self._attention(node, ins, outs, dtype)
+        names = [*dict.fromkeys(refs_of(node)), *node.outs]
+        moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        if node.op in PRODUCTS:
+            return [self._other_product(node, ins, outs, dtype, moved)]
+        numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
+        return [Traffic(moved, float(numel))]
+
+    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> Product:
+        left, made = self.shape(ins[-2]), self.shape(out)
+        moved = sum(self.nbytes(v) for v in (*ins[-2:], out))
+        return Product(prod(made[:-2]), made[-2], made[-1], left[-1], dtype, moved)
+
+    def _other_product(
+        self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float
+    ) -> Work:
+        """A product without rows and columns of its own (convolutions, experts): as one long one."""
+        ways = prod(
+            size
+            for axis, size in enumerate(self.mesh.sizes)
+            if any(isinstance(v.layout[axis], Shard) for v in ins)
+        )
+        flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
+        if not flop:
+            return Traffic(moved)
+        out = self.shape(max(outs, key=lambda v: prod(self.shape(v))))
+        rows, columns = max(1, prod(out[:-1])), max(1, out[-1] if out else 1)
+        return Product(1, rows, columns, max(1, round(flop / (2 * rows * columns))), dtype, moved)
+
+    def _attention(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str) -> list[Work]:
+        backward = node.op == "autoshard.sdpa_backward.default"
+        q, k, v = (self.shape(p) for p in (ins[1:4] if backward else ins[:3]))
+        causal = bool(node.args[7 if backward else 4])
+        flop = attention.flops(_typed(q, dtype), _typed(k, dtype), _typed(v, dtype), causal)
+        moved = sum(self.nbytes(p) for p in (*ins, *outs))
+        scale = 2.5 if backward else 1.0
+        fused = Attention(q[0] * q[1], q[2], k[2], q[3], backward, dtype, scale * flop, moved)
+        if self.behaviour.attention == "flash":
+            return [fused]
+        return unfused(fused, DTYPES[dtype][1], self.behaviour)
+
+    def workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
+        """Bytes that an op needs while it runs, beside what it takes and makes."""
+        if node.op not in attention.RULES or self.behaviour.attention == "flash":
+            return 0.0
+        backward = node.op == "autoshard.sdpa_backward.default"
+        names = list(refs_of(node))
+        q, k = (self.shape(values[name]) for name in (names[1:3] if backward else names[:2]))
+        width = DTYPES[values[names[0]].type.dtype][1]
+        return 2.0 * q[0] * q[1] * q[2] * k[2] * width
+
+    def _messages(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+        kind = collective_kind(node)
+        if kind in EXCHANGES:
+            return self._exchange(node, values)
+        counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
+        total = sum(self.nbytes(values[n]) for n in counted)
+        message = Message(kind, self.mesh.index(str(node.args[1])), total)
+        # a single tensor lies in memory as it is sent, if it is split by rows or not at all
+        if len(counted) == 1 and (kind == "all_reduce" or not any(node.args[2:3])):
+            return [message]
+        copy = Traffic(2 * total)
+        return [message, copy] if kind == "all_gather" else [copy, message]
+
+    def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+        """Rows sent to the ranks of their experts, the products, and results sent back."""
+        parts, axis_name, _, _ = node.args
+        axis = self.mesh.index(str(axis_name))
+        product = self.work(product_of(node), values)
+        rows = [values[r.name] for r in parts]
+        before = [v for v in rows if len(v.type.shape) < 3]
+        after = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
+        there = [Message("all_to_all", axis, self.nbytes(v)) for v in before]
+        back = [Message("all_to_all", axis, self.nbytes(v)) for v in after]
+        return [*there, *product, *back]
+
+
+def kept_scores(scores: int, values: Mapping[str, Placed], node: Node, behaviour: Behaviour) -> float:
+    """Bytes of scores after softmax, and with dropout also of those left and of the mask, a byte each
+    (Korthikanti et al., 2022, section 4.1: 5 a s^2 b)."""
+    width = DTYPES[values[next(refs_of(node))].type.dtype][1]
+    return float(scores * (2 * width + 1 if behaviour.dropout else width))
+
+
+def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
+    """Attention by products that write their scores, and kernels that read them (Shoeybi et al., 2019).
+
+    width: bytes of an element. Scale, mask and softmax are one kernel.
+    """
+    b, s, t, d, dtype = whole.heads, whole.queries, whole.keys, whole.width, whole.dtype
+    scores = float(b * s * t)
+
+    def product(rows: int, columns: int, depth: int) -> Product:
+        sizes = rows * depth + depth * columns + rows * columns
+        return Product(b, rows, columns, depth, dtype, float(b * sizes * width))
+
+    dropped = [Traffic(scores * (2 * width + 1))] if behaviour.dropout else []
+    first: list[Work] = [product(s, t, d), Traffic(2 * width * scores), *dropped]
+    if not whole.backward:
+        return [*first, product(s, d, t)]
+    again = first if behaviour.attention_again else []
+    return [
+        *again,
+        product(t, d, s),
+        product(s, t, d),
+        *dropped,
+        Traffic(3 * width * scores),
+        product(s, d, t),
+        product(t, d, s),
+    ]
+
+
+def _typed(shape: tuple[int, ...], dtype: str) -> TensorType:
+    return TensorType(shape, dtype)
+
+
+def product_of(node: Node) -> Node:
+    """The product on whole tensors, for one that exchanges rows; other ops as they are."""
+    whole = EXCHANGES.get(collective_kind(node))
+    if whole is None:
+        return node
+    parts, _, transposed, count = node.args
+    args = (*parts, transposed) if whole == EXCHANGES["expert_mm"] else (*parts, count, transposed)
+    return replace(node, op=whole, args=args)
+
+
+def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
+    """Type and layout of every value of a segment."""
+    return {n: Placed(t, segment.layouts[n]) for n, t in segment.graph.types().items()}
+
+
+def collective_kind(node: Node) -> str:
+    """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
+    return node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
+
+
+def is_message(node: Node) -> bool:
+    """Whether ranks exchange anything."""
+    return collective_kind(node) not in ("", "slice")
+
+
+def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:
+    """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
+    if node.op == "aten.addmm.default":
+        return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
+    for rules in (matmul.RULES, attention.RULES, experts.RULES, experts.LOWERED):
+        if node.op in rules:
+            try:
+                return rules[node.op](node, ins).flops
+            except (ValueError, AssertionError, IndexError):
+                return 0.0  # the call was rewritten for shards, and the rule reads whole sizes from it
+    return 0.0

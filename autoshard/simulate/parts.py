@@ -1,0 +1,132 @@
+"""The parts of a program in time: what each phase of each stage takes, and what is exposed around a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from autoshard.ir import Call, refs_of
+from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.program.program import Program
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.sheets import Sheets
+from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
+from autoshard.simulate.work import Sheet
+
+#: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
+AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
+
+
+class Parts:
+    """Plays the parts of a program on one rank of each stage.
+
+    price: seconds of work on it. overlap: see `Habits`.
+    """
+
+    def __init__(
+        self, program: Program, sheets: Sheets, price: Price, overlap: float, behaviour: Behaviour
+    ) -> None:
+        self.program, self.sheets, self.behaviour = program, sheets, behaviour
+        habits = Habits(
+            behaviour.gathers_overlap, behaviour.gradients_overlap, behaviour.tensor_overlap, overlap
+        )
+        self.player = Player(price, len(sheets.ops.mesh.sizes), habits)
+        results = zip(program.lowered.results, program.signature.results, strict=True)
+        self.gradients = frozenset(value for value, result in results if result.kind == "grad")
+        self.ports = frozenset(p.name for p in program.signature.ports)
+
+    @cached_property
+    def all(self) -> Mapping[tuple[int, Phase], Played]:
+        """(stage, phase) -> what it takes to run it once."""
+        lowered = self.program.lowered
+        found = {(p.stage, p.phase): self.play(lowered.of(p)) for p in lowered.parts}
+        if self.behaviour.whole_recompute:
+            for part in lowered.parts:
+                if part.phase == "backward":
+                    found[part.stage, "backward"] += self._rest(part)
+        return found
+
+    def of(self, stage: int, *phases: Phase) -> Played:
+        """Some phases of a stage, one after the other; nothing where it has none of them."""
+        found = NOTHING
+        for phase in phases:
+            if (stage, phase) in self.all:
+                found += self.all[stage, phase]
+        return found
+
+    def around(self, stage: int) -> Played:
+        """What gathering once a step and reducing once a step add to it.
+
+        Where gradients are reduced while more are computed, that is the last backward; where parameters are
+        gathered before they are needed, the first forward.
+        """
+        of = {p.phase: self.program.lowered.of(p) for p in self.program.lowered.parts if p.stage == stage}
+        last = of.get("weight") or of.get("backward", ())
+        first = of.get("forward", ())
+        reduce, gather = of.get("reduce", ()), of.get("gather", ())
+        found = NOTHING
+        if reduce:
+            found += self._added(reduce, before=last if self.behaviour.gradients_overlap else ())
+        if gather:
+            found += self._added(gather, after=first if self.behaviour.gathers_overlap else ())
+        return found
+
+    def _added(
+        self,
+        items: Sequence[Instruction],
+        before: Sequence[Instruction] = (),
+        after: Sequence[Instruction] = (),
+    ) -> Played:
+        together, rest = self.play((*before, *items, *after)), self.play((*before, *after))
+        talk = max(0.0, together.seconds - rest.seconds - (together.compute - rest.compute))
+        alone = self.play(items)
+        sent = alone.talk
+        exposed = tuple(talk * axis / sent if sent else 0.0 for axis in alone.exposed)
+        compute = together.compute - rest.compute
+        return Played(compute + sum(exposed), compute, exposed, together.hidden - rest.hidden)
+
+    def _rest(self, part: Part) -> Played:
+        """What forward does in layers that run again, beyond what backward needs of it."""
+        lowered = self.program.lowered
+        again = [i for i in lowered.of(part) if isinstance(i, Call) and AGAIN.search(i.segment)]
+        labels = {i.label for i in again}
+        forward = [
+            i
+            for p in lowered.parts
+            if p.stage == part.stage and p.phase == "forward"
+            for i in lowered.of(p)
+            if isinstance(i, Call) and i.label in labels
+        ]
+        if not again or not forward:
+            return NOTHING
+        whole, needed = self.play(forward), self.play(again)
+        compute = max(0.0, whole.compute - needed.compute)
+        exposed = tuple(max(0.0, a - b) for a, b in zip(whole.exposed, needed.exposed, strict=True))
+        return replace(NOTHING, seconds=compute + sum(exposed), compute=compute, exposed=exposed)
+
+    def play(self, items: Sequence[Instruction], *, spans: bool = False) -> Played:
+        """Instructions of main from idle streams on."""
+        return self.player.play([self._step(i) for i in items], self.ports, self.gradients, spans)
+
+    def sheet(self, item: Instruction) -> Sheet:
+        """The tasks of an instruction."""
+        return self.sheets.of(item.segment) if isinstance(item, Call) else self.sheets.of_node(item)
+
+    def _step(self, item: Instruction) -> Step:
+        args = item.args if isinstance(item, Call) else tuple(dict.fromkeys(refs_of(item)))
+        return Step(self.sheet(item), args, item.outs)
+
+    def scores(self, stage: int) -> float:
+        """Bytes of scores that unfused attention of a stage keeps for backward."""
+        total = 0.0
+        lowered = self.program.lowered
+        for part in lowered.parts:
+            if part.stage != stage or part.phase not in ("forward", "backward"):
+                continue
+            for item in lowered.of(part):
+                if isinstance(item, Call):
+                    sign = 1 if part.phase == "forward" else -1 if AGAIN.search(item.segment) else 0
+                    total += sign * self.sheets.scores(item.segment)
+        return max(0.0, total)

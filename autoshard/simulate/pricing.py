@@ -1,0 +1,129 @@
+"""What instructions of a program cost on one rank: seconds of its ops, bytes on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.on_mesh import cost_model
+from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir.lowered import Instruction, Placed
+from autoshard.placement import Layout
+from autoshard.program.program import Program
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.ops import PRODUCTS, Ops, is_message, placed_of, product_flops, product_of
+from autoshard.simulate.streams import pricer
+from autoshard.simulate.work import Message
+
+#: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
+_WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """One op on one rank. compute, comm: seconds. wire: bytes that the rank sends."""
+
+    compute: float = 0.0
+    comm: float = 0.0
+    wire: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.comm
+
+
+@dataclass(frozen=True)
+class SegmentCost:
+    """One call of a segment (or main outside its calls): sums over its ops."""
+
+    compute: float
+    comm: float
+    wire: float
+    collectives: int
+
+
+class Pricer:
+    """Prices of one rank of a stage (default: the fullest, at coordinate 0 of every axis) on a cluster.
+
+    rank: of the mesh of one stage. Collectives go over the links that the axes have in the mesh of all
+    ranks, where pp may lie between two of them.
+    """
+
+    def __init__(
+        self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+    ) -> None:
+        self.program, self.cluster = program, cluster
+        self.mesh = Mesh.parse(program.mesh)
+        self.coords = self.mesh.coords(rank)
+        links = cost_model(cluster, Mesh.parse(program.whole_mesh)).plain.links
+        at = None if program.stages is None else program.stages.position
+        self.links = tuple(link for k, link in enumerate(links) if k != at)
+        self.ops = Ops(self.mesh, self.coords, behaviour or Behaviour())
+        self.price = pricer(cluster.device, self.links)
+
+    def bytes_of(self, type_: TensorType, layout: Layout) -> float:
+        """Bytes of a value on the rank."""
+        return self.ops.bytes_of(type_, layout)
+
+    def node(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
+        """One op, given where the values of its graph lie."""
+        compute = comm = wire = 0.0
+        for work in self.ops.work(node, values):
+            if isinstance(work, Message):
+                size = self.mesh.sizes[work.axis]
+                comm += self.price(work)
+                wire += work.nbytes * _WIRE[work.kind] * (size - 1) / size
+            else:
+                compute += self.price(work)
+        return NodeCost(compute, comm, wire)
+
+    def flop(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> dict[str, float]:
+        """FLOP of the products among ops on all ranks of a stage together, by the type they are done in."""
+        found: dict[str, float] = {}
+        for node in map(product_of, nodes):
+            if node.op in PRODUCTS:
+                ins = [values[name].type for name in refs_of(node)]
+                outs = [t for t in node.types if t is not None]
+                dtype = next((t.dtype for t in outs if t.is_float), "f32")
+                found[dtype] = found.get(dtype, 0.0) + product_flops(node, ins, outs)
+        return found
+
+    # -- sums ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _segments(self) -> dict[str, SegmentCost]:
+        return {
+            name: self._sum(segment.graph.nodes, placed_of(segment))
+            for name, segment in self.program.lowered.segments.items()
+        }
+
+    def segment(self, name: str) -> SegmentCost:
+        """One call of a segment."""
+        return self._segments[name]
+
+    def priced(self, items: Sequence[Instruction]) -> SegmentCost:
+        """Instructions of main, one after the other, nothing hidden behind anything."""
+        own = self._sum([i for i in items if isinstance(i, Node)], self.program.lowered.values)
+        return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
+
+    def _sum(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> SegmentCost:
+        costs = [(n, self.node(n, values)) for n in nodes]
+        return SegmentCost(
+            sum(c.compute for _, c in costs),
+            sum(c.comm for _, c in costs),
+            sum(c.wire for _, c in costs),
+            sum(is_message(n) for n, _ in costs),
+        )
+
+
+def total(parts: Sequence[SegmentCost]) -> SegmentCost:
+    """The sum of costs."""
+    return SegmentCost(
+        sum(p.compute for p in parts),
+        sum(p.comm for p in parts),
+        sum(p.wire for p in parts),
+        sum(p.collectives for p in parts),
+    )

@@ -1,0 +1,286 @@
+"""When the ops of a part of a program run on a rank: computing, and messages, a stream per mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from autoshard.cluster.cluster import Device
+from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
+from autoshard.simulate.work import Attention, Message, Product, Sheet, Work
+
+#: parameters are gathered at most so many calls ahead of the one that computes
+AHEAD = 2
+#: what prices a piece of work, in seconds
+Price = Callable[[Work], float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a part: a sheet, the values it takes, and those it gives, by name."""
+
+    sheet: Sheet
+    args: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A task of a part.
+
+    step: of the part; task: of its sheet. stream: 0 for computing, 1 + axis for messages.
+    """
+
+    step: int
+    task: int
+    stream: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """A part in time.
+
+    seconds: until all is done. compute: of them. exposed: per mesh axis, of messages that nothing hides and
+    of what messages beside computing cost it. hidden: of messages behind computing. spans: empty unless they
+    were asked for.
+    """
+
+    seconds: float
+    compute: float
+    exposed: tuple[float, ...]
+    hidden: float
+    spans: tuple[Span, ...] = ()
+
+    def __add__(self, other: Played) -> Played:
+        """One after the other."""
+        axes = zip_longest(self.exposed, other.exposed, fillvalue=0.0)
+        return Played(
+            self.seconds + other.seconds,
+            self.compute + other.compute,
+            tuple(a + b for a, b in axes),
+            self.hidden + other.hidden,
+        )
+
+    @property
+    def talk(self) -> float:
+        """Exposed on all axes."""
+        return sum(self.exposed)
+
+
+NOTHING = Played(0.0, 0.0, (), 0.0)
+
+
+def pricer(device: Device, links: Sequence[AxisLink]) -> Price:
+    """Seconds of work on a device, with the link of every mesh axis; each piece is priced once."""
+    known: dict[Work, float] = {}
+
+    def price(work: Work) -> float:
+        found = known.get(work)
+        if found is None:
+            found = known[work] = _seconds(work, device, links)
+        return found
+
+    return price
+
+
+def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
+    match work:
+        case Product():
+            return product_seconds(
+                work.batch, work.rows, work.columns, work.depth, work.dtype, work.nbytes, device
+            )
+        case Attention():
+            return attention_seconds(work.flop, work.nbytes, work.dtype, work.backward, device)
+        case Message():
+            return float(seconds(work.kind, work.nbytes, links[work.axis]))
+        case _:
+            return traffic_seconds(work.nbytes, device)
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What may run beside computing.
+
+    ahead: parameters are gathered before they are needed. behind: gradients are reduced while more are
+    computed, else after all of a part. beside: messages of activations run beside ops that do not need them.
+    overlap: part of the time of messages beside computing that costs the computing nothing (their kernels
+    take multiprocessors and bandwidth from it).
+    """
+
+    ahead: bool = True
+    behind: bool = True
+    beside: bool = True
+    overlap: float = 1.0
+
+
+class Player:
+    """Plays parts on one rank.
+
+    price: seconds of work. axes: how many the mesh has.
+    """
+
+    def __init__(self, price: Price, axes: int, habits: Habits) -> None:
+        self.price, self.axes, self.habits = price, axes, habits
+        self._timed: dict[int, tuple[Sheet, list[_Timed]]] = {}
+
+    def play(
+        self,
+        steps: Sequence[Step],
+        parameters: Collection[str],
+        gradients: Collection[str],
+        spans: bool = False,
+    ) -> Played:
+        """The steps of a part, one after the other; ops wait for what they take and for their stream.
+
+        parameters: values that are there from the start of the step. gradients: values that nothing in the
+        part waits for.
+        """
+        run = _Run(self.habits, self.axes, spans)
+        run.fetched.update(parameters)
+        for step in steps:
+            run.step(step, self._of(step.sheet), gradients)
+        return run.end()
+
+    def _of(self, sheet: Sheet) -> list[_Timed]:
+        found = self._timed.get(id(sheet))
+        if found is None:
+            rows = [
+                _Timed(
+                    1 + t.work.axis if isinstance(t.work, Message) else 0,
+                    self.price(t.work),
+                    t.after,
+                    t.inputs,
+                )
+                for t in sheet.tasks
+            ]
+            found = self._timed[id(sheet)] = (sheet, rows)
+        return found[1]
+
+
+class _Timed(NamedTuple):
+    stream: int
+    cost: float
+    after: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+class _Run:
+    """One part as it is played."""
+
+    def __init__(self, habits: Habits, axes: int, spans: bool) -> None:
+        self.habits = habits
+        self.free = [0.0] * (1 + axes)
+        self.busy = [0.0] * (1 + axes)
+        self.ready: dict[str, float] = {}
+        self.fetched: set[str] = set()
+        self.began: list[float] = []
+        self.late: list[tuple[int, int, _Timed]] = []
+        self.cover = _Cover()
+        self.spans: list[Span] | None = [] if spans else None
+        self.steps = 0
+
+    def step(self, step: Step, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
+        number, habits, free, ready = self.steps, self.habits, self.free, self.ready
+        self.steps += 1
+        gate = self.began[-AHEAD] if len(self.began) >= AHEAD else 0.0
+        taken = [ready.get(name, 0.0) for name in step.args]
+        bare = [name in self.fetched for name in step.args]
+        last = {s for name, s in zip(step.outs, step.sheet.outs, strict=True) if name in gradients}
+        end, pure = [0.0] * len(timed), [False] * len(timed)
+        first = -1.0
+        for k, task in enumerate(timed):
+            stream, _, after, inputs = task
+            start = free[stream]
+            for d in after:
+                if end[d] > start:
+                    start = end[d]
+            for i in inputs:
+                if taken[i] > start:
+                    start = taken[i]
+            if not stream:
+                if first < 0:
+                    first = start
+            else:
+                pure[k] = all(bare[i] for i in inputs) and all(pure[d] for d in after)
+                if pure[k]:
+                    start = max(start, gate if habits.ahead else free[0])
+                elif k in last:
+                    if not habits.behind:
+                        self.late.append((number, k, task))
+                        continue
+                elif not habits.beside:
+                    start = max(start, free[0])
+            end[k] = self._runs(number, k, task, start)
+            if stream and (not habits.ahead if pure[k] else not habits.beside and k not in last):
+                free[0] = max(free[0], end[k])
+        self.began.append(max(first, 0.0) if timed else free[0])
+        for name, source in zip(step.outs, step.sheet.outs, strict=True):
+            ready[name] = end[source] if source >= 0 else taken[~source]
+
+    def _runs(self, number: int, k: int, task: _Timed, start: float) -> float:
+        stream, end = task.stream, start + task.cost
+        self.free[stream] = end
+        self.busy[stream] += task.cost
+        if stream:
+            self.cover.message(start, end, stream - 1)
+        else:
+            self.cover.compute(start, end)
+        if self.spans is not None:
+            self.spans.append(Span(number, k, stream, start, end))
+        return end
+
+    def end(self) -> Played:
+        at = max(self.free)
+        for number, k, task in self.late:
+            at = self._runs(number, k, task, at)
+        compute, axes = self.busy[0], self.busy[1:]
+        behind = self.cover.both(len(axes))
+        hidden = sum(behind)
+        total = max(self.free) + (1.0 - self.habits.overlap) * hidden
+        talk = max(0.0, total - compute)
+        # what is bare of every axis, and what it costs the computing beside it
+        bare = [a - self.habits.overlap * b for a, b in zip(axes, behind, strict=True)]
+        share = talk / sum(bare) if sum(bare) > 0 else 0.0
+        return Played(total, compute, tuple(b * share for b in bare), hidden, tuple(self.spans or ()))
+
+
+class _Cover:
+    """Seconds in which messages run beside computing."""
+
+    def __init__(self) -> None:
+        self.computed: list[tuple[float, float]] = []
+        self.sent: list[tuple[float, float, int]] = []
+
+    def compute(self, start: float, end: float) -> None:
+        if self.computed and self.computed[-1][1] == start:
+            self.computed[-1] = (self.computed[-1][0], end)
+        elif end > start:
+            self.computed.append((start, end))
+
+    def message(self, start: float, end: float, axis: int) -> None:
+        if end > start:
+            self.sent.append((start, end, axis))
+
+    def both(self, axes: int) -> list[float]:
+        """Per axis."""
+        found, k = [0.0] * axes, 0
+        at = 0.0
+        for start, end, axis in sorted(self.sent):
+            start = max(start, at)  # messages of two axes at once count once
+            if end <= start:
+                continue
+            at = end
+            while k and self.computed[k - 1][1] > start:
+                k -= 1
+            while k < len(self.computed) and self.computed[k][1] <= start:
+                k += 1
+            j = k
+            while j < len(self.computed) and self.computed[j][0] < end:
+                found[axis] += min(end, self.computed[j][1]) - max(start, self.computed[j][0])
+                j += 1
+        return found

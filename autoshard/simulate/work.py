@@ -1,0 +1,85 @@
+"""What an op asks of a device: one of a few kinds of work, on the shapes that a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``batch`` products [rows, depth] @ [depth, columns]. nbytes: read and written."""
+
+    batch: int
+    rows: int
+    columns: int
+    depth: int
+    dtype: str
+    nbytes: float
+
+    @property
+    def flop(self) -> float:
+        return 2.0 * self.batch * self.rows * self.columns * self.depth
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention of ``heads`` heads of all sequences together.
+
+    flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    backward: bool
+    dtype: str
+    flop: float
+    nbytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A kernel that is bound by memory. nbytes: read and written. flop: on the vector units."""
+
+    nbytes: float
+    flop: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective over a mesh axis. nbytes: as `cost.collective.seconds` counts them."""
+
+    kind: str
+    axis: int
+    nbytes: float
+
+
+Work: TypeAlias = "Product | Attention | Traffic | Message"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One op of a sheet.
+
+    name: of the first value that the op makes; op: without its overload. after: tasks of the sheet that it
+    waits for. inputs: arguments of the sheet that it takes.
+    """
+
+    name: str
+    op: str
+    work: Work
+    after: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A segment as tasks, in the order in which they are issued.
+
+    outs: per output the task that makes it, or ~k for argument k that it is a view of.
+    """
+
+    tasks: tuple[Task, ...]
+    outs: tuple[int, ...]
