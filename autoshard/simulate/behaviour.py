@@ -1,0 +1,41 @@
+"""How the code that runs a step behaves where a program does not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from autoshard.cost.recipe import MIXED, Recipe
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a simulated step assumes about kernels, communication and the optimizer.
+
+    attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax with
+    its dropout and a product, and keeps the scores for backward. attention_again: whether backward computes the
+    scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing with ``flash``.
+    fused: whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in
+    fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients.
+    gradients_overlap: whether they are reduced while backward computes, or after it. gathers_overlap: whether
+    parameters are gathered while something computes. tensor_overlap: whether collectives of tensor parallelism
+    run in parts beside their products. blocking_sends: whether a stage waits for its messages before it
+    computes on. scattered_sends: whether what goes between stages is sent in a part per tensor rank and gathered
+    there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose masks of one byte are kept, 0 for
+    none. product_dtype: of the large products, "" for that of the parameters. name: of what the figures are for.
+    """
+
+    attention: Literal["flash", "unfused"] = "flash"
+    attention_again: bool = False
+    fused: bool = True
+    fused_loss: bool = False
+    recipe: Recipe = field(default=MIXED)
+    gradient_dtype: str = "f32"
+    gradients_overlap: bool = True
+    gathers_overlap: bool = True
+    tensor_overlap: bool = False
+    blocking_sends: bool = False
+    scattered_sends: bool = False
+    dropout: float = 0.0
+    product_dtype: str = ""
+    name: str = ""
