@@ -17,7 +17,7 @@ from autoshard.bench.cases import Case
 from autoshard.bench.cuts import SC21, heads, interleaved_rows
 from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
 from autoshard.bench.cuts_table import print_cuts
-from autoshard.bench.models import Architecture, on_meta
+from autoshard.validate.models import Architecture, on_meta
 from autoshard.bench.planning import PlanningRow, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
 from autoshard.bench.published import Comparison, compare, machine, published_setting, settle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoshard.bench.models import Architecture
+from autoshard.validate.models import Architecture
 
 
 @dataclass(frozen=True)

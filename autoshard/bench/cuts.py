@@ -9,7 +9,7 @@ from itertools import groupby
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import Planned, plan_analysed
 from autoshard.bench.cases import LLAMA3_8B
-from autoshard.bench.models import Architecture, on_meta
+from autoshard.validate.models import Architecture, on_meta
 from autoshard.bench.published import settle
 from autoshard.bench.published_rows import Published
 from autoshard.candidates import PipeAsk, given

@@ -2,33 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
 import torch
 from torch import nn
-
-from autoshard.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The sizes of a transformer.
-
-    kind: ``gpt2`` (learned positions, GELU, one bias per product, tied embeddings), ``llama`` (rotary
-    positions, SwiGLU) or ``deepseek_v3`` (latent attention and experts, the sizes of DeepSeek-V3 itself
-    beside those given here). ffn: width of the dense feed-forward layers. kv_heads: of keys and values;
-    gpt2 has as many as heads.
-    """
-
-    kind: Literal["gpt2", "llama", "deepseek_v3"]
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    positions: int
 
 
 def bench_llama(layers: int = 6, hidden: int = 256, vocab: int = 1024) -> nn.Module:
@@ -54,95 +29,3 @@ def bench_batch(batch: int = 8, seq: int = 64, vocab: int = 1024) -> dict[str, t
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, vocab, (batch, seq), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
-
-
-def on_meta(shape: Architecture, batch: int, seq: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """(model in bf16, inputs [batch, seq]) on the meta device: no memory for weights.
-
-    Raises UsageError for a sequence longer than the model has positions for.
-    """
-    if seq > shape.positions:
-        raise UsageError(
-            f"sequences of {seq} tokens for a model with {shape.positions} positions",
-            hint="give the architecture more positions",
-        )
-    with torch.device("meta"):
-        model = _model(shape).to(torch.bfloat16)
-        ids = torch.zeros(batch, seq, dtype=torch.int64)
-    return model, {"input_ids": ids, "labels": ids}
-
-
-def _model(shape: Architecture) -> nn.Module:
-    import transformers
-
-    names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-    config = {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
-    model: nn.Module = getattr(transformers, names[shape.kind])(config)
-    return model
-
-
-def _gpt2(shape: Architecture) -> Any:
-    from transformers import GPT2Config
-
-    if shape.kv_heads != shape.heads:
-        raise UsageError(f"a gpt2 with {shape.heads} heads and {shape.kv_heads} heads of keys and values")
-    return GPT2Config(
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        n_embd=shape.hidden,
-        n_inner=shape.ffn,
-        vocab_size=shape.vocab,
-        n_positions=shape.positions,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-
-
-def _llama(shape: Architecture) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-
-
-def _deepseek_v3(shape: Architecture) -> Any:
-    """Sizes that are not of the architecture: DeepSeek-AI, DeepSeek-V3 Technical Report, section 4.2."""
-    from transformers import DeepseekV3Config
-
-    return DeepseekV3Config(
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.positions,
-        moe_intermediate_size=2048,
-        n_shared_experts=1,
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        first_k_dense_replace=3,
-        routed_scaling_factor=2.5,
-        norm_topk_prob=True,
-        kv_lora_rank=512,
-        q_lora_rank=1536,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        use_cache=False,
-    )

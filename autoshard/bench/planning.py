@@ -52,7 +52,7 @@ def plan_case(case: Case) -> PlanningRow:
 
     from autoshard.analysis import analyse
     from autoshard.api import plan_analysed
-    from autoshard.bench.models import on_meta
+    from autoshard.validate.models import on_meta
     from autoshard.candidates import PipeAsk, searched
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
@@ -136,7 +136,7 @@ def _peak_gib() -> float:
 
 def _main(text: str) -> None:
     from autoshard.bench.cases import Case
-    from autoshard.bench.models import Architecture
+    from autoshard.validate.models import Architecture
 
     raw = json.loads(text)
     case = Case(**{**raw, "model": Architecture(**raw["model"])})

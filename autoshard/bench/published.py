@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.bench.models import on_meta
+from autoshard.validate.models import on_meta
 from autoshard.bench.published_rows import Policy, Published, Skipped
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory

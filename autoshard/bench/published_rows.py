@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from autoshard.bench.models import Architecture
+from autoshard.validate.models import Architecture
 from autoshard.errors import UsageError
 from autoshard.search.pipe import Pipe
 

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.bench.models import Architecture, on_meta
+from autoshard.validate.models import Architecture, on_meta
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError

@@ -1,8 +1,8 @@
-"""What the code that runs a step does beside what its program says."""
+"""How the code that runs a step behaves where a program does not say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard.cost.recipe import ADAMW, Recipe
@@ -10,23 +10,35 @@ from autoshard.cost.recipe import ADAMW, Recipe
 
 @dataclass(frozen=True)
 class Behaviour:
-    """Habits of a runtime; the defaults are our own.
+    """What a simulated step assumes about kernels, communication and the optimizer; by default, our runtime's.
 
-    attention: ``flash`` is one kernel, ``unfused`` writes its scores to memory. attention_again: these scores
-    are computed again in backward (Korthikanti et al., 2022, section 5). fused: chains of elementwise ops are
-    one kernel. recipe: of the optimizer. gradients_overlap: gradients are reduced while more are computed.
-    gathers_overlap: parameters are gathered before they are needed. tensor_overlap: collectives of
-    activations run beside ops that do not need them. blocking_sends: a rank sends between stages instead of
-    computing. whole_recompute: a layer that is computed again is so to its end. dropout: of attention.
+    attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax with
+    its dropout and a product, and keeps the scores for backward. attention_again: whether backward computes
+    the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing with
+    ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not. fused:
+    whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in fp32.
+    recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients, "" for
+    that of the program. gradients_overlap: whether they are reduced while backward computes, or after it.
+    gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
+    collectives of activations run in parts beside their products. blocking_sends: whether a stage waits for
+    its messages before it computes on. scattered_sends: whether what goes between stages is sent in a part per
+    tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose masks of
+    one byte are kept, 0 for none. product_dtype: of the large products, "" for that of the parameters. name:
+    of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
     attention_again: bool = False
+    whole_recompute: bool = False
     fused: bool = False
-    recipe: Recipe = ADAMW
+    fused_loss: bool = False
+    recipe: Recipe = field(default=ADAMW)
+    gradient_dtype: str = ""
     gradients_overlap: bool = False
     gathers_overlap: bool = False
     tensor_overlap: bool = False
     blocking_sends: bool = False
-    whole_recompute: bool = False
+    scattered_sends: bool = False
     dropout: float = 0.0
+    product_dtype: str = ""
+    name: str = ""

@@ -1,0 +1,81 @@
+"""Which transformer a row means."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from autoshard.errors import UsageError
+from autoshard.validate.models import Architecture, Kind
+from autoshard.validate.rows import Run
+
+#: families by the names that people give their models
+_LLAMA = r"llama|mistral|qwen|yi\b|internlm|baichuan|vicuna|codestral|smollm|olmo|deepseek"
+_GPT = r"gpt|mpt|opt\b|bloom|turing|nlg|bert|megatron|falcon|pythia|galactica|jurassic"
+#: relative distance between the parameters that a row states and those of a formula that still agree
+_NEAR = 0.1
+
+
+@dataclass(frozen=True)
+class Known:
+    """The sizes of a model, and how its family was told."""
+
+    shape: Architecture
+    why: str
+
+
+def architecture_of(run: Run, padded_vocab: int) -> Known:
+    """The transformer of a run; padded_vocab: rows of its embedding.
+
+    A gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one embedding
+    and learned positions (``gpt2``): by the parameters that the row states, where one of the two agrees with
+    them, else by the name of the model, else by its widths. Raises UsageError for what neither is.
+    """
+    kind, why = _kind(run)
+    if kind == "gpt2" and run.kv_heads != run.heads:
+        raise UsageError(
+            f"a {run.model or 'GPT'} with {run.heads} heads and {run.kv_heads} heads of keys and values",
+            where=run.id,
+            why="models with two products in a feed-forward layer have as many of both here",
+        )
+    shape = Architecture(
+        kind, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, padded_vocab, positions=run.seq
+    )
+    return Known(shape, why)
+
+
+def parameters(run: Run, kind: Kind) -> int:
+    """How many a model of these sizes has."""
+    h, keys = run.hidden, run.hidden // run.heads * run.kv_heads
+    if kind == "llama":
+        layer = 2 * h * h + 2 * h * keys + 3 * h * run.ffn + 2 * h
+        return run.layers * layer + 2 * run.vocab * h + h
+    layer = 2 * h * h + 2 * h * keys + 2 * h * run.ffn + (2 * h + 2 * keys) + (run.ffn + h) + 4 * h
+    return run.layers * layer + (run.vocab + run.seq) * h + 2 * h
+
+
+def _kind(run: Run) -> tuple[Kind, str]:
+    named = _by_name(run)
+    if run.params is not None:
+        kinds: tuple[Kind, Kind] = ("gpt2", "llama")
+        off = {kind: abs(parameters(run, kind) / run.params - 1) for kind in kinds}
+        fitting = [kind for kind in kinds if off[kind] <= _NEAR]
+        if len(fitting) == 1 or (fitting and named is None):
+            best = min(fitting, key=lambda kind: off[kind])
+            return best, f"{run.params / 1e9:g}e9 parameters: {_words(best)} has {parameters(run, best):.4g}"
+    if named is not None:
+        return named, f"by its name, {run.model}: {_words(named)}"
+    if run.kv_heads < run.heads or run.ffn < 4 * run.hidden:
+        return "llama", f"by its kv_heads and ffn: {_words('llama')}"
+    return "gpt2", f"by its ffn of 4 x hidden: {_words('gpt2')}"
+
+
+def _by_name(run: Run) -> Kind | None:
+    text = f"{run.model} {run.notes}".lower()
+    if re.search(_LLAMA, text) or "swiglu" in text or "gated" in text:
+        return "llama"
+    return "gpt2" if re.search(_GPT, text) else None
+
+
+def _words(kind: Kind) -> str:
+    return "a Llama (gated, untied)" if kind == "llama" else "a GPT (two products, tied)"

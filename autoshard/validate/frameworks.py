@@ -1,0 +1,66 @@
+"""What the code behind a measurement does, read from ``frameworks.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+
+from autoshard.cost.recipe import Recipe
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.validate.rows import Run
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One entry. assumed: whether it stands for frameworks that no entry names.
+
+    vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor ranks;
+    0 for no padding.
+    """
+
+    name: str
+    match: str
+    until: int | None
+    behaviour: Behaviour
+    vocab_multiple: int
+    assumed: bool
+
+
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """All entries, in the order in which they are tried."""
+    text = files("autoshard.validate").joinpath("frameworks.toml").read_text(encoding="utf-8")
+    found: list[Framework] = []
+    for entry in tomllib.loads(text)["framework"]:
+        name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
+        multiple = entry.pop("vocab_multiple")
+        entry.pop("source")
+        recipe = Recipe(name, **entry.pop("recipe"))
+        found.append(
+            Framework(name, match, until, Behaviour(**entry, recipe=recipe, name=name), multiple, not match)
+        )
+    return tuple(found)
+
+
+def framework_of(run: Run) -> Framework:
+    """The entry for a run: the first whose words its framework has, of the years it is for.
+
+    An entry with a longer match goes before one that it contains.
+    """
+    text = run.framework.lower()
+    fitting = [
+        f for f in frameworks() if f.match in text and (f.until is None or (run.year or f.until + 1) <= f.until)
+    ]
+    return max(fitting, key=lambda f: (f.until is not None, len(f.match)))
+
+
+def behaviour_of(run: Run, framework: Framework) -> Behaviour:
+    """The behaviour of a run: its framework's, with what the row itself says."""
+    return replace(
+        framework.behaviour,
+        attention_again=run.recompute == "attention",
+        product_dtype="f8" if run.fp8 else "",
+        tensor_overlap=framework.behaviour.tensor_overlap or "async tp" in run.framework.lower(),
+    )

@@ -1,0 +1,231 @@
+"""The placements of Megatron-LM, as masks over the states of a problem.
+
+Weights of a layer are divided by columns, then by rows; embedding, head and loss by the vocabulary; all else is
+whole on every tensor rank (Shoeybi et al., 2019, section 3), or, with sequence parallelism, divided along the
+sequence between layers (Korthikanti et al., MLSys 2023, section 4.2). What ZeRO divides over ``fsdp`` axes is
+said by its stage (Rajbhandari et al., SC'20, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.ir import refs_of
+from autoshard.ir.flow import Place
+from autoshard.placement import Layout, Partial, R, Shard
+from autoshard.search.network import Array
+from autoshard.search.problem import Model
+from autoshard.search.problems import Posed
+from autoshard.search.variables import NodeVar, ParamState, ParamVar, PortVar, ResultVar, ValueVar, Variable
+from autoshard.validate.models import Architecture, Kind
+
+S = TypeVar("S")
+
+#: parameters that are divided by columns, with the dim that is, and the size of an `Architecture` that it has
+_COLUMNS: Mapping[Kind, tuple[tuple[str, int, str], ...]] = MappingProxyType(
+    {
+        "gpt2": (("*.c_attn.weight", 1, "kv_heads"), ("*.c_fc.weight", 1, "ffn"), ("*.wte.weight", 0, "vocab")),
+        "llama": (
+            ("*.k_proj.weight", 0, "kv_heads"),
+            ("*.gate_proj.weight", 0, "ffn"),
+            ("*.embed_tokens.weight", 0, "vocab"),
+            ("lm_head.weight", 0, "vocab"),
+        ),
+    }
+)
+#: a parameter whose other dim is the hidden one
+_HIDDEN: Mapping[Kind, tuple[str, int]] = MappingProxyType(
+    {"gpt2": ("*.c_fc.weight", 0), "llama": ("*.gate_proj.weight", 1)}
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run's code does. tensor, shards: axes of the mesh over which layers, and what ZeRO divides, are.
+
+    sequence: whether activations between layers are divided along the sequence over the tensor axis.
+    """
+
+    tensor: int | None
+    shards: tuple[int, ...]
+    zero: int
+    sequence: bool
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Per variable 0 or inf for each state, None for no restriction. notes: what could not be had."""
+
+    allowed: tuple[Array | None, ...]
+    notes: tuple[str, ...]
+
+
+def masks_of(posed: Posed, shape: Architecture, wanted: Wanted) -> Masks:
+    """The states that a run's code may be in, on a mesh whose axes the search sees one by one."""
+    return _Masks(posed, shape, wanted).run()
+
+
+class _Masks:
+    def __init__(self, posed: Posed, shape: Architecture, wanted: Wanted) -> None:
+        self.posed, self.wanted = posed, wanted
+        self.model: Model = posed.model
+        self.digits = self.model.digits.values
+        self.batch = self.model.digits.batch
+        self.columns = {
+            cls for glob, dim, size in _COLUMNS[shape.kind] for cls in self._column(glob, dim, getattr(shape, size))
+        }
+        self.hidden = self._whole(*_HIDDEN[shape.kind])
+        self.sequence = self._sequence() - self.columns
+        self.notes: list[str] = []
+        self.ends = self._ends()
+
+    def run(self) -> Masks:
+        allowed = tuple(self._variable(v) for v in self.posed.problem.variables)
+        return Masks(allowed, tuple(dict.fromkeys(self.notes)))
+
+    # -- classes of dims ---------------------------------------------------------------------------
+
+    def _ports(self, glob: str) -> list[Place]:
+        """Classes of parameters with such names."""
+        groups = self.model.flow.classes.items()
+        return [key for key, group in groups if any(fnmatchcase(p.target, glob) for p in group.ports)]
+
+    def _column(self, glob: str, dim: int, size: int) -> set[int]:
+        """The class that such parameters are divided by: the part of the dim that has this size."""
+        found: set[int] = set()
+        for key in self._ports(glob):
+            fitting = [cls for _, n, cls in self.digits.get((*key, dim), ()) if n == size]
+            found |= set(fitting[:1])
+        return found
+
+    def _whole(self, glob: str, dim: int) -> set[int]:
+        return {cls for key in self._ports(glob) for _, _, cls in self.digits.get((*key, dim), ())}
+
+    def _sequence(self) -> set[int]:
+        """Classes of the other dims of what a layer is handed."""
+        layers = {c.segment for c in self.model.folded.calls if c.label and not c.backward}
+        found: set[int] = set()
+        for source, target in self.model.flow.edges:
+            if source[0] and target[0] in layers:
+                rank = len(self.model.folded.segments[target[0]].types()[target[1]].shape)
+                per_dim = [{c for _, _, c in self.digits.get((*target, d), ())} for d in range(rank)]
+                if rank > 1 and per_dim[-1] & self.hidden:
+                    found |= set().union(*per_dim[:-1])
+        return found - self.batch
+
+    def _ends(self) -> set[Place]:
+        """Values that enter or leave a segment."""
+        return {
+            (name, value)
+            for name, graph in self.model.folded.segments.items()
+            for value in (*(v for v, _ in graph.inputs), *graph.outputs)
+        }
+
+    # -- what a value may be -----------------------------------------------------------------------
+
+    def _parts(self, place: Place, dims: int, classes: set[int]) -> list[tuple[int, int]]:
+        """(dim, elements above) of the parts of a value that belong to some classes."""
+        return [
+            (dim, outer) for dim in range(dims) for outer, _, cls in self.digits.get((*place, dim), ()) if cls in classes
+        ]
+
+    def _fine(self, place: Place, dims: int, layout: Layout | None, *, strict: bool) -> bool:
+        """Whether a value may lie so on the tensor axis. strict: it does not wait for a product that needs it whole."""
+        axis = self.wanted.tensor
+        if layout is None or axis is None:
+            return True
+        placed = layout[axis]
+        columns = self._parts(place, dims, self.columns)
+        if columns:
+            return isinstance(placed, Shard) and (placed.dim, placed.outer) in columns
+        along = self._parts(place, dims, self.sequence)
+        if isinstance(placed, Shard):
+            return self.wanted.sequence and (placed.dim, placed.outer) in along
+        between = bool(along) and bool(self._parts(place, dims, self.hidden))
+        if not (self.wanted.sequence and between and strict):
+            return True
+        return isinstance(placed, Partial)
+
+    # -- variables ---------------------------------------------------------------------------------
+
+    def _variable(self, variable: Variable) -> Array | None:
+        match variable:
+            case NodeVar():
+                return self._node(variable)
+            case ValueVar():
+                dims = len(self._shape(variable.place))
+                strict = variable.place in self.ends
+                keep: list[Callable[[Layout], bool]] = [
+                    lambda lay: self._fine(variable.place, dims, lay, strict=strict)
+                ]
+                return self._narrowed(str(variable.place[1]), variable.states, keep)
+            case ParamVar():
+                return self._param(variable)
+            case PortVar() | ResultVar():
+                return None
+
+    def _shape(self, place: Place) -> tuple[int, ...]:
+        return self.model.folded.segments[place[0]].types()[place[1]].shape
+
+    def _node(self, variable: NodeVar) -> Array | None:
+        name, node = variable.segment, self.model.folded.segments[variable.segment].nodes[variable.number]
+        types = self.model.folded.segments[name].types()
+        ins = [(ref, len(types[ref].shape)) for ref in refs_of(node)]
+        outs = [(out, 0 if t is None else len(t.shape)) for out, t in zip(node.outs, node.types, strict=True)]
+        # what a product gathers is a copy of what the op before it made
+        made = not node.op.startswith(_VIEWS)
+        ok = [
+            all(self._fine((name, v), n, lay, strict=False) for (v, n), lay in zip(ins, s.inputs, strict=True))
+            and all(self._fine((name, v), n, lay, strict=made) for (v, n), lay in zip(outs, s.outputs, strict=True))
+            for s in variable.states
+        ]
+        return self._mask(f"{node.op} {node.origin.fqn}", ok)
+
+    def _param(self, variable: ParamVar) -> Array | None:
+        group = self.model.flow.classes[variable.place]
+        if group.first.kind != "param":
+            return None
+        dims, name = len(group.first.type.shape), group.first.target
+        axis, shards, zero = self.wanted.tensor, self.wanted.shards, self.wanted.zero
+        keep: list[Callable[[ParamState], bool]] = []
+        if axis is not None:
+            keep.append(lambda s: s.stored[axis] == s.use[axis])
+            keep.append(lambda s: self._fine(variable.place, dims, s.use, strict=False))
+            if not self._parts(variable.place, dims, self.columns):
+                keep.append(lambda s: s.use[axis] == R)
+        for shard in shards:
+            keep.append(lambda s, shard=shard: s.use[shard] == R)  # type: ignore[misc]
+            if zero:
+                keep.append(lambda s, shard=shard: s.stored[shard] != R)  # type: ignore[misc]
+        if shards and zero:
+            keep.append(lambda s: s.keep == (zero < 3))
+            keep.append(lambda s: s.late == (zero == 1))
+        return self._narrowed(name, variable.states, keep)
+
+    # -- masks -------------------------------------------------------------------------------------
+
+    def _narrowed(self, name: str, states: Sequence[S], keep: Sequence[Callable[[S], bool]]) -> Array | None:
+        """States that all conditions leave; one that would leave none is noted and dropped."""
+        ok = [True] * len(states)
+        for condition in keep:
+            narrower = [o and condition(s) for o, s in zip(ok, states, strict=True)]
+            if any(narrower):
+                ok = narrower
+            else:
+                self.notes.append(f"{name} is placed otherwise")
+        return None if all(ok) else np.where(ok, 0.0, np.inf)
+
+    def _mask(self, name: str, ok: Sequence[bool]) -> Array | None:
+        if not any(ok):
+            self.notes.append(f"{name} is placed otherwise")
+        return None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf)
+
+
+#: ops that make nothing new
+_VIEWS = ("aten.reshape", "aten.view", "aten.t.", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.expand")

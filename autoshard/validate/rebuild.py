@@ -1,0 +1,191 @@
+"""Measured runs rebuilt: the model, its fixed plan and its cluster, compiled to a program by our own passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from autoshard.cluster import Cluster, Mesh
+from autoshard.cluster.mesh import Axis
+from autoshard.cost.collective import seconds
+from autoshard.cost.on_mesh import CostModels
+from autoshard.errors import AutoshardError
+from autoshard.passes.pipeline import Lowering
+from autoshard.passes.scatter_sends import Saving
+from autoshard.program.build import build_program
+from autoshard.program.program import Program
+from autoshard.rules.local import MeshShape
+from autoshard.search.ask import Settled
+from autoshard.search.explain import explain
+from autoshard.search.pipe import Pipe
+from autoshard.search.plan import Plan, Recompute
+from autoshard.search.problems import Posed, layer_calls, pose
+from autoshard.search.rank import Configuration
+from autoshard.search.setting import Setting
+from autoshard.search.settle import place
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.staging import in_parts, pipe_link
+from autoshard.validate.architecture import Known, architecture_of
+from autoshard.validate.captured import Captures, Scaled
+from autoshard.validate.frameworks import Framework, behaviour_of, framework_of
+from autoshard.validate.machine import Machine, machine_of
+from autoshard.validate.models import Architecture
+from autoshard.validate.placements import Wanted, masks_of
+from autoshard.validate.rows import Run, Unsupported
+from autoshard.validate.stages import Stages, stages_of
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A run as a program that can be priced. notes: what was assumed, or is not as the row has it."""
+
+    run: Run
+    program: Program
+    cluster: Cluster
+    behaviour: Behaviour
+    notes: tuple[str, ...] = field(default=())
+
+
+def rebuilt(
+    runs: Iterable[Run], progress: Progress = lambda _: None, cluster: Cluster | None = None
+) -> Iterator[Rebuilt | Unsupported]:
+    """Every run rebuilt, in groups of the same model; cluster: for all of them, in place of the rows' own.
+
+    A run that cannot be represented comes back with the reason.
+    """
+    known: dict[tuple[Architecture, int], list[_Told]] = {}
+    for run in runs:
+        try:
+            told = _told(run, cluster)
+        except AutoshardError as error:
+            yield _refused(run, error)
+            continue
+        known.setdefault((told.known.shape, run.seq), []).append(told)
+    for (shape, seq), alike in known.items():
+        progress(f"capturing {shape.kind} of {shape.layers} layers, hidden {shape.hidden}")
+        captures = Captures(shape, seq)
+        # those that are alike but for their pipeline or batch follow each other
+        for told in sorted(alike, key=lambda t: (t.run.micro * t.run.data, str(mesh_of(t.run)), t.run.id)):
+            try:
+                yield _rebuilt(told, captures)
+            except AutoshardError as error:
+                yield _refused(told.run, error)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a row says, before its model is captured."""
+
+    run: Run
+    known: Known
+    machine: Machine
+    framework: Framework
+
+
+def _told(run: Run, cluster: Cluster | None) -> _Told:
+    framework = framework_of(run)
+    vocab = padded_vocab(run.vocab, run.tensor, framework.vocab_multiple)
+    machine = machine_of(run) if cluster is None else Machine(cluster)
+    machine.cluster.check_world_size(run.gpus)
+    return _Told(run, architecture_of(run, vocab), machine, framework)
+
+
+def _refused(run: Run, error: AutoshardError) -> Unsupported:
+    return Unsupported(run.id, run.study, f"{error.what}{f': {error.why}' if error.why else ''}")
+
+
+def padded_vocab(vocab: int, tensor: int, multiple: int) -> int:
+    """Rows of an embedding that is divided over tensor ranks: a multiple of ``multiple`` on each of them."""
+    whole = multiple * tensor
+    return vocab if tensor == 1 or not multiple else -(-vocab // whole) * whole
+
+
+def mesh_of(run: Run) -> Mesh:
+    """Data ranks outside, what ZeRO divides inside them, tensor ranks inside; of one pipeline rank."""
+    shard = run.sharded if run.zero else 1
+    axes = (("dp", run.data // shard), ("fsdp", shard), ("tp", run.tensor))
+    return Mesh(tuple(Axis(name, size) for name, size in axes if size > 1) or (Axis("dp", 1),))
+
+
+def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
+    run, cluster = told.run, told.machine.cluster
+    scaled = captures.at(run.micro * run.data)
+    behaviour = behaviour_of(run, told.framework)
+    mesh, prices = mesh_of(run), CostModels(cluster)
+    stages = stages_of(run, scaled.model.folded)
+    setting = _setting(run, scaled, cluster, stages)
+    posed = pose(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
+    masks = masks_of(posed, told.known.shape, _wanted(run, mesh))
+    placed = place(posed.problem, setting, None, allowed=masks.allowed)
+    where = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
+    settled = Settled(posed, placed, where, cluster, placed.lower_bound)
+    plan = explain(settled, cluster, scaled.analysis.fingerprint, reasons=False)
+    program = _program(scaled, posed, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices))
+    return Rebuilt(run, program, cluster, behaviour, _notes(told, stages, masks.notes))
+
+
+def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: Stages | None) -> Setting:
+    calls = layer_calls(scaled.model.folded)
+    pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, run.chunks)
+    bare = Setting(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
+    if run.recompute not in ("full", "selective"):
+        # attention is one op here, and what it keeps is the simulation's to say
+        return bare
+    policy = run.recompute
+    return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})
+
+
+def _wanted(run: Run, mesh: Mesh) -> Wanted:
+    names = mesh.names
+    tensor = names.index("tp") if "tp" in names else None
+    shards = tuple(k for k, name in enumerate(names) if name == "fsdp")
+    return Wanted(tensor, shards, run.zero, run.sequence_parallel)
+
+
+def _program(
+    scaled: Scaled,
+    posed: Posed,
+    plan: Plan,
+    prices: CostModels,
+    stages: Stages | None,
+    saving: Saving | None,
+) -> Program:
+    model, mesh = scaled.model, posed.mesh
+    if stages is not None:
+        plan = replace(plan, pipeline=stages.pipeline)
+    how = Lowering(
+        model.flow,
+        plan,
+        MeshShape(mesh.names, mesh.sizes),
+        prices.of(mesh, None).plain,
+        scaled.analysis.table,
+        saving=saving,
+    )
+    return build_program(model.folded, how, plan, {}, None if stages is None else stages.schedule)
+
+
+def _saving(
+    run: Run, behaviour: Behaviour, cluster: Cluster, mesh: Mesh, prices: CostModels
+) -> Saving | None:
+    """What sending between stages in parts saves, None where the run's code sends everything whole."""
+    if run.pipeline == 1 or not behaviour.scattered_sends:
+        return None
+    link, links = pipe_link(cluster, mesh, run.pipeline), prices.of(mesh, None).plain.links
+
+    def saving(nbytes: float, axis: int) -> float:
+        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
+
+    return saving
+
+
+def _notes(told: _Told, stages: Stages | None, placed: tuple[str, ...]) -> tuple[str, ...]:
+    framework = told.framework
+    assumed = (f"{told.run.framework or 'its framework'} is not known: {framework.name} behaviour",)
+    return (
+        *told.machine.notes,
+        *(assumed if framework.assumed else ()),
+        *(stages.notes if stages else ()),
+        *placed,
+    )

@@ -1,0 +1,89 @@
+"""Pipelines with the same number of layers in every stage, as Megatron-LM and DeepSpeed cut them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.errors import UsageError
+from autoshard.ir import Folded
+from autoshard.schedules.registry import make
+from autoshard.schedules.schedule import Schedule
+from autoshard.search.plan import Cut, Pipeline
+from autoshard.validate.rows import Run
+
+#: words of a row's schedule, in small letters -> the schedule's name here
+_NAMES = {
+    "1f1b": "1f1b",
+    "none": "1f1b",
+    "1f1b-i": "interleaved",
+    "interleaved-1f1b": "interleaved",
+    "interleaved": "interleaved",
+    "gpipe": "gpipe",
+    "zb-1p": "zb-h1",
+    "zb-h1": "zb-h1",
+    "zb-2p": "zb-h2",
+    "zb-h2": "zb-h2",
+    "zb-v": "zb-v",
+    "breadth-first": "breadth-first",
+}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """notes: what is not as the row has it."""
+
+    pipeline: Pipeline
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+
+
+def stages_of(run: Run, folded: Folded) -> Stages | None:
+    """The stages of a run, None for one. Raises UsageError for a schedule that is not known."""
+    if run.pipeline == 1:
+        return None
+    name, notes = _schedule(run)
+    schedule = make(name, run.pipeline, run.microbatches, run.chunks)
+    forward = [c for c in folded.calls if not c.backward]
+    layers = [k for k, call in enumerate(forward) if call.label]
+    sizes = stage_sizes(len(layers), run.pipeline * run.chunks)
+    if max(sizes) > min(sizes):
+        notes = (*notes, f"{len(layers)} layers in stages of {min(sizes)} to {max(sizes)}")
+    cuts: list[Cut] = []
+    done = 0
+    for size in sizes[:-1]:
+        done += size
+        last = layers[done] - 1 if done < len(layers) else layers[-1]
+        cuts.append(Cut(last, "", forward[last].label))
+    return Stages(Pipeline(run.pipeline, 0, name, run.chunks, tuple(cuts)), schedule, notes)
+
+
+def stage_sizes(layers: int, stages: int) -> list[int]:
+    """Layers of every stage: equal; else as if embedding and head were a layer each; else longer ones first.
+
+    Embedding and head as layers: DeepSpeed's ``type:transformer|embedding`` (BLOOM) and Qi et al., Zero Bubble
+    Pipeline Parallelism, section 5, whose first and last stages have a layer less.
+    """
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    if (layers + 2) % stages == 0:
+        full = (layers + 2) // stages
+        return [full - 1, *[full] * (stages - 2), full - 1]
+    return [layers // stages + (k < layers % stages) for k in range(stages)]
+
+
+def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
+    from autoshard.schedules.registry import names
+
+    told = run.schedule.lower()
+    if told not in _NAMES:
+        raise UsageError(
+            f"there is no pipeline schedule {run.schedule!r}",
+            where=run.id,
+            hint=f"write one of {', '.join(sorted(_NAMES))}",
+        )
+    name = _NAMES[told]
+    if name == "1f1b" and run.chunks > 1:
+        name = "interleaved"
+    if name not in names():
+        return "searched", (f"{run.schedule} is searched for: its order by hand is not built",)
+    return name, ()
