@@ -3,81 +3,75 @@
 An all-reduce does not make a gradient smaller, so nothing is lost by waiting for more of them, nor for
 further microbatches: gradients leave their segment unreduced, are summed over the microbatches, and go out
 together, `BUCKET_BYTES` at a time (the size that DistributedDataParallel uses). Reductions that scatter
-stay where they are, since they free memory.
+stay where they are, since they free memory, but for those of parameters whose gradients the plan keeps whole
+until the end of the step (ZeRO-1: Rajbhandari et al., SC'20, section 5.1).
+
+A gradient that is reduced over two axes is taken out in two rounds: the last reduction first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 
 BUCKET_BYTES = 25 * 2**20
-_REDUCTIONS = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
+_ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
+_SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
+#: (dim, outer, inner, size) of what a reduction scatters, None for one that does not
+Where = tuple[object, ...] | None
 
 
-def defer_reductions(lowered: Lowered, grads: Collection[str]) -> Lowered:
-    """The program with the last all-reduces of gradients in a part of its own, ``reduce``, for every stage.
+def defer_reductions(lowered: Lowered, grads: Collection[str], late: Collection[str] = ()) -> Lowered:
+    """The program with the last reductions of gradients in a part of its own, ``reduce``, for every stage.
 
-    grads: values that are gradients of parameters.
+    grads: values that are gradients of parameters. late: those of them that stay whole until then although
+    they are scattered.
     """
-    ends = _Ends(lowered, frozenset(grads))
-    found = {name: ends.deferrable(name) for name in lowered.segments}
-    segments = {name: _without(segment, found[name]) for name, segment in lowered.segments.items()}
-    main = _Main(lowered, segments, found, ends)
-    order = list(lowered.parts)
-    pieces = [(part, main.part(part)) for part in order]
-    reduced = [main.reduced(stage) for stage in sorted({p.stage for p in order})]
-    parts: list[Part] = []
-    items: list[Instruction] = []
-    for part, made in [*pieces, *reduced]:
-        parts.append(replace(part, start=len(items), stop=len(items) + len(made)))
-        items += made
-    return replace(lowered, segments=segments, main=tuple(items), values=main.values, parts=tuple(parts))
+    stages = sorted({p.stage for p in lowered.parts})
+    before: dict[int, list[Instruction]] = {stage: [] for stage in stages}
+    waiting, scattered = frozenset(grads), frozenset(late)
+    while True:
+        round_ = _Round(lowered, waiting, scattered)
+        lowered = round_.lowered
+        if not round_.pairs:
+            break
+        for stage, messages in round_.messages.items():
+            before[stage] = [*messages, *before[stage]]
+        # what is left to wait for are the values before these reductions
+        scattered = frozenset(source for source, out in round_.pairs if out in scattered)
+        waiting = frozenset(source for source, _ in round_.pairs)
+    items = list(lowered.main)
+    parts = list(lowered.parts)
+    for stage in stages:
+        parts.append(Part(stage, "reduce", len(items), len(items) + len(before[stage])))
+        items += before[stage]
+    return replace(lowered, main=tuple(items), parts=tuple(parts))
 
 
-class _Ends:
-    """Which values only leave the program, as gradients."""
+@dataclass(frozen=True)
+class _Deferred:
+    """A reduction: of the value source over an axis."""
 
-    def __init__(self, lowered: Lowered, grads: frozenset[str]) -> None:
-        self.lowered, self.grads = lowered, grads
-        self.used = {a for i in lowered.main for a in (i.args if isinstance(i, Call) else refs_of(i))}
-
-    def is_end(self, value: str) -> bool:
-        return value in self.grads and value not in self.used
-
-    def deferrable(self, name: str) -> dict[str, tuple[str, str]]:
-        """Output of a segment -> (the value before its reduction, the axis), where only results use it."""
-        calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == name]
-        if not calls or not calls[0].backward:
-            return {}
-        graph = self.lowered.segments[name].graph
-        used_inside = {r for n in graph.nodes for r in refs_of(n)}
-        found: dict[str, tuple[str, str]] = {}
-        for node in graph.nodes:
-            if node.op not in _REDUCTIONS or node.kwarg("op", "sum") != "sum":
-                continue
-            leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o in node.outs}
-            free = all(o in graph.outputs and o not in used_inside for o in node.outs)
-            if free and all(map(self.is_end, leaving)):
-                outs = zip(node.outs, refs_of(node), strict=True)
-                found.update((o, (r, str(node.args[1]))) for o, r in outs)
-        return found
-
-    def is_deferrable(self, item: Instruction) -> bool:
-        """Whether an instruction of main is such a reduction."""
-        if isinstance(item, Call) or item.op not in _REDUCTIONS or not item.backward:
-            return False
-        return item.kwarg("op", "sum") == "sum" and all(map(self.is_end, item.outs))
+    source: str
+    axis: str
+    where: Where
 
 
-def _without(segment: LoweredSegment, deferred: dict[str, tuple[str, str]]) -> LoweredSegment:
-    graph = segment.graph
-    nodes = tuple(n for n in graph.nodes if n.name not in deferred)
-    outputs = tuple(deferred[o][0] if o in deferred else o for o in graph.outputs)
-    return replace(segment, graph=Graph(graph.name, graph.inputs, nodes, outputs))
+def _deferred(node: Node) -> dict[str, _Deferred]:
+    """Output of a reduction -> what it is."""
+    sources, axis = list(refs_of(node)), str(node.args[1])
+    if node.op in _ALL:
+        wheres: list[Where] = [None] * len(sources)
+    elif node.op == _SCATTERS[0]:
+        wheres = [
+            (node.args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))
+        ]
+    else:
+        wheres = [tuple(where) for where in node.args[2]]
+    return {o: _Deferred(s, axis, w) for o, s, w in zip(node.outs, sources, wheres, strict=True)}
 
 
 @dataclass
@@ -85,75 +79,123 @@ class _Bucket:
     """Gradients waiting for one message: (unreduced, reduced) main values."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
+    wheres: list[Where] = field(default_factory=list)
     bytes: int = 0
 
 
-class _Main:
-    """Main with reductions taken out of it, and those of each stage in messages."""
+class _Round:
+    """One reduction of every gradient that ends with one, taken out of a program.
 
-    def __init__(
-        self,
-        lowered: Lowered,
-        segments: dict[str, LoweredSegment],
-        found: dict[str, dict[str, tuple[str, str]]],
-        ends: _Ends,
-    ) -> None:
-        self.lowered, self.segments, self.found, self.ends = lowered, segments, found, ends
+    ends: values that nothing in the program waits for. scattered: those of them whose reductions may scatter.
+    pairs: (unreduced, reduced) main values of what was taken out; messages: per stage, what reduces them.
+    """
+
+    def __init__(self, lowered: Lowered, ends: frozenset[str], scattered: frozenset[str]) -> None:
+        self.source, self.ends, self.scattered = lowered, ends, scattered
+        self.used = {a for i in lowered.main for a in (i.args if isinstance(i, Call) else refs_of(i))}
         self.values = dict(lowered.values)
-        self.buckets: dict[tuple[int, str, str], _Bucket] = {}
+        self.pairs: list[tuple[str, str]] = []
+        self.buckets: dict[tuple[int, str, str, bool], _Bucket] = {}
         self.messages: dict[int, list[Instruction]] = {}
+        self.found = {name: self._in_segment(name) for name in lowered.segments}
+        self.lowered = self._rebuilt()
 
-    def part(self, part: Part) -> list[Instruction]:
+    # -- what can wait ---------------------------------------------------------------------------------
+
+    def _may_wait(self, node: Node, values: Collection[str]) -> bool:
+        """Whether a reduction, whose results are these main values, can be done at the end."""
+        if node.op not in (*_ALL, *_SCATTERS) or node.kwarg("op", "sum") != "sum":
+            return False
+        allowed = self.ends if node.op in _ALL else self.scattered
+        return all(v in allowed and v not in self.used for v in values)
+
+    def _in_segment(self, name: str) -> dict[str, _Deferred]:
+        """Output of a segment -> its reduction, where only results use it."""
+        calls = [i for i in self.source.main if isinstance(i, Call) and i.segment == name]
+        if not calls or not calls[0].backward:
+            return {}
+        graph = self.source.segments[name].graph
+        used_inside = {r for n in graph.nodes for r in refs_of(n)}
+        found: dict[str, _Deferred] = {}
+        for node in graph.nodes:
+            free = all(o in graph.outputs and o not in used_inside for o in node.outs)
+            leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o in node.outs}
+            if free and self._may_wait(node, leaving):
+                found |= _deferred(node)
+        return found
+
+    # -- the program without them ----------------------------------------------------------------------
+
+    def _rebuilt(self) -> Lowered:
+        segments = {name: _without(s, self.found[name]) for name, s in self.source.segments.items()}
+        items: list[Instruction] = []
+        parts: list[Part] = []
+        for part in self.source.parts:
+            made = self._part(part)
+            parts.append(replace(part, start=len(items), stop=len(items) + len(made)))
+            items += made
+        for key in list(self.buckets):
+            self._send(key)
+        return replace(
+            self.source, segments=segments, main=tuple(items), values=self.values, parts=tuple(parts)
+        )
+
+    def _part(self, part: Part) -> list[Instruction]:
         """The instructions of a part that are left."""
         main: list[Instruction] = []
-        for item in self.lowered.of(part):
-            if self.ends.is_deferrable(item):
-                assert isinstance(item, Node)
-                for source, out in zip(refs_of(item), item.outs, strict=True):
-                    self._wait(part.stage, str(item.args[1]), source, out)
-            elif isinstance(item, Call) and self.found[item.segment]:
-                main.append(self._call(item, part.stage))
+        for item in self.source.of(part):
+            if isinstance(item, Call):
+                main.append(self._call(item, part.stage) if self.found[item.segment] else item)
+            elif item.backward and self._may_wait(item, item.outs):
+                for out, deferred in _deferred(item).items():
+                    self._wait(part.stage, deferred, deferred.source, out)
             else:
                 main.append(item)
         return main
 
-    def reduced(self, stage: int) -> tuple[Part, list[Instruction]]:
-        """The reductions of a stage."""
-        for key in [k for k in self.buckets if k[0] == stage]:
-            self._send(key)
-        return Part(stage, "reduce", 0, 0), self.messages.get(stage, [])
-
     def _call(self, call: Call, stage: int) -> Call:
         """The call with unreduced outputs, which are put into buckets."""
-        segment = self.lowered.segments[call.segment]
+        segment = self.source.segments[call.segment]
         outs = list(call.outs)
         for position, output in enumerate(segment.graph.outputs):
-            if output not in self.found[call.segment]:
+            deferred = self.found[call.segment].get(output)
+            if deferred is None:
                 continue
-            source, axis = self.found[call.segment][output]
             reduced = call.outs[position]
             outs[position] = f"{reduced}_partial"
-            self.values[outs[position]] = Placed(self.values[reduced].type, segment.layouts[source])
-            self._wait(stage, axis, outs[position], reduced)
+            types = segment.graph.types()
+            self.values[outs[position]] = Placed(types[deferred.source], segment.layouts[deferred.source])
+            self._wait(stage, deferred, outs[position], reduced)
         return replace(call, outs=tuple(outs))
 
-    def _wait(self, stage: int, axis: str, source: str, reduced: str) -> None:
+    def _wait(self, stage: int, deferred: _Deferred, source: str, reduced: str) -> None:
         """Put a reduction into the message that is being filled."""
+        self.pairs.append((source, reduced))
         type_ = self.values[reduced].type
-        key = (stage, axis, type_.dtype)
+        key = (stage, deferred.axis, type_.dtype, deferred.where is not None)
         bucket = self.buckets.setdefault(key, _Bucket())
         bucket.pairs.append((source, reduced))
+        bucket.wheres.append(deferred.where)
         bucket.bytes += type_.nbytes
         if bucket.bytes >= BUCKET_BYTES:
             self._send(key)
 
-    def _send(self, key: tuple[int, str, str]) -> None:
+    def _send(self, key: tuple[int, str, str, bool]) -> None:
         self.messages.setdefault(key[0], []).append(self._node(key[1], self.buckets.pop(key)))
 
     def _node(self, axis: str, bucket: _Bucket) -> Node:
-        sources: Sequence[Ref] = [Ref(source) for source, _ in bucket.pairs]
+        sources = tuple(Ref(source) for source, _ in bucket.pairs)
         outs = tuple(reduced for _, reduced in bucket.pairs)
         types = tuple(self.values[out].type for out in outs)
+        if bucket.wheres[0] is not None:
+            return Node(_SCATTERS[1], (sources, axis, tuple(bucket.wheres)), (), outs, types, Origin(), True)
         if len(outs) == 1:
-            return Node(_REDUCTIONS[0], (sources[0], axis), (), outs, types, Origin(), True)
-        return Node(_REDUCTIONS[1], (tuple(sources), axis), (), outs, types, Origin(), True)
+            return Node(_ALL[0], (sources[0], axis), (), outs, types, Origin(), True)
+        return Node(_ALL[1], (sources, axis), (), outs, types, Origin(), True)
+
+
+def _without(segment: LoweredSegment, deferred: dict[str, _Deferred]) -> LoweredSegment:
+    graph = segment.graph
+    nodes = tuple(n for n in graph.nodes if n.name not in deferred)
+    outputs = tuple(deferred[o].source if o in deferred else o for o in graph.outputs)
+    return replace(segment, graph=Graph(graph.name, graph.inputs, nodes, outputs))

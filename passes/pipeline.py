@@ -86,7 +86,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
     results = zip(folded.joint.results, lowered.results, strict=True)
     grads = {value for result, value in results if result.kind == "grad"}
-    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads), watch)
+    late = _late(folded, how, lowered)
+    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
 
@@ -95,6 +96,20 @@ def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
+
+
+def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
+    """Gradients that the plan keeps whole until the end of a step of several microbatches."""
+    if how.plan.microbatches == 1:
+        return set()
+    states = how.plan.params
+    late = {
+        p.target
+        for p in folded.joint.ports
+        if p.kind == "param" and (s := states.get(how.flow.class_of[p.name])) is not None and s.late
+    }
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    return {value for result, value in results if result.kind == "grad" and result.target in late}
 
 
 #: names of the passes, for ``inspect --after``
