@@ -84,24 +84,11 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = split_backward(lowered)
         _watched("057_split_backward", lowered, watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-    grads = _gradients(folded, lowered)
-    names = _late_parameters(folded, how)
-    late = {value for value, name in grads.items() if name in names}
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    grads = {value for result, value in results if result.kind == "grad"}
+    late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
-
-
-def _gradients(folded: Folded, lowered: Lowered) -> dict[str, str]:
-    """Value of a gradient -> the name of its parameter."""
-    results = zip(folded.joint.results, lowered.results, strict=True)
-    return {value: result.target for result, value in results if result.kind == "grad"}
-
-
-def _late_parameters(folded: Folded, how: Lowering) -> set[str]:
-    """Names of the parameters whose gradients the plan reduces once a step."""
-    states = how.plan.params
-    ports = [p for p in folded.joint.ports if p.kind == "param"]
-    return {p.target for p in ports if (s := states.get(how.flow.class_of[p.name])) is not None and s.late}
 
 
 def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
@@ -109,6 +96,20 @@ def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
+
+
+def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
+    """Gradients that the plan keeps whole until the end of a step of several microbatches."""
+    if how.plan.microbatches == 1:
+        return set()
+    states = how.plan.params
+    late = {
+        p.target
+        for p in folded.joint.ports
+        if p.kind == "param" and (s := states.get(how.flow.class_of[p.name])) is not None and s.late
+    }
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    return {value for result, value in results if result.kind == "grad" and result.target in late}
 
 
 #: names of the passes, for ``inspect --after``

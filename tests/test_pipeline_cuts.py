@@ -22,7 +22,7 @@ from autoshard.analysis import Analysis, analyse
 from autoshard.api import Planned, compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
-from autoshard.ir import Folded
+from autoshard.ir import Call, Folded
 from autoshard.passes.capture import capture
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
@@ -258,3 +258,34 @@ def test_many_stages_of_many_ranks() -> None:
     program = _cut(found, cuts, "1f1b", 2)
     assert program.whole_mesh == "pp=64,dp=2,tp=4"
     _check(program, model, (x,), {})
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2"])
+def test_gradients_that_stay_whole_are_scattered_once_a_step(mesh: str) -> None:
+    """ZeRO-1: nothing is reduced in the microbatches; sums over two axes wait for both."""
+    found = planned("llama-deep", mesh)
+    params = {k: replace(p, keep=p.stored != p.use, late=True) for k, p in found.plan.params.items()}
+    program = compile_analysed(replace(found, plan=replace(found.plan, params=params, microbatches=3)))
+    lowered = program.lowered
+
+    def reductions(phase: str) -> int:
+        items = [i for p in lowered.parts if p.phase == phase for i in lowered.of(p)]
+        nodes = [
+            n
+            for i in items
+            for n in (lowered.segments[i.segment].graph.nodes if isinstance(i, Call) else [i])
+        ]
+        grads = {
+            r.target: lowered.values[v].type
+            for r, v in zip(program.signature.results, lowered.results, strict=True)
+        }
+        shapes = set(grads.values())
+        return sum(
+            n.op.split(".")[1].startswith(("reduce_scatter", "all_reduce")) and n.types[0] in shapes
+            for n in nodes
+        )
+
+    assert reductions("backward") == 0
+    assert reductions("reduce") > 0
+    model, batch = model_and_batch("llama-deep", 3)
+    _check(program, model, (), batch)

@@ -96,6 +96,7 @@ class Ops:
     def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> Product:
         left, made = self.shape(ins[-2]), self.shape(out)
         moved = sum(self.nbytes(v) for v in (*ins[-2:], out))
+        dtype = self.behaviour.product_dtype or dtype
         return Product(prod(made[:-2]), made[-2], made[-1], left[-1], dtype, moved)
 
     def _other_product(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from autoshard.ir import Call, refs_of
+from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
@@ -32,7 +32,10 @@ class Parts:
         habits = Habits(
             behaviour.gathers_overlap, behaviour.gradients_overlap, behaviour.tensor_overlap, overlap
         )
-        self.player = Player(price, len(sheets.ops.mesh.sizes), habits)
+        grads = (p.type.dtype for p in program.signature.ports if p.kind == "param" and p.type.is_float)
+        own, wanted = next(grads, "f32"), behaviour.gradient_dtype
+        widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
+        self.player = Player(price, sheets.ops.mesh.sizes, habits, widen)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")
         self.ports = frozenset(p.name for p in program.signature.ports)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
-from autoshard.simulate.work import Attention, Message, Product, Sheet, Work
+from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Work
 
 #: parameters are gathered at most so many calls ahead of the one that computes
 AHEAD = 2
@@ -107,25 +107,26 @@ class Habits:
     """What may run beside computing.
 
     ahead: parameters are gathered before they are needed. behind: gradients are reduced while more are
-    computed, else after all of a part. beside: messages of activations run beside ops that do not need them.
-    overlap: part of the time of messages beside computing that costs the computing nothing (their kernels
+    computed, else after all of a part. beside: messages of activations run in a part per rank, each beside the
+    product of the part before (Wang et al., ASPLOS 2023), so that one part of them is exposed. overlap: part of the time of messages beside computing that costs the computing nothing (their kernels
     take multiprocessors and bandwidth from it).
     """
 
     ahead: bool = True
     behind: bool = True
-    beside: bool = True
+    beside: bool = False
     overlap: float = 1.0
 
 
 class Player:
     """Plays parts on one rank.
 
-    price: seconds of work. axes: how many the mesh has.
+    price: seconds of work. sizes: of the mesh axes. widen: bytes of a gradient as it is reduced over those
+    that it has.
     """
 
-    def __init__(self, price: Price, axes: int, habits: Habits) -> None:
-        self.price, self.axes, self.habits = price, axes, habits
+    def __init__(self, price: Price, sizes: Sequence[int], habits: Habits, widen: float = 1.0) -> None:
+        self.price, self.sizes, self.habits, self.widen = price, tuple(sizes), habits, widen
         self._timed: dict[int, tuple[Sheet, list[_Timed]]] = {}
 
     def play(
@@ -140,7 +141,7 @@ class Player:
         parameters: values that are there from the start of the step. gradients: values that nothing in the
         part waits for.
         """
-        run = _Run(self.habits, self.axes, spans)
+        run = _Run(self.habits, len(self.sizes), spans)
         run.fetched.update(parameters)
         for step in steps:
             run.step(step, self._of(step.sheet), gradients)
@@ -149,17 +150,16 @@ class Player:
     def _of(self, sheet: Sheet) -> list[_Timed]:
         found = self._timed.get(id(sheet))
         if found is None:
-            rows = [
-                _Timed(
-                    1 + t.work.axis if isinstance(t.work, Message) else 0,
-                    self.price(t.work),
-                    t.after,
-                    t.inputs,
-                )
-                for t in sheet.tasks
-            ]
-            found = self._timed[id(sheet)] = (sheet, rows)
+            found = self._timed[id(sheet)] = (sheet, [self._task(t) for t in sheet.tasks])
         return found[1]
+
+    def _task(self, task: Task) -> _Timed:
+        work, cost = task.work, self.price(task.work)
+        if not isinstance(work, Message):
+            return _Timed(0, cost, task.after, task.inputs, cost, cost)
+        wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
+        bare = cost / self.sizes[work.axis] if self.habits.beside else cost
+        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare)
 
 
 class _Timed(NamedTuple):
@@ -167,6 +167,8 @@ class _Timed(NamedTuple):
     cost: float
     after: tuple[int, ...]
     inputs: tuple[int, ...]
+    as_gradient: float
+    as_activation: float
 
 
 class _Run:
@@ -179,7 +181,7 @@ class _Run:
         self.ready: dict[str, float] = {}
         self.fetched: set[str] = set()
         self.began: list[float] = []
-        self.late: list[tuple[int, int, _Timed]] = []
+        self.late: list[tuple[int, int, int, float]] = []
         self.cover = _Cover()
         self.spans: list[Span] | None = [] if spans else None
         self.steps = 0
@@ -194,7 +196,8 @@ class _Run:
         end, pure = [0.0] * len(timed), [False] * len(timed)
         first = -1.0
         for k, task in enumerate(timed):
-            stream, _, after, inputs = task
+            stream, after, inputs = task.stream, task.after, task.inputs
+            cost = task.cost
             start = free[stream]
             for d in after:
                 if end[d] > start:
@@ -210,22 +213,23 @@ class _Run:
                 if pure[k]:
                     start = max(start, gate if habits.ahead else free[0])
                 elif k in last:
+                    cost = task.as_gradient
                     if not habits.behind:
-                        self.late.append((number, k, task))
+                        self.late.append((number, k, stream, cost))
                         continue
-                elif not habits.beside:
-                    start = max(start, free[0])
-            end[k] = self._runs(number, k, task, start)
-            if stream and (not habits.ahead if pure[k] else not habits.beside and k not in last):
+                else:
+                    cost, start = task.as_activation, max(start, free[0])
+            end[k] = self._runs(number, k, stream, cost, start)
+            if stream and not (habits.ahead if pure[k] else k in last):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):
             ready[name] = end[source] if source >= 0 else taken[~source]
 
-    def _runs(self, number: int, k: int, task: _Timed, start: float) -> float:
-        stream, end = task.stream, start + task.cost
+    def _runs(self, number: int, k: int, stream: int, cost: float, start: float) -> float:
+        end = start + cost
         self.free[stream] = end
-        self.busy[stream] += task.cost
+        self.busy[stream] += cost
         if stream:
             self.cover.message(start, end, stream - 1)
         else:
@@ -236,8 +240,8 @@ class _Run:
 
     def end(self) -> Played:
         at = max(self.free)
-        for number, k, task in self.late:
-            at = self._runs(number, k, task, at)
+        for number, k, stream, cost in self.late:
+            at = self._runs(number, k, stream, cost, at)
         compute, axes = self.busy[0], self.busy[1:]
         behind = self.cover.both(len(axes))
         hidden = sum(behind)
