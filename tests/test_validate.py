@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from autoshard.analysis import analyse
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
+from autoshard.passes.capture import capture
 from autoshard.placement import P, R, Shard
+from autoshard.program.verify import verify
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.architecture import architecture_of, parameters
+from autoshard.validate.captured import Captures
 from autoshard.validate.frameworks import behaviour_of, framework_of, frameworks
 from autoshard.validate.machine import machine_of
+from autoshard.validate.models import Architecture, model_of, on_meta
 from autoshard.validate.rebuild import Rebuilt, mesh_of, padded_vocab, rebuilt, storable
 from autoshard.validate.rows import Run, Unsupported, read_rows
 from autoshard.validate.score import Scored, by_study, scored, summary
@@ -320,14 +326,7 @@ def test_reductions_over_two_axes_wait_for_both(tmp_path: Path) -> None:
     assert values[source].layout == (R, P)
 
 
-def test_batches_are_scaled_as_they_would_be_captured(tmp_path: Path) -> None:
-    import torch
-
-    from autoshard.analysis import analyse
-    from autoshard.passes.capture import capture
-    from autoshard.validate.captured import Captures
-    from autoshard.validate.models import Architecture, on_meta
-
+def test_batches_are_scaled_as_they_would_be_captured() -> None:
     shape = Architecture("llama", 2, 64, 4, 2, 128, 96, 32)
     scaled = Captures(shape, 32, torch.bfloat16).at(6)
     model, inputs = on_meta(shape, 6, 32)
@@ -338,6 +337,26 @@ def test_batches_are_scaled_as_they_would_be_captured(tmp_path: Path) -> None:
             (n.op, n.args, n.kwargs, n.types) for n in other.nodes
         ]
     assert own.digits == scaled.model.digits
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sp": True},
+        {"sp": True, "zero": 1, "recompute": "selective", "model": "Llama", "kv_heads": 2, "ffn": 96},
+        {"zero": 3, "fsdp_shard": 2, "p": 1, "d": 4, "gbs": 32, "recompute": "none"},
+        {"p": 4, "t": 1, "v": 2, "schedule": "interleaved-1F1B", "layers": 6},
+    ],
+    ids=["sequence parallel", "ZeRO-1", "ZeRO-3 in groups", "interleaved with short ends"],
+)
+def test_rebuilt_programs_compute_what_the_model_does(tmp_path: Path, changed: dict[str, Any]) -> None:
+    run = run_of(tmp_path, **{"vocab": 256, "precision": "fp32", **changed})
+    program = rebuilt_of(run).program
+    torch.manual_seed(0)
+    model = model_of(architecture_of(run, padded_vocab(run.vocab, run.tensor, 128)).shape)
+    tokens = torch.randint(0, run.vocab, (run.batch, run.seq))
+    found = verify(program, model, (), {"input_ids": tokens, "labels": tokens}, steps=2)
+    assert found.ok, found.worst()
 
 
 # -- scores --------------------------------------------------------------------------------------------

@@ -46,12 +46,13 @@ def on_meta(
             hint="give the architecture more positions",
         )
     with torch.device("meta"):
-        model = _model(shape).to(dtype)
+        model = model_of(shape).to(dtype)
         ids = torch.zeros(batch, seq, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _model(shape: Architecture) -> nn.Module:
+def model_of(shape: Architecture) -> nn.Module:
+    """The model in fp32, on the default device."""
     import transformers
 
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}

@@ -12,6 +12,7 @@ from autoshard.cluster.mesh import Axis
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import AutoshardError
+from autoshard.ir import DTYPES
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
@@ -64,7 +65,7 @@ def rebuilt(
         except AutoshardError as error:
             yield _refused(run, error)
             continue
-        dtype = torch.float16 if run.half else torch.bfloat16
+        dtype = getattr(torch, DTYPES[run.dtype][0])
         known.setdefault((told.known.shape, run.seq, dtype), []).append(told)
     for (shape, seq, dtype), alike in known.items():
         progress(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autoshard.errors import UsageError
@@ -45,6 +47,14 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("sp", "oom", "config_complete"), ((bool,), "true or false")),
     "missing": ((list,), "a list"),
 }
+_DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
+    {
+        **dict.fromkeys(("bf16", "bfloat16", "fp8", "float8"), "bf16"),
+        **dict.fromkeys(("fp16", "float16"), "f16"),
+        **dict.fromkeys(("tf32", "fp32", "float32"), "f32"),
+    }
+)
+_FLOAT = re.compile("|".join(_DTYPES))
 #: figures that 0 makes sense for
 _MAY_BE_ZERO = ("zero", "year", "experts", "topk", "moe_ffn")
 _NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gbs")
@@ -108,10 +118,10 @@ class Run:
         return self.batch // (self.micro * self.data)
 
     @property
-    def half(self) -> bool:
-        """Whether parameters are fp16; those of other runs are bf16."""
-        text = self.precision.lower()
-        return ("fp16" in text or "float16" in text) and "bf16" not in text and "bfloat16" not in text
+    def dtype(self) -> Literal["bf16", "f16", "f32"]:
+        """Type of parameters while they compute: the first that its precision names, bf16 if none or fp8."""
+        found = _FLOAT.search(self.precision.lower())
+        return _DTYPES[found.group()] if found else "bf16"
 
     @property
     def fp8(self) -> bool:
