@@ -40,9 +40,9 @@ def defer_reductions(lowered: Lowered, grads: Collection[str], late: Collection[
             break
         for stage, messages in round_.messages.items():
             before[stage] = [*messages, *before[stage]]
-        # what is left to wait for are the values before these reductions
-        scattered = frozenset(source for source, out in round_.pairs if out in scattered)
-        waiting = frozenset(source for source, _ in round_.pairs)
+        # the values before these reductions wait, too, beside gradients that travel with them
+        scattered |= {source for source, out in round_.pairs if out in scattered}
+        waiting |= {source for source, _ in round_.pairs}
     items = list(lowered.main)
     parts = list(lowered.parts)
     for stage in stages:

@@ -17,7 +17,6 @@ from autoshard.bench.cases import Case
 from autoshard.bench.cuts import SC21, heads, interleaved_rows
 from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
 from autoshard.bench.cuts_table import print_cuts
-from autoshard.validate.models import Architecture, on_meta
 from autoshard.bench.planning import PlanningRow, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
 from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
@@ -35,6 +34,7 @@ from autoshard.search.plan import Recompute
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import rebatched
 from autoshard.staging import pipe_link
+from autoshard.validate.models import Architecture, on_meta
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
 CASE = Case("tiny", TINY, 2, 4, 16)

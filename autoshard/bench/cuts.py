@@ -9,7 +9,6 @@ from itertools import groupby
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import Planned, plan_analysed
 from autoshard.bench.cases import LLAMA3_8B
-from autoshard.validate.models import Architecture, on_meta
 from autoshard.bench.published import settle
 from autoshard.bench.published_rows import Published
 from autoshard.candidates import PipeAsk, given
@@ -26,6 +25,7 @@ from autoshard.search.plan import Pipeline
 from autoshard.search.problems import layer_calls
 from autoshard.search.rebatch import batch_of
 from autoshard.staging import Staging, staged
+from autoshard.validate.models import Architecture, on_meta
 
 #: name of a schedule, stages per rank
 SCHEDULES = (("1f1b", 1), ("interleaved", 2))

@@ -52,7 +52,6 @@ def plan_case(case: Case) -> PlanningRow:
 
     from autoshard.analysis import analyse
     from autoshard.api import plan_analysed
-    from autoshard.validate.models import on_meta
     from autoshard.candidates import PipeAsk, searched
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
@@ -60,6 +59,7 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.report.summary import summarise
     from autoshard.search.choose import Ask
     from autoshard.search.problems import layer_calls
+    from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
     cluster = load_cluster(case.cluster)

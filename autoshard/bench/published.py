@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.validate.models import on_meta
 from autoshard.bench.published_rows import Policy, Published, Skipped
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
@@ -25,11 +24,11 @@ from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
 from autoshard.staging import pipe_link
+from autoshard.validate.machine import SAME_MEMORY
+from autoshard.validate.models import on_meta
 
 #: sequences of the capture that stands for every batch but 1
 _CAPTURED = 16
-#: sizes of memory that differ by less are one device, sold as GB and counted by its driver
-_SAME = 0.05
 #: bytes of one activation in the models of `on_meta`
 _WIDTH = 2
 #: our plan counts as slower beyond rounding
@@ -132,7 +131,7 @@ def machine(row: Published) -> Cluster:
     """The catalog's entry for a row, with the memory of the row's devices where that is another size."""
     cluster = load_cluster(row.cluster)
     nominal = cluster.device.memory_bytes
-    if not row.memory or abs(row.memory - nominal) <= _SAME * nominal:
+    if not row.memory or abs(row.memory - nominal) <= SAME_MEMORY * nominal:
         return cluster
     return replace(cluster, device=replace(cluster.device, memory_bytes=row.memory))
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
-from autoshard.validate.models import Architecture
 from autoshard.errors import UsageError
 from autoshard.search.pipe import Pipe
+from autoshard.validate.machine import catalog_name
+from autoshard.validate.models import Architecture
+from autoshard.validate.rows import load_rows
 
 Policy = Literal["none", "selective", "full"]
 
-#: start of the name of a GPU -> the catalog entry with that GPU
-_CLUSTERS: Mapping[str, str] = MappingProxyType(
-    {"A100": "a100-selene", "H100": "h100-dgx", "H200": "h200-dgx", "B200": "b200-nvl72", "V100": "v100-dgx2"}
-)
 #: schedules whose order, memory and waiting are those of one that is built
 _SCHEDULES = ("1F1B", "1F1B-I", "interleaved-1F1B")
 _NUMBERS = ("layers", "hidden", "heads", "ffn", "vocab", "seq", "n_gpus", "t", "d", "mbs", "gbs")
@@ -67,12 +63,7 @@ def read_rows(path: Path, study: str = "") -> tuple[list[Published], list[Skippe
 
     Raises UsageError if the file cannot be read as such, or has no run of the study.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError("cannot read the measurements", where=str(path), why=str(error)) from error
-    if not isinstance(raw, list) or not all(isinstance(r, dict) for r in raw):
-        raise UsageError("the measurements are not a list of objects", where=str(path))
+    raw = load_rows(path)
     runs = [r for r in raw if r.get("kind") == "run" and (not study or r.get("study") == study)]
     if not runs:
         names = sorted({str(r.get("study")) for r in raw if r.get("kind") == "run"})
@@ -196,4 +187,4 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 
 def _cluster(row: Mapping[str, Any]) -> str | None:
-    return next((c for gpu, c in _CLUSTERS.items() if str(row.get("gpu")).startswith(gpu)), None)
+    return catalog_name(str(row.get("gpu")))

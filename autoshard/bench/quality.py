@@ -8,7 +8,6 @@ from itertools import product
 from typing import Literal
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.validate.models import Architecture, on_meta
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError
@@ -21,6 +20,7 @@ from autoshard.search.rank import data_ways, microbatch_sizes
 from autoshard.search.rebatch import rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
+from autoshard.validate.models import Architecture, on_meta
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from autoshard.cli.plan import plan_command
 from autoshard.cli.profile import profile_command
 from autoshard.cli.run import run_command
 from autoshard.cli.simulate import simulate_command
+from autoshard.cli.validate import validate_command
 from autoshard.cli.verify import verify_command
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command("export")(export_command)
 app.command("run")(run_command)
 app.command("simulate")(simulate_command)
 app.command("profile")(profile_command)
+app.command("validate")(validate_command)
 
 
 def _version(wanted: bool) -> None:
@@ -55,7 +57,7 @@ def _root(
 
 
 #: commands that start no process group and leave nothing open, so that nothing is lost by ending at once
-_OFFLINE = frozenset(("check", "plan"))
+_OFFLINE = frozenset(("check", "plan", "validate"))
 
 
 def main() -> None:

@@ -76,7 +76,8 @@ _LEVEL: Schema = {
     "source": _SOURCE,
 }
 _GROUP_HINT = "each [[group]] has its own device; its figures stand under [group.device]"
-_PEAK_FLOPS: Schema = {name: (_NUMBER, False) for name in DTYPES}
+#: f8: of products whose factors are cast to 8-bit floats, which no tensor here is stored in
+_PEAK_FLOPS: Schema = {name: (_NUMBER, False) for name in (*DTYPES, "f8")}
 
 
 def catalog_names() -> list[str]:

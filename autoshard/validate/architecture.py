@@ -18,20 +18,22 @@ _NEAR = 0.1
 
 @dataclass(frozen=True)
 class Known:
-    """The sizes of a model, and how its family was told."""
+    """The sizes of a model. note: how its family was told, where its name does not say or says another."""
 
     shape: Architecture
-    why: str
+    note: str
 
 
 def architecture_of(run: Run, padded_vocab: int) -> Known:
     """The transformer of a run; padded_vocab: rows of its embedding.
 
-    A gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one embedding
-    and learned positions (``gpt2``): by the parameters that the row states, where one of the two agrees with
-    them, else by the name of the model, else by its widths. Raises UsageError for what neither is.
+    A gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one
+    embedding and learned positions (``gpt2``): by the parameters that the row states, where one of the two
+    agrees with them, else by the name of the model, else by its widths.
+
+    Raises UsageError for what neither is.
     """
-    kind, why = _kind(run)
+    kind, note = _kind(run)
     if kind == "gpt2" and run.kv_heads != run.heads:
         raise UsageError(
             f"a {run.model or 'GPT'} with {run.heads} heads and {run.kv_heads} heads of keys and values",
@@ -41,7 +43,7 @@ def architecture_of(run: Run, padded_vocab: int) -> Known:
     shape = Architecture(
         kind, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, padded_vocab, positions=run.seq
     )
-    return Known(shape, why)
+    return Known(shape, note)
 
 
 def parameters(run: Run, kind: Kind) -> int:
@@ -62,12 +64,14 @@ def _kind(run: Run) -> tuple[Kind, str]:
         fitting = [kind for kind in kinds if off[kind] <= _NEAR]
         if len(fitting) == 1 or (fitting and named is None):
             best = min(fitting, key=lambda kind: off[kind])
-            return best, f"{run.params / 1e9:g}e9 parameters: {_words(best)} has {parameters(run, best):.4g}"
+            told = f"{run.model or 'the model'} is taken as {_words(best)} by its params_b"
+            return best, "" if best == named else told
     if named is not None:
-        return named, f"by its name, {run.model}: {_words(named)}"
+        return named, ""
+    taken = f"{run.model or 'the model'} is taken as"
     if run.kv_heads < run.heads or run.ffn < 4 * run.hidden:
-        return "llama", f"by its kv_heads and ffn: {_words('llama')}"
-    return "gpt2", f"by its ffn of 4 x hidden: {_words('gpt2')}"
+        return "llama", f"{taken} {_words('llama')} by its kv_heads and ffn"
+    return "gpt2", f"{taken} {_words('gpt2')} by its ffn"
 
 
 def _by_name(run: Run) -> Kind | None:

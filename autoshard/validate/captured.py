@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isclose
 
+import torch
+
 from autoshard.analysis import Analysis, analyse
 from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
 from autoshard.passes.capture import capture
@@ -29,8 +31,8 @@ class Scaled:
 class Captures:
     """Captures of one architecture at one sequence length, made when they are first needed."""
 
-    def __init__(self, shape: Architecture, seq: int) -> None:
-        self.shape, self.seq = shape, seq
+    def __init__(self, shape: Architecture, seq: int, dtype: torch.dtype) -> None:
+        self.shape, self.seq, self.dtype = shape, seq, dtype
         self._analyses: dict[int, Analysis] = {}
         self._scaled: dict[int, Scaled] = {}
 
@@ -52,7 +54,7 @@ class Captures:
 
     def _analysis(self, batch: int) -> Analysis:
         if batch not in self._analyses:
-            model, inputs = on_meta(self.shape, batch, self.seq)
+            model, inputs = on_meta(self.shape, batch, self.seq, self.dtype)
             self._analyses[batch] = analyse(capture(model, (), inputs))
         return self._analyses[batch]
 

@@ -16,8 +16,8 @@ from autoshard.validate.rows import Run
 class Framework:
     """One entry. assumed: whether it stands for frameworks that no entry names.
 
-    vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor ranks;
-    0 for no padding.
+    vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
+    ranks; 0 for no padding.
     """
 
     name: str
@@ -45,15 +45,14 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(run: Run) -> Framework:
-    """The entry for a run: the first whose words its framework has, of the years it is for.
-
-    An entry with a longer match goes before one that it contains.
-    """
+    """The first entry that a run's framework and year fit."""
     text = run.framework.lower()
-    fitting = [
-        f for f in frameworks() if f.match in text and (f.until is None or (run.year or f.until + 1) <= f.until)
-    ]
-    return max(fitting, key=lambda f: (f.until is not None, len(f.match)))
+    return next(f for f in frameworks() if f.match in text and _in_time(f, run.year))
+
+
+def _in_time(framework: Framework, year: int) -> bool:
+    """Whether an entry is for a year; for one that is not known (0) if it is for all."""
+    return framework.until is None or 0 < year <= framework.until
 
 
 def behaviour_of(run: Run, framework: Framework) -> Behaviour:

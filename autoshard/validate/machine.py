@@ -84,8 +84,8 @@ def _entry(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
         return abs(log(_dense(load_cluster(entry["cluster"]).device, run) / peak))
 
     near = min(_gpus(), key=distance)
-    note = f"{run.gpu} is not in the catalog: memory bandwidth, efficiency and latencies are those of {near['name']}"
-    return near, (note,)
+    same = "memory bandwidth, efficiency and latencies are those of"
+    return near, (f"{run.gpu} is not in the catalog: {same} {near['name']}",)
 
 
 def _dense(device: Device, run: Run) -> float:

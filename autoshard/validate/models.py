@@ -33,8 +33,10 @@ class Architecture:
     positions: int
 
 
-def on_meta(shape: Architecture, batch: int, seq: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """(model in bf16, inputs [batch, seq]) on the meta device: no memory for weights.
+def on_meta(
+    shape: Architecture, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """(model in a type, inputs [batch, seq]) on the meta device: no memory for weights.
 
     Raises UsageError for a sequence longer than the model has positions for.
     """
@@ -44,12 +46,13 @@ def on_meta(shape: Architecture, batch: int, seq: int) -> tuple[nn.Module, dict[
             hint="give the architecture more positions",
         )
     with torch.device("meta"):
-        model = _model(shape).to(torch.bfloat16)
+        model = model_of(shape).to(dtype)
         ids = torch.zeros(batch, seq, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
 
 
-def _model(shape: Architecture) -> nn.Module:
+def model_of(shape: Architecture) -> nn.Module:
+    """The model in fp32, on the default device."""
     import transformers
 
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}

@@ -1,9 +1,9 @@
 """The placements of Megatron-LM, as masks over the states of a problem.
 
-Weights of a layer are divided by columns, then by rows; embedding, head and loss by the vocabulary; all else is
-whole on every tensor rank (Shoeybi et al., 2019, section 3), or, with sequence parallelism, divided along the
-sequence between layers (Korthikanti et al., MLSys 2023, section 4.2). What ZeRO divides over ``fsdp`` axes is
-said by its stage (Rajbhandari et al., SC'20, section 5).
+Weights of a layer are divided by columns, then by rows; embedding, head and loss by the vocabulary; all else
+is whole on every tensor rank (Shoeybi et al., 2019, section 3), or, with sequence parallelism, divided along
+the sequence between layers (Korthikanti et al., MLSys 2023, section 4.2). What ZeRO divides over ``fsdp``
+axes is said by its stage (Rajbhandari et al., SC'20, section 5).
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ S = TypeVar("S")
 #: parameters that are divided by columns, with the dim that is, and the size of an `Architecture` that it has
 _COLUMNS: Mapping[Kind, tuple[tuple[str, int, str], ...]] = MappingProxyType(
     {
-        "gpt2": (("*.c_attn.weight", 1, "kv_heads"), ("*.c_fc.weight", 1, "ffn"), ("*.wte.weight", 0, "vocab")),
+        "gpt2": (
+            ("*.c_attn.weight", 1, "kv_heads"),
+            ("*.c_fc.weight", 1, "ffn"),
+            ("*.wte.weight", 0, "vocab"),
+        ),
         "llama": (
             ("*.k_proj.weight", 0, "kv_heads"),
             ("*.gate_proj.weight", 0, "ffn"),
@@ -78,7 +82,9 @@ class _Masks:
         self.digits = self.model.digits.values
         self.batch = self.model.digits.batch
         self.columns = {
-            cls for glob, dim, size in _COLUMNS[shape.kind] for cls in self._column(glob, dim, getattr(shape, size))
+            cls
+            for glob, dim, size in _COLUMNS[shape.kind]
+            for cls in self._column(glob, dim, getattr(shape, size))
         }
         self.hidden = self._whole(*_HIDDEN[shape.kind])
         self.sequence = self._sequence() - self.columns
@@ -132,11 +138,17 @@ class _Masks:
     def _parts(self, place: Place, dims: int, classes: set[int]) -> list[tuple[int, int]]:
         """(dim, elements above) of the parts of a value that belong to some classes."""
         return [
-            (dim, outer) for dim in range(dims) for outer, _, cls in self.digits.get((*place, dim), ()) if cls in classes
+            (dim, outer)
+            for dim in range(dims)
+            for outer, _, cls in self.digits.get((*place, dim), ())
+            if cls in classes
         ]
 
     def _fine(self, place: Place, dims: int, layout: Layout | None, *, strict: bool) -> bool:
-        """Whether a value may lie so on the tensor axis. strict: it does not wait for a product that needs it whole."""
+        """Whether a value may lie so on the tensor axis.
+
+        strict: it is not a copy for a product that needs it whole.
+        """
         axis = self.wanted.tensor
         if layout is None or axis is None:
             return True
@@ -181,8 +193,13 @@ class _Masks:
         # what a product gathers is a copy of what the op before it made
         made = not node.op.startswith(_VIEWS)
         ok = [
-            all(self._fine((name, v), n, lay, strict=False) for (v, n), lay in zip(ins, s.inputs, strict=True))
-            and all(self._fine((name, v), n, lay, strict=made) for (v, n), lay in zip(outs, s.outputs, strict=True))
+            all(
+                self._fine((name, v), n, lay, strict=False) for (v, n), lay in zip(ins, s.inputs, strict=True)
+            )
+            and all(
+                self._fine((name, v), n, lay, strict=made)
+                for (v, n), lay in zip(outs, s.outputs, strict=True)
+            )
             for s in variable.states
         ]
         return self._mask(f"{node.op} {node.origin.fqn}", ok)
@@ -206,7 +223,8 @@ class _Masks:
         if shards and zero:
             keep.append(lambda s: s.keep == (zero < 3))
             keep.append(lambda s: s.late == (zero == 1))
-        return self._narrowed(name, variable.states, keep)
+        # a bias or a gain more or less on a rank is nothing to tell of
+        return self._narrowed(name if dims > 1 else "", variable.states, keep)
 
     # -- masks -------------------------------------------------------------------------------------
 
@@ -217,15 +235,23 @@ class _Masks:
             narrower = [o and condition(s) for o, s in zip(ok, states, strict=True)]
             if any(narrower):
                 ok = narrower
-            else:
-                self.notes.append(f"{name} is placed otherwise")
+            elif name:
+                self.notes.append(f"{name} cannot be placed as this framework does")
         return None if all(ok) else np.where(ok, 0.0, np.inf)
 
     def _mask(self, name: str, ok: Sequence[bool]) -> Array | None:
         if not any(ok):
-            self.notes.append(f"{name} is placed otherwise")
+            self.notes.append(f"{name} cannot be placed as this framework does")
         return None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf)
 
 
 #: ops that make nothing new
-_VIEWS = ("aten.reshape", "aten.view", "aten.t.", "aten.transpose", "aten.permute", "aten.unsqueeze", "aten.expand")
+_VIEWS = (
+    "aten.reshape",
+    "aten.view",
+    "aten.t.",
+    "aten.transpose",
+    "aten.permute",
+    "aten.unsqueeze",
+    "aten.expand",
+)

@@ -1,15 +1,18 @@
-"""Measured runs rebuilt: the model, its fixed plan and its cluster, compiled to a program by our own passes."""
+"""Measured runs rebuilt: model, fixed plan and cluster, compiled to a program by our own passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cluster.mesh import Axis
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import AutoshardError
+from autoshard.ir import DTYPES
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
@@ -55,17 +58,20 @@ def rebuilt(
 
     A run that cannot be represented comes back with the reason.
     """
-    known: dict[tuple[Architecture, int], list[_Told]] = {}
+    known: dict[tuple[Architecture, int, torch.dtype], list[_Told]] = {}
     for run in runs:
         try:
             told = _told(run, cluster)
         except AutoshardError as error:
             yield _refused(run, error)
             continue
-        known.setdefault((told.known.shape, run.seq), []).append(told)
-    for (shape, seq), alike in known.items():
-        progress(f"capturing {shape.kind} of {shape.layers} layers, hidden {shape.hidden}")
-        captures = Captures(shape, seq)
+        dtype = getattr(torch, DTYPES[run.dtype][0])
+        known.setdefault((told.known.shape, run.seq, dtype), []).append(told)
+    for (shape, seq, dtype), alike in known.items():
+        progress(
+            f"{shape.kind}, {shape.layers} layers, hidden {shape.hidden}, {seq} tokens: {len(alike)} runs"
+        )
+        captures = Captures(shape, seq, dtype)
         # those that are alike but for their pipeline or batch follow each other
         for told in sorted(alike, key=lambda t: (t.run.micro * t.run.data, str(mesh_of(t.run)), t.run.id)):
             try:
@@ -104,9 +110,20 @@ def padded_vocab(vocab: int, tensor: int, multiple: int) -> int:
 
 def mesh_of(run: Run) -> Mesh:
     """Data ranks outside, what ZeRO divides inside them, tensor ranks inside; of one pipeline rank."""
-    shard = run.sharded if run.zero else 1
+    shard = storable(run.hidden, run.sharded) if run.zero else 1
     axes = (("dp", run.data // shard), ("fsdp", shard), ("tp", run.tensor))
     return Mesh(tuple(Axis(name, size) for name, size in axes if size > 1) or (Axis("dp", 1),))
+
+
+def storable(hidden: int, ranks: int) -> int:
+    """The most ranks, in whole groups, that a dim of this size can be divided over without empty parts.
+
+    ZeRO divides flat buffers or pads what it stores; programs here divide tensors.
+    """
+    for ways in range(ranks, 1, -1):
+        if ranks % ways == 0 and (ways - 1) * -(-hidden // ways) < hidden:
+            return ways
+    return 1
 
 
 def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
@@ -181,10 +198,14 @@ def _saving(
 
 
 def _notes(told: _Told, stages: Stages | None, placed: tuple[str, ...]) -> tuple[str, ...]:
-    framework = told.framework
-    assumed = (f"{told.run.framework or 'its framework'} is not known: {framework.name} behaviour",)
+    run, framework = told.run, told.framework
+    ways = storable(run.hidden, run.sharded)
+    divided = (f"what ZeRO divides over {run.sharded} ranks is divided over {ways} here",)
+    assumed = (f"{run.framework or 'its framework'} is not known: {framework.name} behaviour",)
     return (
+        *((told.known.note,) if told.known.note else ()),
         *told.machine.notes,
+        *(divided if run.zero and ways < run.sharded else ()),
         *(assumed if framework.assumed else ()),
         *(stages.notes if stages else ()),
         *placed,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autoshard.errors import UsageError
@@ -45,6 +47,14 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("sp", "oom", "config_complete"), ((bool,), "true or false")),
     "missing": ((list,), "a list"),
 }
+_DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
+    {
+        **dict.fromkeys(("bf16", "bfloat16", "fp8", "float8"), "bf16"),
+        **dict.fromkeys(("fp16", "float16"), "f16"),
+        **dict.fromkeys(("tf32", "fp32", "float32"), "f32"),
+    }
+)
+_FLOAT = re.compile("|".join(_DTYPES))
 #: figures that 0 makes sense for
 _MAY_BE_ZERO = ("zero", "year", "experts", "topk", "moe_ffn")
 _NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gbs")
@@ -54,12 +64,12 @@ _NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gbs")
 class Run:
     """One measured training run.
 
-    gpu_memory: bytes of a device; peak_flops: FLOP/s of one, in the type its products are done in; intra: bytes/s
-    in one direction that a device has inside its node; inter: bytes/s in one direction of all network cards of a
-    node; None where the row does not say. params: of the model, None where unknown. tensor, pipeline, data:
-    degrees; chunks: pipeline stages per rank. sharded: data ranks that share one copy of what ZeRO divides.
-    micro: sequences per microbatch and data rank; batch: per step. seconds: measured, of a step, None where
-    only memory or its lack was. gib: measured; memory_kind: what that counts.
+    gpu_memory: bytes of a device; peak_flops: FLOP/s of one, in the type its products are done in; intra:
+    bytes/s in one direction that a device has inside its node; inter: bytes/s in one direction of all network
+    cards of a node; None where the row does not say. params: of the model, None where unknown. tensor,
+    pipeline, data: degrees; chunks: pipeline stages per rank. sharded: data ranks that share one copy of what
+    ZeRO divides. micro: sequences per microbatch and data rank; batch: per step. seconds: measured, of a
+    step, None where only memory or its lack was. gib: measured; memory_kind: what that counts.
     """
 
     id: str
@@ -108,6 +118,12 @@ class Run:
         return self.batch // (self.micro * self.data)
 
     @property
+    def dtype(self) -> Literal["bf16", "f16", "f32"]:
+        """Type of parameters while they compute: the first that its precision names, bf16 if none or fp8."""
+        found = _FLOAT.search(self.precision.lower())
+        return _DTYPES[found.group()] if found else "bf16"
+
+    @property
     def fp8(self) -> bool:
         """Whether products are done in 8-bit floats."""
         return "fp8" in self.precision or "float8" in self.precision
@@ -127,12 +143,7 @@ def read_rows(path: Path, studies: Sequence[str] = ()) -> list[Run | Unsupported
 
     Raises UsageError if the file cannot be read, a row has a value of the wrong type, or a study has no row.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError("cannot read the measurements", where=str(path), why=str(error)) from error
-    if not isinstance(raw, list) or not all(isinstance(r, dict) for r in raw):
-        raise UsageError("the measurements are not a list of objects", where=str(path))
+    raw = load_rows(path)
     known = sorted({str(r.get("study")) for r in raw})
     for name in studies:
         if name not in known:
@@ -141,6 +152,17 @@ def read_rows(path: Path, studies: Sequence[str] = ()) -> list[Run | Unsupported
     for number, row in rows:
         _check(row, number)
     return [_run(row, number) for number, row in rows]
+
+
+def load_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of measurements, unchecked. Raises UsageError if it is not a list of them."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError("cannot read the measurements", where=str(path), why=str(error)) from error
+    if not isinstance(raw, list) or not all(isinstance(r, dict) for r in raw):
+        raise UsageError("the measurements are not a list of objects", where=str(path))
+    return raw
 
 
 def _check(row: Mapping[str, Any], number: int) -> None:

@@ -60,8 +60,8 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
 def stage_sizes(layers: int, stages: int) -> list[int]:
     """Layers of every stage: equal; else as if embedding and head were a layer each; else longer ones first.
 
-    Embedding and head as layers: DeepSpeed's ``type:transformer|embedding`` (BLOOM) and Qi et al., Zero Bubble
-    Pipeline Parallelism, section 5, whose first and last stages have a layer less.
+    Embedding and head as layers: DeepSpeed's ``type:transformer|embedding`` (BLOOM), and Qi et al., Zero
+    Bubble Pipeline Parallelism, section 5, whose first and last stages have a layer less.
     """
     if layers % stages == 0:
         return [layers // stages] * stages

@@ -1,0 +1,163 @@
+"""``autoshard validate``: measured steps of published runs against what is predicted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, print_json, print_table, reporting, stdout, table
+
+if TYPE_CHECKING:
+    from autoshard.validate.rows import Unsupported
+    from autoshard.validate.score import Scored, Summary
+
+RowsArgument = Annotated[
+    Path, typer.Argument(metavar="ROWS.JSON", help="a list of measured runs", show_default=False)
+]
+StudyOption = Annotated[
+    list[str] | None, typer.Option("--study", metavar="NAME", help="only this study; may be repeated")
+]
+MachineOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="for all runs, in place of their own")
+]
+#: notes of a kind that are shown with all their runs
+_SHOWN = 3
+
+
+def validate_command(
+    rows: RowsArgument,
+    study: StudyOption = None,
+    cluster: MachineOption = None,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Rebuild measured runs as programs and compare their simulated steps with what was measured."""
+    with reporting(debug):
+        from autoshard.cluster import load_cluster
+        from autoshard.simulate.step import estimate_step
+        from autoshard.validate.rebuild import rebuilt
+        from autoshard.validate.rows import Run, Unsupported, read_rows
+        from autoshard.validate.score import scored
+
+        say = Progress()
+        machine = None if cluster is None else load_cluster(cluster)
+        given = read_rows(rows, study or ())
+        order = {row.id: number for number, row in enumerate(given)}
+        unsupported = [row for row in given if isinstance(row, Unsupported)]
+        found: list[Scored] = []
+        for made in rebuilt([row for row in given if isinstance(row, Run)], say, machine):
+            if isinstance(made, Unsupported):
+                unsupported.append(made)
+                continue
+            step = estimate_step(made.program, made.cluster, behaviour=made.behaviour)
+            found.append(scored(made, step.seconds, step.fullest.peak))
+        found.sort(key=lambda row: order[row.id])
+        unsupported.sort(key=lambda row: order[row.id])
+        if json:
+            print_json(document(found, unsupported))
+        else:
+            _print(found, unsupported)
+
+
+def document(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> dict[str, Any]:
+    """What ``--json`` prints beside the schema."""
+    from autoshard.validate.score import by_study, summary
+
+    overall = asdict(summary(found))
+    overall.pop("rank_correlation")  # steps of different studies are far apart, whatever is predicted
+    return {
+        "overall": overall,
+        "studies": {name: asdict(one) for name, one in by_study(found).items()},
+        "rows": [
+            {
+                "id": row.id,
+                "measured_s": row.measured_s,
+                "predicted_s": row.predicted_s,
+                "pct_error": row.pct_error,
+                "measured_gib": row.measured_gib,
+                "predicted_gib": row.predicted_gib,
+                "oom": row.oom,
+                "predicted_oom": row.predicted_oom,
+                "notes": list(row.notes),
+            }
+            for row in found
+        ],
+        "unsupported": [{"id": row.id, "reason": row.reason} for row in unsupported],
+    }
+
+
+def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> None:
+    from autoshard.report.units import seconds_text
+    from autoshard.validate.score import by_study, summary
+
+    if found:
+        rows = table(
+            "run", "measured", "predicted", "error", "GiB", "predicted", "error", right=(1, 2, 3, 4, 5, 6)
+        )
+        for row in found:
+            rows.add_row(
+                row.id,
+                _measured(row),
+                seconds_text(row.predicted_s),
+                _signed(row.pct_error),
+                "" if row.measured_gib is None else f"{row.measured_gib:.1f}",
+                f"{row.predicted_gib:.1f}" + (" too much" if row.predicted_oom else ""),
+                _signed(row.memory_pct_error),
+            )
+        print_table(rows)
+        stdout().print()
+        print_table(_studies({**by_study(found), "all": summary(found)}))
+    _notes("assumed", [(row.id, note) for row in found for note in row.notes])
+    _notes("not compared", [(row.id, row.reason) for row in unsupported])
+
+
+def _studies(summaries: dict[str, Summary]) -> Any:
+    made = table(
+        *("study", "runs", "mean error", "worst", "rank correlation", "memory", "out of memory right"),
+        right=(1, 2, 3, 4, 5, 6),
+    )
+    for name, one in summaries.items():
+        lost = one.oom_right + one.oom_wrong
+        made.add_row(
+            name or "(no study)",
+            str(one.rows),
+            _plain(one.mean_abs_pct_error),
+            _plain(one.worst_abs_pct_error),
+            "" if one.rank_correlation is None or name == "all" else f"{one.rank_correlation:.3f}",
+            _plain(one.memory_mean_abs_pct_error),
+            f"{one.oom_right} of {lost}" if lost else "",
+        )
+    return made
+
+
+def _notes(title: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Runs by what is said of them."""
+    said: dict[str, list[str]] = {}
+    for name, text in pairs:
+        said.setdefault(text, []).append(name)
+    if said:
+        stdout().print(f"\n{title}", markup=False)
+    for text, names in said.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        stdout().print(f"  {text}: {', '.join(names[:_SHOWN])}{more}", markup=False)
+
+
+def _measured(row: Scored) -> str:
+    from autoshard.report.units import seconds_text
+
+    if row.oom:
+        return "out of memory"
+    return "" if row.measured_s is None else seconds_text(row.measured_s)
+
+
+def _signed(pct: float | None) -> str:
+    return "" if pct is None else f"{pct:+.1f}%"
+
+
+def _plain(pct: float | None) -> str:
+    return "" if pct is None else f"{pct:.1f}%"

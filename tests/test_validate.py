@@ -1,0 +1,467 @@
+"""Measured runs: what is read of a row, how it is rebuilt, and how its prediction is scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autoshard.analysis import analyse
+from autoshard.cli.main import app
+from autoshard.cluster import load_cluster
+from autoshard.errors import UsageError
+from autoshard.passes.capture import capture
+from autoshard.placement import P, R, Shard
+from autoshard.program.verify import verify
+from autoshard.simulate.step import estimate_step
+from autoshard.validate.architecture import architecture_of, parameters
+from autoshard.validate.captured import Captures
+from autoshard.validate.frameworks import behaviour_of, framework_of, frameworks
+from autoshard.validate.machine import machine_of
+from autoshard.validate.models import Architecture, model_of, on_meta
+from autoshard.validate.rebuild import Rebuilt, mesh_of, padded_vocab, rebuilt, storable
+from autoshard.validate.rows import Run, Unsupported, read_rows
+from autoshard.validate.score import Scored, by_study, scored, summary
+from autoshard.validate.stages import stage_sizes
+
+
+def row(**changed: Any) -> dict[str, Any]:
+    """A complete run of a small GPT on one node."""
+    base: dict[str, Any] = {
+        "id": "a-1",
+        "kind": "run",
+        "study": "a",
+        "framework": "Megatron-LM",
+        "year": 2021,
+        "gpu": "A100-SXM4-80GB",
+        "gpu_mem_gb": 80,
+        "peak_tflops": 312,
+        "n_gpus": 8,
+        "gpus_per_node": 8,
+        "intra_bw_GBps_per_gpu": 300,
+        "inter_bw_GBps_per_node": 200,
+        "network": "8x200Gb/s HDR IB per node",
+        "model": "GPT-tiny",
+        "layers": 4,
+        "hidden": 64,
+        "heads": 4,
+        "ffn": 256,
+        "vocab": 1000,
+        "seq": 32,
+        "t": 2,
+        "p": 2,
+        "d": 2,
+        "mbs": 2,
+        "gbs": 16,
+        "schedule": "1F1B",
+        "zero": 0,
+        "recompute": "full",
+        "precision": "bf16",
+        "step_time_s": 0.01,
+    }
+    return {**base, **changed}
+
+
+def read(tmp_path: Path, *rows: dict[str, Any], studies: tuple[str, ...] = ()) -> list[Run | Unsupported]:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(list(rows)))
+    return read_rows(path, studies)
+
+
+def run_of(tmp_path: Path, **changed: Any) -> Run:
+    (found,) = read(tmp_path, row(**changed))
+    assert isinstance(found, Run), found
+    return found
+
+
+def rebuilt_of(run: Run) -> Rebuilt:
+    (found,) = rebuilt([run])
+    assert isinstance(found, Rebuilt), found
+    return found
+
+
+# -- rows ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"kind": "component"}, "its kind is component"),
+        ({"layers": None, "vocab": None}, "no layers, vocab"),
+        ({"config_complete": False, "missing": ["the network"]}, "not complete: the network"),
+        ({"cp": 2, "n_gpus": 16}, "context parallelism (cp=2)"),
+        ({"experts": 8, "topk": 2}, "mixture of experts"),
+        ({"n_gpus": 16}, "t=2 x p=2 x d=2 is not n_gpus=16"),
+        ({"gbs": 6}, "gbs=6 is not a multiple of mbs=2 x d=2"),
+        ({"t": 8, "p": 1, "d": 1}, "cannot be divided over t=8"),
+        ({"zero": 3, "fsdp_shard": 3}, "fsdp_shard=3 does not divide d=2"),
+        ({"recompute": "some"}, "recomputation 'some' is not known"),
+        ({"p": 8, "d": 1, "n_gpus": 16}, "more pipeline stages (p=8, v=1) than layers"),
+        ({"step_time_s": None}, "nothing was measured"),
+    ],
+)
+def test_rows_that_cannot_be_rebuilt_say_why(tmp_path: Path, changed: dict[str, Any], reason: str) -> None:
+    (found,) = read(tmp_path, row(**changed))
+    assert isinstance(found, Unsupported)
+    assert (found.id, found.study) == ("a-1", "a")
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("layers", "4"), ("layers", 4.5), ("t", True), ("sp", 1), ("step_time_s", -1), ("gbs", 0), ("model", 7)],
+)
+def test_values_of_wrong_types_name_row_and_key(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(UsageError) as error:
+        read(tmp_path, row(**{key: value}))
+    assert key in error.value.what
+    assert error.value.where == "row a-1"
+
+
+def test_unknown_keys_are_no_error_and_unknown_studies_are(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, row(weather="rain", study="b"), studies=("b",))
+    assert isinstance(found, Run)
+    with pytest.raises(UsageError, match="no rows of study 'c'"):
+        read(tmp_path, row(), studies=("c",))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1}', "[1]"])
+def test_files_that_are_no_rows_are_usage_errors(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        read_rows(path)
+
+
+def test_degrees_follow_from_each_other(tmp_path: Path) -> None:
+    run = run_of(tmp_path, d=None, mbs=None, n_microbatches=4)
+    assert (run.data, run.micro, run.microbatches) == (2, 2, 4)
+    assert run_of(tmp_path, n_gpus=None).gpus == 8
+
+
+def test_seconds_come_from_whatever_was_measured(tmp_path: Path) -> None:
+    def seconds(**told: Any) -> float | None:
+        return run_of(tmp_path, step_time_s=None, **told).seconds
+
+    assert seconds(step_time_s_derived=0.25) == 0.25
+    assert seconds(tokens_per_s_per_gpu=128) == pytest.approx(16 * 32 / (128 * 8))
+    assert seconds(samples_per_s_per_gpu=4) == pytest.approx(16 / (4 * 8))
+    # Narayanan et al., SC'21, equation 3, on 8 GPUs at 1 TFLOP/s each
+    b, s, layers, h, v = 16, 32, 4, 64, 1000
+    counted = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert seconds(tflops_per_gpu=1, tflops_kind="hardware") == pytest.approx(counted / 8e12)
+    model = 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    assert seconds(tflops_per_gpu=1, tflops_kind="model") == pytest.approx(model / 8e12)
+
+
+# -- architecture, machine, framework ------------------------------------------------------------------
+
+
+def test_parameters_tell_a_gated_model_whatever_its_name(tmp_path: Path) -> None:
+    big = {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 32000, "seq": 2048, "t": 2}
+    named = run_of(tmp_path, **big, ffn=11008, model="GPT-like", params_b=6.74)
+    known = architecture_of(named, named.vocab)
+    assert known.shape.kind == "llama"
+    assert "params_b" in known.note
+    assert parameters(named, "llama") == pytest.approx(6.738e9, rel=1e-3)
+    assert (
+        architecture_of(run_of(tmp_path, **big, ffn=16384, model="Llama", params_b=6.7), 32000).shape.kind
+        == "gpt2"
+    )
+    assert architecture_of(run_of(tmp_path, model="Mistral-7B"), 1000).note == ""
+    unnamed = architecture_of(run_of(tmp_path, model="Our model", kv_heads=2), 1000)
+    assert unnamed.shape.kind == "llama"
+    assert "kv_heads" in unnamed.note
+
+
+def test_a_gpt_with_few_heads_of_keys_is_refused_by_name(tmp_path: Path) -> None:
+    (found,) = rebuilt([run_of(tmp_path, model="GPT-x", kv_heads=2)])
+    assert isinstance(found, Unsupported)
+    assert "4 heads and 2 heads of keys" in found.reason
+
+
+def test_figures_of_the_row_override_the_catalog(tmp_path: Path) -> None:
+    changed = {
+        "gpu_mem_gb": 40,
+        "intra_bw_GBps_per_gpu": 100,
+        "network": "4x100Gb/s",
+        "inter_bw_GBps_per_node": 50,
+    }
+    cluster = machine_of(run_of(tmp_path, gpu="A100", **changed)).cluster
+    assert cluster.device.memory_bytes == 40 * 2**30
+    inside, outside = cluster.levels
+    assert (inside.size, inside.bandwidth) == (8, 100e9)
+    # four cards of 100 Gb/s, two GPUs to each
+    assert (outside.bandwidth, outside.shared_by) == (12.5e9, 2)
+    assert cluster.device.peak_flops["bf16"] == load_cluster("a100-selene").device.peak_flops["bf16"]
+
+
+def test_the_peak_of_an_fp8_row_is_that_of_fp8(tmp_path: Path) -> None:
+    plain = load_cluster("h100-dgx").device
+    run = run_of(tmp_path, gpu="H100-SXM5-80GB", peak_tflops=1979, precision="fp8")
+    device = machine_of(run).cluster.device
+    assert device.peak_flops == plain.peak_flops
+    assert behaviour_of(run, framework_of(run)).product_dtype == "f8"
+
+
+def test_a_gpu_that_nobody_knows_takes_after_the_nearest(tmp_path: Path) -> None:
+    machine = machine_of(run_of(tmp_path, gpu="Z1", peak_tflops=500, gpu_mem_gb=64))
+    assert machine.cluster.device.peak_flops["bf16"] == pytest.approx(500e12)
+    assert machine.cluster.device.memory_bytes == 64 * 2**30
+    assert "Z1 is not in the catalog" in machine.notes[0]
+    (found,) = rebuilt([run_of(tmp_path, gpu="Z1", peak_tflops=None)])
+    assert isinstance(found, Unsupported)
+    assert "no GPU of the catalog is called 'Z1'" in found.reason
+
+
+def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
+    def name(framework: str, year: int | None) -> str:
+        return framework_of(run_of(tmp_path, framework=framework, year=year)).name
+
+    assert name("Megatron-LM", 2021) == "Megatron-LM before distributed optimizers"
+    assert name("Megatron-LM", 2024) == "Megatron-Core with Transformer Engine"
+    assert name("Megatron-LM", None) == "Megatron-Core with Transformer Engine"
+    assert name("NeMo/Megatron (MLPerf)", 2023) == "NeMo with Transformer Engine"
+    assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
+    assert framework_of(run_of(tmp_path, framework="paper and pencil")).assumed
+    assert [f.assumed for f in frameworks()] == [False] * (len(frameworks()) - 1) + [True]
+
+
+def test_a_divided_vocabulary_is_padded() -> None:
+    assert padded_vocab(50257, 8, 128) == 51200
+    assert padded_vocab(50257, 1, 128) == 50257
+    assert padded_vocab(50257, 8, 0) == 50257
+
+
+def test_only_so_many_ranks_can_hold_some_of_a_dim() -> None:
+    assert storable(64, 8) == 8
+    assert storable(12288, 448) == 224
+    assert storable(3, 4) == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (22, 8, [2, 3, 3, 3, 3, 3, 3, 2]),
+        (6, 8, [0, 1, 1, 1, 1, 1, 1, 0]),
+        (7, 4, [2, 2, 2, 1]),
+    ],
+)
+def test_stages_have_equally_many_layers(layers: int, stages: int, sizes: list[int]) -> None:
+    assert stage_sizes(layers, stages) == sizes
+
+
+# -- programs ------------------------------------------------------------------------------------------
+
+
+def test_tensor_ranks_do_what_megatron_does(tmp_path: Path) -> None:
+    program = rebuilt_of(run_of(tmp_path)).program
+    assert program.mesh == "dp=2,tp=2"
+    assert program.microbatches == 4
+    values = program.lowered.values
+    tensor = {p.target: values[p.name].layout[1] for p in program.signature.ports}
+    assert tensor["transformer.wte.weight"] == Shard(0)
+    assert tensor["transformer.h.0.attn.c_attn.weight"] == Shard(1, outer=3)
+    assert tensor["transformer.h.0.attn.c_proj.weight"] == Shard(0)
+    assert tensor["transformer.h.0.mlp.c_fc.weight"] == Shard(1)
+    assert tensor["transformer.h.0.mlp.c_proj.weight"] == Shard(0)
+    assert tensor["transformer.h.0.ln_1.weight"] == R
+    # two all-reduces in a layer's forward, after its row parallel products
+    assert reductions(program, "h_fwd") == ["all_reduce", "all_reduce"]
+
+
+def test_sequence_parallel_ranks_gather_and_scatter(tmp_path: Path) -> None:
+    program = rebuilt_of(run_of(tmp_path, sp=True)).program
+    assert sorted(reductions(program, "h_fwd")) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    layouts = program.lowered.segments["h_fwd"].layouts
+    norms = [name for name in layouts if name.startswith("native_layer_norm_0") and "_a" not in name]
+    assert norms
+    assert all(layouts[name][1] == Shard(1) for name in norms)
+
+
+def reductions(program: Any, segment: str) -> list[str]:
+    nodes = program.lowered.segments[segment].graph.nodes
+    found = [node.op.split(".")[1] for node in nodes if node.op.startswith("comm.")]
+    return [op for op in found if op != "slice"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_stage_of_zero_says_what_is_divided(tmp_path: Path, zero: int) -> None:
+    changed = {"t": 1, "p": 1, "d": 8, "gbs": 64, "zero": zero, "recompute": "none", "framework": "x"}
+    made = rebuilt_of(run_of(tmp_path, **changed))
+    program = made.program
+    assert program.mesh == ("fsdp=8" if zero else "dp=8")
+    weight = next(p for p in program.signature.ports if p.target.endswith("mlp.c_fc.weight"))
+    assert isinstance(program.lowered.values[weight.name].layout[0], Shard) == bool(zero)
+    within = [op for name in program.lowered.segments for op in reductions(program, name)]
+    last = [part for part in program.lowered.parts if part.phase == "reduce"]
+    late = [node.op.split(".")[1] for part in last for node in program.lowered.of(part)]
+    scattered = [op for op in within if "reduce_scatter" in op]
+    # ZeRO-1 reduces once a step, 2 and 3 in every microbatch; 3 gathers again for backward
+    assert bool(scattered) == (zero in (2, 3))
+    assert any("reduce_scatter" in op for op in late) == (zero == 1)
+    gathers = "h_bwd" in program.lowered.segments and any(
+        "gather" in op for op in reductions(program, "h_bwd")
+    )
+    assert gathers == (zero == 3)
+
+
+def test_reductions_over_two_axes_wait_for_both(tmp_path: Path) -> None:
+    """The gain of a norm is a partial sum over data and, with sequence parallelism, tensor ranks."""
+    program = rebuilt_of(run_of(tmp_path, sp=True)).program
+    assert not [op for op in reductions(program, "h_bwd") if op.startswith("all_reduce")]
+    last = [node for p in program.lowered.parts if p.phase == "reduce" for node in program.lowered.of(p)]
+    values, made = program.lowered.values, {}
+    for node in last:
+        made.update(dict.fromkeys(node.outs, str(node.args[1])))
+    gain = next(r for r in program.signature.results if r.target == "transformer.h.0.ln_1.weight")
+    assert made[gain.value] == "tp"
+    before = next(n for n in last if gain.value in n.outs)
+    source = next(ref.name for ref in before.args[0] if made.get(ref.name) == "dp")
+    assert values[source].layout == (R, P)
+
+
+def test_batches_are_scaled_as_they_would_be_captured() -> None:
+    shape = Architecture("llama", 2, 64, 4, 2, 128, 96, 32)
+    scaled = Captures(shape, 32, torch.bfloat16).at(6)
+    model, inputs = on_meta(shape, 6, 32)
+    own = analyse(capture(model, (), inputs))
+    for name, graph in own.folded.segments.items():
+        other = scaled.model.folded.segments[name]
+        assert [(n.op, n.args, n.kwargs, n.types) for n in graph.nodes] == [
+            (n.op, n.args, n.kwargs, n.types) for n in other.nodes
+        ]
+    assert own.digits == scaled.model.digits
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sp": True},
+        {"sp": True, "zero": 1, "recompute": "selective", "model": "Llama", "kv_heads": 2, "ffn": 96},
+        {"zero": 3, "fsdp_shard": 2, "p": 1, "d": 4, "gbs": 32, "recompute": "none"},
+        {"p": 4, "t": 1, "v": 2, "schedule": "interleaved-1F1B", "layers": 6},
+    ],
+    ids=["sequence parallel", "ZeRO-1", "ZeRO-3 in groups", "interleaved with short ends"],
+)
+def test_rebuilt_programs_compute_what_the_model_does(tmp_path: Path, changed: dict[str, Any]) -> None:
+    run = run_of(tmp_path, **{"vocab": 256, "precision": "fp32", **changed})
+    program = rebuilt_of(run).program
+    torch.manual_seed(0)
+    model = model_of(architecture_of(run, padded_vocab(run.vocab, run.tensor, 128)).shape)
+    tokens = torch.randint(0, run.vocab, (run.batch, run.seq))
+    found = verify(program, model, (), {"input_ids": tokens, "labels": tokens}, steps=2)
+    assert found.ok, found.worst()
+
+
+# -- scores --------------------------------------------------------------------------------------------
+
+
+def score(name: str, measured: float | None, predicted: float, **more: Any) -> Scored:
+    told = {"measured_gib": None, "predicted_gib": 1.0, "oom": False, "predicted_oom": False, **more}
+    return Scored(name, "a", measured, predicted, **told)
+
+
+def test_errors_are_of_the_measured_step() -> None:
+    runs = [
+        score("x", 1.0, 1.1),
+        score("y", 2.0, 1.0),
+        score("z", 4.0, 4.0, measured_gib=2.0, predicted_gib=1.5),
+    ]
+    found = by_study(runs)["a"]
+    assert found.rows == 3
+    assert found.mean_abs_pct_error == pytest.approx((10 + 50 + 0) / 3)
+    assert found.worst_abs_pct_error == pytest.approx(50)
+    assert found.memory_mean_abs_pct_error == pytest.approx(25)
+    # 1.1, 1.0, 4.0 for 1, 2, 4: ranks 2 1 3, so 1 - 6 * 2 / (3 * 8)
+    assert found.rank_correlation == pytest.approx(0.5)
+
+
+def test_runs_out_of_memory_count_as_right_or_wrong() -> None:
+    lost = [
+        score("x", None, 1.0, oom=True, predicted_oom=True, measured_gib=80.0),
+        score("y", None, 1.0, oom=True),
+    ]
+    found = summary(lost)
+    assert (found.rows, found.oom_right, found.oom_wrong) == (0, 1, 1)
+    assert found.mean_abs_pct_error is None
+    assert found.memory_mean_abs_pct_error is None
+
+
+def test_a_run_that_did_not_fit_has_no_step(tmp_path: Path) -> None:
+    made = rebuilt_of(run_of(tmp_path, oom=True))
+    found = scored(made, 1.0, 100 * 2**30)
+    assert found.measured_s is None
+    assert found.predicted_oom
+    assert not scored(made, 1.0, 2**30).predicted_oom
+
+
+# -- command -------------------------------------------------------------------------------------------
+
+
+def test_json_has_its_schema(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(
+        json.dumps([row(), row(id="a-2", cp=2, n_gpus=16), row(id="b-1", study="b", mem_gib=1.0)])
+    )
+    result = CliRunner().invoke(app, ["validate", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["schema"] == 1
+    assert set(told["overall"]) >= {
+        *("rows", "mean_abs_pct_error", "worst_abs_pct_error", "memory_mean_abs_pct_error"),
+        *("oom_right", "oom_wrong"),
+    }
+    assert set(told["studies"]) == {"a", "b"}
+    assert "rank_correlation" in told["studies"]["a"]
+    first, second = told["rows"]
+    assert (first["id"], first["measured_s"], first["measured_gib"]) == ("a-1", 0.01, None)
+    assert first["pct_error"] == pytest.approx(100 * (first["predicted_s"] / 0.01 - 1))
+    assert second["predicted_gib"] > 0
+    assert [u["id"] for u in told["unsupported"]] == ["a-2"]
+
+
+def test_the_table_shows_runs_studies_and_what_was_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row(framework="paper"), row(id="a-2", layers=None)]))
+    result = CliRunner().invoke(app, ["validate", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "a-1" in result.stdout
+    assert "paper is not known" in result.stdout
+    assert "no layers: a-2" in result.stdout
+
+
+def test_usage_errors_end_as_they_do_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([row(layers="four")]))
+    assert CliRunner().invoke(app, ["validate", str(path)]).exit_code == 2
+    assert CliRunner().invoke(app, ["validate", str(path), "--study", "z"]).exit_code == 2
+
+
+def test_a_published_run_end_to_end(tmp_path: Path) -> None:
+    """Sizes of a run of Korthikanti et al., MLSys 2023, table 5, with fewer layers."""
+    changed = {"layers": 4, "hidden": 6144, "heads": 64, "ffn": 24576, "vocab": 51200, "seq": 2048}
+    where = {
+        "t": 8,
+        "p": 1,
+        "d": 1,
+        "mbs": 4,
+        "gbs": 4,
+        "schedule": "none",
+        "precision": "fp16",
+        "year": 2022,
+    }
+    run = run_of(tmp_path, **changed, **where)
+    assert str(mesh_of(run)) == "tp=8"
+    made = rebuilt_of(run)
+    assert made.notes == ()
+    step = estimate_step(made.program, made.cluster, behaviour=made.behaviour)
+    # four forwards' worth of the model's products, at no more than the peak of eight devices
+    layer = 4 * 2048 * (24 * 6144**2 + 4 * 2048 * 6144)
+    assert step.seconds > 4 * 4 * layer / (8 * 312e12)
+    assert step.fullest.peak < 80 * 2**30
