@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def played(
     sheet: Sheet, args: tuple[str, ...], outs: tuple[str, ...], gradients: tuple[str, ...] = (), **how: Any
 ) -> Any:
     habits = Habits(**{"ahead": False, "behind": False, "beside": False, "overlap": 1.0, **how})
-    return Player(price, (4,), habits).play([Step(sheet, tuple(args), tuple(outs))], {"w", "v"}, grads)
+    return Player(price, (4,), habits).play([Step(sheet, tuple(args), tuple(outs))], {"w", "v"}, gradients)
 
 
 def task(work: Work, after: tuple[int, ...] = (), inputs: tuple[int, ...] = ()) -> Task:
