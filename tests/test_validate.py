@@ -205,7 +205,13 @@ def test_the_peak_of_an_fp8_row_is_that_of_fp8(tmp_path: Path) -> None:
     run = run_of(tmp_path, gpu="H100-SXM5-80GB", peak_tflops=1979, precision="fp8")
     device = machine_of(run).cluster.device
     assert device.peak_flops == plain.peak_flops
-    assert behaviour_of(run, framework_of(run)).product_dtype == "f8"
+    assert behaviour_of(run, framework_of(run), device.peak_flops).product_dtype == "f8"
+    made = rebuilt_of(run_of(tmp_path, gpu="H100-SXM5-80GB", precision="fp8"))
+    assert estimate_step(made.program, made.cluster, behaviour=made.behaviour).seconds > 0
+    assert made.notes == ()
+    old = rebuilt_of(run_of(tmp_path, gpu="A100-SXM4-80GB", precision="fp8"))
+    assert old.behaviour.product_dtype == ""
+    assert "no rate for f8" in old.notes[0]
 
 
 def test_a_gpu_that_nobody_knows_takes_after_the_nearest(tmp_path: Path) -> None:
@@ -229,6 +235,23 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
     assert framework_of(run_of(tmp_path, framework="paper and pencil")).assumed
     assert [f.assumed for f in frameworks()] == [False] * (len(frameworks()) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"schedule": "DualPipe"}, "no pipeline schedule 'DualPipe'"),
+        ({"schedule": "Interleaved 1F1B"}, "v says one stage per rank"),
+        ({"schedule": "GPipe", "v": 2}, "gpipe needs chunks=1"),
+        ({"model": "Llama", "hidden": 60}, "heads of 15 elements"),
+    ],
+)
+def test_runs_that_no_program_stands_for_say_why(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    (found,) = rebuilt([run_of(tmp_path, **changed)])
+    assert isinstance(found, Unsupported)
+    assert reason in found.reason
 
 
 def test_a_divided_vocabulary_is_padded() -> None:

@@ -40,6 +40,10 @@ def architecture_of(run: Run, padded_vocab: int) -> Known:
             where=run.id,
             why="models with two products in a feed-forward layer have as many of both here",
         )
+    if kind == "llama" and run.hidden // run.heads % 2:
+        raise UsageError(
+            f"heads of {run.hidden // run.heads} elements", where=run.id, why="rotary positions need pairs"
+        )
     shape = Architecture(
         kind, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, padded_vocab, positions=run.seq
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -55,11 +56,14 @@ def _in_time(framework: Framework, year: int) -> bool:
     return framework.until is None or 0 < year <= framework.until
 
 
-def behaviour_of(run: Run, framework: Framework) -> Behaviour:
-    """The behaviour of a run: its framework's, with what the row itself says."""
+def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Behaviour:
+    """The behaviour of a run: its framework's, with what the row itself says.
+
+    rates: types that its device has units for.
+    """
     return replace(
         framework.behaviour,
         attention_again=run.recompute == "attention",
-        product_dtype="f8" if run.fp8 else "",
+        product_dtype="f8" if run.fp8 and "f8" in rates else "",
         tensor_overlap=framework.behaviour.tensor_overlap or "async tp" in run.framework.lower(),
     )

@@ -37,7 +37,7 @@ def machine_of(run: Run) -> Machine:
     entry, notes = _entry(run)
     base = load_cluster(entry["cluster"])
     device = replace(base.device, **{k: v for k, v in entry.items() if k.startswith("memory_")})
-    levels, told = _levels(run, base)
+    levels, told = _levels(run, base, entry.get("nvlink"))
     cluster = replace(
         base,
         name=f"{base.name} as {run.gpu}",
@@ -110,7 +110,7 @@ def _device(device: Device, run: Run) -> Device:
     return device
 
 
-def _levels(run: Run, base: Cluster) -> tuple[tuple[Level, ...], Sequence[str]]:
+def _levels(run: Run, base: Cluster, nvlink: float | None) -> tuple[tuple[Level, ...], Sequence[str]]:
     """The catalog's levels with the row's sizes and rates."""
     notes: list[str] = []
     *inside, outer = base.levels
@@ -120,7 +120,7 @@ def _levels(run: Run, base: Cluster) -> tuple[tuple[Level, ...], Sequence[str]]:
         size = node or last.size
         inside = [level for level in inside[:-1] if level.size and size and level.size < size]
         if size and size > 1:
-            inside.append(replace(last, size=size, bandwidth=run.intra or last.bandwidth))
+            inside.append(replace(last, size=size, bandwidth=run.intra or nvlink or last.bandwidth))
     per_node = run.node or (inside[-1].size if inside else None)
     if run.inter is not None and per_node:
         found = _CARDS.search(run.network)

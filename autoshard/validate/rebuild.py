@@ -11,7 +11,7 @@ from autoshard.cluster import Cluster, Mesh
 from autoshard.cluster.mesh import Axis
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, UsageError
 from autoshard.ir import DTYPES
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
@@ -20,6 +20,7 @@ from autoshard.program.program import Program
 from autoshard.rules.local import MeshShape
 from autoshard.search.ask import Settled
 from autoshard.search.explain import explain
+from autoshard.search.network import NoFiniteAssignment
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Plan, Recompute
 from autoshard.search.problems import Posed, layer_calls, pose
@@ -129,13 +130,20 @@ def storable(hidden: int, ranks: int) -> int:
 def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
     run, cluster = told.run, told.machine.cluster
     scaled = captures.at(run.micro * run.data)
-    behaviour = behaviour_of(run, told.framework)
+    behaviour = behaviour_of(run, told.framework, cluster.device.peak_flops)
     mesh, prices = mesh_of(run), CostModels(cluster)
     stages = stages_of(run, scaled.model.folded)
     setting = _setting(run, scaled, cluster, stages)
     posed = pose(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
     masks = masks_of(posed, told.known.shape, _wanted(run, mesh))
-    placed = place(posed.problem, setting, None, allowed=masks.allowed)
+    try:
+        placed = place(posed.problem, setting, None, allowed=masks.allowed)
+    except NoFiniteAssignment:
+        raise UsageError(
+            f"no program has the placements of {told.framework.name} on {mesh}",
+            where=run.id,
+            why="some op of the model cannot run with them",
+        ) from None
     where = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
     settled = Settled(posed, placed, where, cluster, placed.lower_bound)
     plan = explain(settled, cluster, scaled.analysis.fingerprint, reasons=False)
@@ -145,7 +153,7 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
 
 def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: Stages | None) -> Setting:
     calls = layer_calls(scaled.model.folded)
-    pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, run.chunks)
+    pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, stages.pipeline.chunks)
     bare = Setting(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
     if run.recompute not in ("full", "selective"):
         # attention is one op here, and what it keeps is the simulation's to say
@@ -201,10 +209,16 @@ def _notes(told: _Told, stages: Stages | None, placed: tuple[str, ...]) -> tuple
     run, framework = told.run, told.framework
     ways = storable(run.hidden, run.sharded)
     divided = (f"what ZeRO divides over {run.sharded} ranks is divided over {ways} here",)
+    device = told.machine.cluster.device
+    kind = "f8" if run.fp8 else run.dtype
+    slow = (
+        f"{device.name} has no rate for {kind}: its products are priced as {'bf16' if run.fp8 else 'f32'}",
+    )
     assumed = (f"{run.framework or 'its framework'} is not known: {framework.name} behaviour",)
     return (
         *((told.known.note,) if told.known.note else ()),
         *told.machine.notes,
+        *(slow if kind not in device.peak_flops else ()),
         *(divided if run.zero and ways < run.sharded else ()),
         *(assumed if framework.assumed else ()),
         *(stages.notes if stages else ()),

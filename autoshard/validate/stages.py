@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
-from autoshard.schedules.registry import make
+from autoshard.schedules.registry import lookup, make, names
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Cut, Pipeline
 from autoshard.validate.rows import Run
@@ -16,7 +17,6 @@ _NAMES = {
     "1f1b": "1f1b",
     "none": "1f1b",
     "1f1b-i": "interleaved",
-    "interleaved-1f1b": "interleaved",
     "interleaved": "interleaved",
     "gpipe": "gpipe",
     "zb-1p": "zb-h1",
@@ -24,6 +24,7 @@ _NAMES = {
     "zb-2p": "zb-h2",
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
+    "zbv": "zb-v",
     "breadth-first": "breadth-first",
 }
 
@@ -42,10 +43,19 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
     if run.pipeline == 1:
         return None
     name, notes = _schedule(run)
-    schedule = make(name, run.pipeline, run.microbatches, run.chunks)
+    chunks = run.chunks if run.chunks > 1 else lookup(name).chunks or 1
+    if name in ("interleaved", "breadth-first") and chunks == 1:
+        raise UsageError(
+            f"its schedule is {run.schedule}, and v says one stage per rank",
+            where=run.id,
+            hint="give v, the stages of every pipeline rank",
+        )
+    if run.pipeline * chunks > run.layers + 2:
+        raise UsageError(f"{run.pipeline * chunks} pipeline stages for {run.layers} layers", where=run.id)
+    schedule = make(name, run.pipeline, run.microbatches, chunks)
     forward = [c for c in folded.calls if not c.backward]
     layers = [k for k, call in enumerate(forward) if call.label]
-    sizes = stage_sizes(len(layers), run.pipeline * run.chunks)
+    sizes = stage_sizes(len(layers), run.pipeline * chunks)
     if max(sizes) > min(sizes):
         notes = (*notes, f"{len(layers)} layers in stages of {min(sizes)} to {max(sizes)}")
     cuts: list[Cut] = []
@@ -54,7 +64,7 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
         done += size
         last = layers[done] - 1 if done < len(layers) else layers[-1]
         cuts.append(Cut(last, "", forward[last].label))
-    return Stages(Pipeline(run.pipeline, 0, name, run.chunks, tuple(cuts)), schedule, notes)
+    return Stages(Pipeline(run.pipeline, 0, name, chunks, tuple(cuts)), schedule, notes)
 
 
 def stage_sizes(layers: int, stages: int) -> list[int]:
@@ -72,9 +82,9 @@ def stage_sizes(layers: int, stages: int) -> list[int]:
 
 
 def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
-    from autoshard.schedules.registry import names
-
-    told = run.schedule.lower()
+    told = re.sub(r"[\s_]+", "-", run.schedule.lower())
+    if "interleav" in told:
+        told = "interleaved"
     if told not in _NAMES:
         raise UsageError(
             f"there is no pipeline schedule {run.schedule!r}",
