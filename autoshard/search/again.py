@@ -74,6 +74,8 @@ class Filling:
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
         state = bare.state_bytes(beside, bare.state_bytes(self.taken))
+        if state > budget:
+            return None
         if state + self._activations(bare) <= budget:
             return bare, bare.step(self.taken, beside).total
         best: tuple[Setting, float] | None = None
