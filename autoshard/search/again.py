@@ -66,18 +66,19 @@ class Filling:
         return found
 
     def best(
-        self, setting: Setting, budget: float, beside: Profile = _NOTHING
+        self, setting: Setting, budget: float, beside: Profile = _NOTHING, plain: float | None = None
     ) -> tuple[Setting, float] | None:
         """(the setting with the cheapest recomputation that fits the budget, seconds of a step), or None.
 
-        beside: what is taken as well: seconds of other kinds, and bytes of state alone.
+        beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: seconds of a
+        step that runs nothing again, if they are known.
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
         state = bare.state_bytes(beside, bare.state_bytes(self.taken))
         if state > budget:
             return None
         if state + self._activations(bare) <= budget:
-            return bare, bare.step(self.taken, beside).total
+            return bare, bare.step(self.taken, beside).total if plain is None else plain
         best: tuple[Setting, float] | None = None
         for chosen in self.choices:
             filled = self._filled(bare, chosen, state, budget)

@@ -20,6 +20,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.step_time import Sums, step_time
 from autoshard.ir import DTYPES
 from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import Filling
@@ -39,6 +40,8 @@ _MORE = 1.01
 _ALONE = 0.98
 #: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
 _FAR = 1.2
+#: sums of the same seconds in another order differ by less than this share
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -323,26 +326,30 @@ class _Candidate:
 
     def best(self, ways: Sequence[Setting], far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        free = self.bare.free
-        floors = sorted(((_floor(free.taken, self.lives.free, how), k) for k, how in enumerate(ways)))
+        free, lean = self.bare.free, None
+        plain = [ways[0].sums(free.taken, extra) for extra in self.lives.free]
+        steps = [_totals(plain, how) for how in ways]
+        floors = sorted((min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
             if floor > far and best is None:
                 return floor, ways[k]
             if best is not None and floor >= best[0]:
                 break
-            filled = _best(free, self.lives.free, ways[k], self.budget)
+            filled = _best(free, self.lives.free, steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
-                lean = _best(self.bare.lean, self.lives.lean, ways[k], self.budget)
-                filled = min((b for b in (filled, lean) if b is not None), key=lambda b: b[1], default=None)
+                lean = lean or [ways[0].sums(self.bare.lean.taken, extra) for extra in self.lives.lean]
+                others = _totals(lean, ways[k])
+                other = _best(self.bare.lean, self.lives.lean, others, ways[k], self.budget)
+                filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or filled[1] < best[0]):
                 best = (filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
 
-def _floor(bare: Profile, lives: Sequence[Profile], how: Setting) -> float:
-    """Seconds of a step that nothing has to be computed again for."""
-    return min((how.step(bare, extra).total for extra in lives), default=inf)
+def _totals(plain: Sequence[Sums], how: Setting) -> list[float]:
+    """Seconds of steps that nothing has to be computed again for; plain: what they take."""
+    return [step_time(sums, how.how).total for sums in plain]
 
 
 class _Lives:
@@ -361,12 +368,18 @@ class _Lives:
 
 
 def _best(
-    bare: Filling, lives: Sequence[Profile], how: Setting, budget: float | None
+    bare: Filling, lives: Sequence[Profile], floors: Sequence[float], how: Setting, budget: float | None
 ) -> tuple[Setting, float] | None:
-    """(setting, seconds of a step) of the fastest way that fits, or None."""
+    """(setting, seconds of a step) of the fastest way that fits, or None.
+
+    floors: for each of the lives, seconds of a step that nothing has to be computed again for.
+    """
     best: tuple[Setting, float] | None = None
-    for extra in lives:
-        found = (how, how.step(bare.taken, extra).total) if budget is None else bare.best(how, budget, extra)
+    for extra, floor in zip(lives, floors, strict=True):
+        # computing again only adds, but for rounding
+        if best is not None and floor > (1 + _ROUNDING) * best[1]:
+            continue
+        found = (how, floor) if budget is None else bare.best(how, budget, extra, floor)
         if found is not None and (best is None or found[1] < best[1]):
             best = found
     return best
