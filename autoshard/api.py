@@ -47,7 +47,15 @@ from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import Staging, bare_seconds, in_parts, microbatch_seconds, pipe_link, staged
+from autoshard.staging import (
+    Cutting,
+    Schedules,
+    Staging,
+    bare_seconds,
+    in_parts,
+    microbatch_seconds,
+    pipe_link,
+)
 
 Progress = Callable[[str], None]
 
@@ -221,12 +229,11 @@ def plan_analysed(
 
     say = progress or (lambda _: None)
 
-    def cut(found: Settled, *, fixed: bool) -> Staging:
-        return _staged(found, analysis, cluster, ask, fixed=fixed)
+    cutter = _Cutter(analysis, cluster, ask)
 
     def judge(found: Settled) -> float:
         try:
-            return cut(found, fixed=True).seconds + bare_seconds(found.placed)
+            return cutter.of(found).seconds() + bare_seconds(found.placed)
         except InfeasibleError:
             return inf
 
@@ -234,7 +241,7 @@ def plan_analysed(
     staging = None
     if settled.configuration.pipe.ranks > 1:
         say("cutting the pipeline")
-        settled, staging = _fitting(settled, ask, lambda found: cut(found, fixed=fixed))
+        settled, staging = _fitting(settled, ask, lambda found: cutter.of(found).best(fixed=fixed))
     best = explain(
         settled,
         cluster,
@@ -262,14 +269,44 @@ def _fitting(settled: Settled, ask: Ask, cut: Callable[[Settled], Staging]) -> t
     raise failure
 
 
-def _staged(settled: Settled, analysis: Analysis, cluster: Cluster, ask: Ask, *, fixed: bool) -> Staging:
-    """The model at the microbatch of a solution, placed by it and cut."""
-    plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget, reasons=False)
-    model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
-    shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-    how = Lowering(model.flow, plan, shape, prices.plain, analysis.table)
-    whole = microbatch_seconds(settled.placed)
-    return staged(model.folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole)
+class _Cutter:
+    """Places solutions and cuts them; what was done for one is kept for when it is asked for again."""
+
+    def __init__(self, analysis: Analysis, cluster: Cluster, ask: Ask) -> None:
+        self.analysis, self.cluster, self.ask = analysis, cluster, ask
+        self._schedules = Schedules()
+        self._known: list[tuple[Settled, Cutting]] = []
+
+    def of(self, settled: Settled) -> Cutting:
+        """The model at the microbatch of a solution, placed by it."""
+        for other, cutting in self._known:
+            if _same(other, settled):
+                return cutting
+        made = self._made(settled)
+        self._known.append((settled, made))
+        return made
+
+    def _made(self, settled: Settled) -> Cutting:
+        cluster, budget = self.cluster, self.ask.budget
+        plan = explain(settled, cluster, self.analysis.fingerprint, budget=budget, reasons=False)
+        model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
+        shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
+        how = Lowering(model.flow, plan, shape, prices.plain, self.analysis.table)
+        return Cutting(
+            model.folded,
+            how,
+            cluster,
+            self.ask.recipe,
+            budget,
+            microbatch=microbatch_seconds(settled.placed),
+            schedules=self._schedules,
+        )
+
+
+def _same(a: Settled, b: Settled) -> bool:
+    """Whether two solutions place and run everything alike."""
+    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
+    return a.posed is b.posed and a.configuration == b.configuration and states
 
 
 #: shares of the memory that the search is given until the stages fit

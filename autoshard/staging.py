@@ -34,10 +34,19 @@ from autoshard.search.pipe import TRIED
 from autoshard.search.plan import Cut, Pipeline
 from autoshard.search.problems import layer_calls
 from autoshard.search.settle import Placed as Placement
-from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
+from autoshard.simulate.pipeline import (
+    StageCosts,
+    Timeline,
+    least_makespan,
+    makespan,
+    peak_bytes,
+    simulate,
+)
 
 #: places that may be cut: with more of them, those are left out where most crosses
 _PLACES = 250
+#: by more than this share a simulated step never differs from another for rounding alone
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,108 @@ def pipe_link(cluster: Cluster, inner: Mesh, ranks: int) -> AxisLink:
     return link_of(cluster.used_by(whole.world_size), whole, 0)
 
 
+class Schedules:
+    """Schedules by what they are made of, each made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int, int], Schedule] = {}
+
+    def of(self, name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+        key = (name, ranks, microbatches, chunks)
+        if key not in self._known:
+            self._known[key] = make(*key)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A schedule with its best cuts. ends: the slots behind which its stages end."""
+
+    schedule: Schedule
+    chunks: int
+    ends: tuple[int, ...]
+    costs: StageCosts
+    seconds: float
+
+
+class Cutting:
+    """The stages of a plan whose pipeline is not cut yet; every schedule is cut once.
+
+    microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
+    the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
+    are compared by one measure. budget: bytes per rank.
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        how: Lowering,
+        cluster: Cluster,
+        recipe: Recipe,
+        budget: float | None,
+        *,
+        microbatch: float | None = None,
+        schedules: Schedules | None = None,
+    ) -> None:
+        assert how.plan.pipeline is not None
+        self.pipeline, self.microbatches, self.budget = how.plan.pipeline, how.plan.microbatches, budget
+        self.schedules = schedules or Schedules()
+        self._layers = sum(layer_calls(folded).values())
+        whole = statements_of(place(folded, how))
+        devices = Mesh.parse(how.plan.mesh).world_size * self.pipeline.ranks
+        self._line = _Slots(whole, folded, how, cluster.used_by(devices), recipe, self.pipeline.ranks)
+        if microbatch is not None:
+            self._line.scale(microbatch)
+        self._trials: dict[tuple[str, int], _Trial | None] = {}
+
+    def seconds(self) -> float:
+        """Of a simulated step by the plan's own schedule. Raises InfeasibleError if no cut fits."""
+        found = self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if found is None:
+            raise self._no_room()
+        return found.seconds
+
+    def best(self, *, fixed: bool) -> Staging:
+        """The stages. fixed: whether the schedule was asked for, or others may be tried, too.
+
+        Raises InfeasibleError if no cut fits the memory.
+        """
+        kinds = [(self.pipeline.schedule, self.pipeline.chunks)]
+        ranks = self.pipeline.ranks
+        if not fixed:
+            kinds += [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        found = {kind: self._trial(*kind) for kind in dict.fromkeys(kinds)}
+        best = min((t for t in found.values() if t is not None), key=lambda t: t.seconds, default=None)
+        if best is None:
+            raise self._no_room()
+        tried = {
+            f"{name} x {chunks}" if chunks > 1 else name: None if trial is None else trial.seconds
+            for (name, chunks), trial in found.items()
+        }
+        timeline = simulate(best.schedule, best.costs)
+        pipeline = self._line.pipeline(best)
+        return Staging(pipeline, best.costs, timeline, tried, self._line.equal(best.schedule))
+
+    def _trial(self, name: str, chunks: int) -> _Trial | None:
+        """The best cuts for one schedule; None if nothing fits."""
+        if (name, chunks) not in self._trials:
+            found = None
+            if self.pipeline.ranks * chunks <= self._line.most_stages:
+                schedule = self.schedules.of(name, self.pipeline.ranks, self.microbatches, chunks)
+                found = self._line.cut(schedule, chunks, self.budget)
+            self._trials[name, chunks] = found
+        return self._trials[name, chunks]
+
+    def _no_room(self) -> InfeasibleError:
+        ranks = self.pipeline.ranks
+        least = float(self._line.state.sum()) / ranks
+        return InfeasibleError(
+            f"no stages of pp={ranks} fit {bytes_up(self.budget or 0.0)} per rank",
+            why=f"parameters and optimizer state alone are {bytes_up(least)} per rank on average",
+            hint="use more pipeline ranks, more tp or fsdp, smaller microbatches, or a larger --memory",
+        )
+
+
 def staged(
     folded: Folded,
     how: Lowering,
@@ -94,48 +205,8 @@ def staged(
     fixed: bool,
     microbatch: float | None = None,
 ) -> Staging:
-    """The stages of a plan whose pipeline is not cut yet.
-
-    microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
-    the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
-    are compared by one measure. budget: bytes per rank. fixed: whether the schedule was asked for, or others
-    may be tried, too. Raises InfeasibleError if no cut fits the memory.
-    """
-    pipeline = how.plan.pipeline
-    assert pipeline is not None
-    whole = statements_of(place(folded, how))
-    inner = Mesh.parse(how.plan.mesh)
-    line = _Slots(
-        whole, folded, how, cluster.used_by(inner.world_size * pipeline.ranks), recipe, pipeline.ranks
-    )
-    if microbatch is not None:
-        line.scale(microbatch)
-    layers = sum(layer_calls(folded).values())
-    kinds = [(pipeline.schedule, pipeline.chunks)]
-    if not fixed:
-        kinds += [
-            (n, v) for n, vs in TRIED.items() for v in vs if pipeline.ranks * v <= max(layers, pipeline.ranks)
-        ]
-    best: Staging | None = None
-    tried: dict[str, float | None] = {}
-    for name, chunks in dict.fromkeys(kinds):
-        found = line.cut(name, chunks, how.plan.microbatches, budget)
-        tried[f"{name} x {chunks}" if chunks > 1 else name] = None if found is None else found.seconds
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
-    if best is None:
-        raise _no_room(line, pipeline, budget or 0.0)
-    equal = line.equal(best.pipeline, how.plan.microbatches)
-    return Staging(best.pipeline, best.costs, best.timeline, tried, equal)
-
-
-def _no_room(line: _Slots, pipeline: Pipeline, budget: float) -> InfeasibleError:
-    least = float(line.state.sum()) / pipeline.ranks
-    return InfeasibleError(
-        f"no stages of pp={pipeline.ranks} fit {bytes_up(budget)} per rank",
-        why=f"parameters and optimizer state alone are {bytes_up(least)} per rank on average",
-        hint="use more pipeline ranks, more tp or fsdp, smaller microbatches, or a larger --memory",
-    )
+    """The stages of a plan whose pipeline is not cut yet; see `Cutting`."""
+    return Cutting(folded, how, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)
 
 
 class _Slots:
@@ -291,21 +362,35 @@ class _Slots:
                 seen[crossing] += 1
         return sorted(slot for *_, slot in sorted(keys)[:_PLACES])
 
-    def cut(self, name: str, chunks: int, microbatches: int, budget: float | None) -> Staging | None:
+    @property
+    def most_stages(self) -> int:
+        return len(self.places) + 1
+
+    def cut(self, schedule: Schedule, chunks: int, budget: float | None) -> _Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
-        stages = self.ranks * chunks
-        if stages > len(self.places) + 1:
-            return None
-        schedule = make(name, self.ranks, microbatches, chunks)
         edges = [0, *(p + 1 for p in self.places), self.count]
-        ask = Ask(stages, microbatches, chunks, in_flight_of_stages(schedule), budget)
+        ask = Ask(schedule.stages, schedule.microbatches, chunks, in_flight_of_stages(schedule), budget)
         found = best_cuts(self._line(edges), ask)
         tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
         # the formula is not the simulation: what people do by hand is tried as well
-        alike = self._alike(stages)
-        tried += [alike] if alike else []
-        made = [self._staging(schedule, chunks, ends, budget) for ends in tried]
-        return min((m for m in made if m is not None), key=lambda m: m.seconds, default=None)
+        alike = self._alike(schedule.stages)
+        tried += [alike] if alike and alike not in tried else []
+        best: _Trial | None = None
+        for ends in tried:
+            costs = self.costs(schedule, ends)
+            if best is not None and least_makespan(schedule, costs) > (1 + _ROUNDING) * best.seconds:
+                continue
+            if budget is not None and max(peak_bytes(schedule, costs)) > budget:
+                continue
+            seconds = makespan(schedule, costs)
+            if best is None or seconds < best.seconds:
+                best = _Trial(schedule, chunks, tuple(ends), costs, seconds)
+        return best
+
+    def pipeline(self, trial: _Trial) -> Pipeline:
+        """The pipeline with its cuts."""
+        schedule, cuts = trial.schedule, tuple(self._cut(e) for e in trial.ends)
+        return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts)
 
     def _line(self, edges: Sequence[int]) -> Line:
         """The slots between places that may be cut, as one each."""
@@ -321,17 +406,6 @@ class _Slots:
             grouped(self.state),
             send,
         )
-
-    def _staging(
-        self, schedule: Schedule, chunks: int, ends: Sequence[int], budget: float | None
-    ) -> Staging | None:
-        costs = self.costs(schedule, ends)
-        timeline = simulate(schedule, costs)
-        if budget is not None and max(timeline.peak) > budget:
-            return None
-        cuts = tuple(self._cut(e) for e in ends)
-        pipeline = Pipeline(schedule.ranks, 0, schedule.name, chunks, cuts)
-        return Staging(pipeline, costs, timeline, {})
 
     def costs(self, schedule: Schedule, ends: Sequence[int]) -> StageCosts:
         """Of the stages that end behind these slots."""
@@ -373,13 +447,10 @@ class _Slots:
             return []
         return [layers[len(layers) * k // stages - 1] for k in range(1, stages)]
 
-    def equal(self, pipeline: Pipeline, microbatches: int) -> float | None:
+    def equal(self, schedule: Schedule) -> float | None:
         """Seconds of a step with equally many layers in every stage, None where there are too few."""
-        ends = self._alike(pipeline.stages)
-        if not ends:
-            return None
-        schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
-        return makespan(schedule, self.costs(schedule, ends))
+        ends = self._alike(schedule.stages)
+        return makespan(schedule, self.costs(schedule, ends)) if ends else None
 
 
 def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:

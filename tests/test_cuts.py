@@ -16,7 +16,7 @@ TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
 
 @st.composite
 def lines(draw: st.DrawFn) -> Line:
-    n = draw(st.integers(1, 8))
+    n = draw(st.integers(1, 11))
     column = st.lists(TIMES, min_size=n, max_size=n)
     forward, backward, held, state, send = (np.array(draw(column)) for _ in range(5))
     blocked = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))

@@ -24,7 +24,7 @@ from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
 from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
 from autoshard.schedules.searched import Found, search
-from autoshard.simulate.pipeline import StageCosts, makespan, peak_bytes, simulate
+from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.torch_adapters.pipelining import torch_schedule
 
 EVERY = sorted(SCHEDULES)
@@ -120,6 +120,7 @@ def test_runs_to_its_end(name: str, ranks: int, microbatches: int, chunks: int, 
     costs = uneven(schedule.stages, ranks, seed)
     timeline = simulate(schedule, costs)
     assert timeline.makespan == pytest.approx(makespan(schedule, costs))
+    assert least_makespan(schedule, costs) <= timeline.makespan * (1 + 1e-12)
     assert [tuple(s.action for s in row) for row in timeline.spans] == list(schedule.actions)
     assert 0.0 <= timeline.bubble < 1.0
     assert len(timeline.sends) == 2 * microbatches * sum(
@@ -433,6 +434,12 @@ def test_costs_must_suit() -> None:
         makespan(schedule, StageCosts.uniform(3, send=-1.0))
     with pytest.raises(UsageError, match="keeps more"):
         makespan(schedule, replace(StageCosts.uniform(3), held_weight=(2.0, 2.0, 2.0)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_least_makespan_is_that_of_equal_stages(name: str) -> None:
+    schedule, costs = make(name, 5, 9), StageCosts.uniform(5)
+    assert least_makespan(schedule, costs) == pytest.approx(makespan(schedule, costs))
 
 
 # -- names --------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main() -> None:
 
 def collect_rarely() -> None:
     """Collect garbage as rarely as suits a process that ends soon."""
-    gc.set_threshold(200_000, 20, 100)
+    gc.set_threshold(1_000_000, 20, 100)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -70,10 +70,19 @@ class Level:
     latency: float
     bandwidth: float
     shared_by: int = 1
+    efficiency: float = 1.0
+
+    @property
+    def reached(self) -> float:
+        """Bytes/s in one direction that long messages of a device get if the link is its own."""
+        return self.bandwidth * self.efficiency
 
     def __post_init__(self) -> None:
         where = f"level {self.name!r}"
         positive(where, bandwidth=self.bandwidth, shared_by=self.shared_by)
+        if not 0 < self.efficiency <= 1:
+            what = f"efficiency is {self.efficiency}"
+            raise UsageError(what, where=where, why="it must be above 0 and at most 1")
         if self.size is not None:
             positive(where, size=self.size)
         if not (isfinite(self.latency) and self.latency >= 0):

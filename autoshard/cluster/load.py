@@ -72,6 +72,7 @@ _LEVEL: Schema = {
     "latency": (_NUMBER, True),
     "bandwidth": (_NUMBER, True),
     "shared_by": ((int,), False),
+    "efficiency": (_NUMBER, False),
     "source": _SOURCE,
 }
 _GROUP_HINT = "each [[group]] has its own device; its figures stand under [group.device]"
@@ -228,6 +229,7 @@ def _level(table: object, where: str) -> Level:
         latency=float(table["latency"]),
         bandwidth=float(table["bandwidth"]),
         shared_by=table.get("shared_by", 1),
+        efficiency=float(table.get("efficiency", 1.0)),
     )
 
 

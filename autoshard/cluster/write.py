@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 
 from autoshard.cluster.cluster import OVERLAP, Cluster
+from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Matrix
 from autoshard.errors import UsageError
 
@@ -76,6 +78,7 @@ def _lines(
     if device.overlap != OVERLAP:
         yield f"overlap = {_number(device.overlap)}"
     yield from _table("\n[device.source]", device_source)
+    yield from _kernels(device.kernels)
     for level, source in zip(cluster.levels, level_sources, strict=True):
         yield "\n[[level]]"
         yield f"name = {_text(level.name)}"
@@ -84,9 +87,22 @@ def _lines(
         yield f"latency = {_number(level.latency)}"
         yield f"bandwidth = {_number(level.bandwidth)}"
         yield f"shared_by = {level.shared_by}"
+        if level.efficiency != 1:
+            yield f"efficiency = {_number(level.efficiency)}"
         yield from _table("\n[level.source]", source)
     if links:
         yield from _table("\n[links]", links)
+
+
+def _kernels(kernels: Kernels) -> Iterator[str]:
+    """The figures that are not those of a device that nothing is known of."""
+    plain = Kernels()
+    known = [f.name for f in fields(Kernels) if getattr(kernels, f.name) != getattr(plain, f.name)]
+    if known:
+        yield "\n[device.kernels]"
+    for name in known:
+        value = getattr(kernels, name)
+        yield f"{name} = {list(value) if name == 'tile' else _number(value)}"
 
 
 def _table(head: str, texts: Mapping[str, str]) -> Iterator[str]:

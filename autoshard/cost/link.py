@@ -126,7 +126,7 @@ def _levels_crossed(levels: tuple[Level, ...], size: int, stride: int, world: in
         above = level.size or world
         if below < extent and below < above and stride < above:
             fewest = min(below, extent % below or below)  # the last part of the mesh may not be full
-            crossed.append(_Crossed(level, level.bandwidth, max(1, fewest // stride)))
+            crossed.append(_Crossed(level, level.reached, max(1, fewest // stride)))
         below = above
     return crossed
 
@@ -186,7 +186,7 @@ def _crossing(cluster: Cluster, level: Level, below: _Ranks, above: _Ranks, rows
     if not crosses.any():
         return None
     if cluster.links is None:
-        return level.bandwidth
+        return level.reached
     return float(cluster.links.bandwidth[rows, np.roll(rows, -1, axis=1)][crosses].min())
 
 

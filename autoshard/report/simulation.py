@@ -38,7 +38,7 @@ class Bill:
 
 
 def rates(program: Program, found: StepEstimate) -> Rates:
-    """Tokens are the elements of the first input of integers [batch, positions]; without it, samples count."""
+    """Tokens are the elements of the first input of integers [batch, positions], else samples count."""
     ports = [p for p in program.signature.ports if p.kind == "input"]
     batched = [p for p in ports if p.target in program.signature.batch_inputs] or ports
     tokens = [p.type.shape for p in batched if p.type.dtype in ("i64", "i32") and len(p.type.shape) == 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import ceil
 from typing import Literal
@@ -35,25 +36,87 @@ class _Option:
         return self.seconds / self.freed if self.freed > 0 else float("inf")
 
 
+#: nothing beside a profile
+_NOTHING = Profile({}, {})
+
+
 def fill(taken: Profile, setting: Setting, budget: float) -> Setting | None:
     """The setting with the cheapest recomputation that fits the budget; None if none fits."""
-    bare = replace(setting, recompute={})
-    if bare.held(taken).total <= budget:
-        return bare
-    options = _options(taken, setting)
-    best: tuple[float, Setting] | None = None
-    for chosen in _choices(options):
-        filled = _filled(taken, bare, chosen, budget)
-        if filled is not None:
-            seconds = filled.step(taken).total
-            if best is None or seconds < best[0]:
-                best = (seconds, filled)
-    return None if best is None else best[1]
+    found = Filling(taken, setting.calls).best(setting, budget)
+    return None if found is None else found[0]
+
+
+class Filling:
+    """Recomputation for one profile, in many settings and beside many others that run nothing again.
+
+    calls: how often each forward segment of a layer is called, in every setting that is asked about.
+    """
+
+    def __init__(self, taken: Profile, calls: Mapping[str, int]) -> None:
+        self.taken, self.calls = taken, calls
+        self._plain: dict[float, float] = {}
+
+    @cached_property
+    def choices(self) -> list[list[_Option]]:
+        """Options that free anything, the cheapest bytes first, one policy per kind of layer."""
+        found = []
+        for chosen in _choices(_options(self.taken, self.calls)):
+            ordered = sorted(chosen, key=lambda o: (o.price, o.segment))
+            found.append([option for option in ordered if option.freed > 0])
+        return found
+
+    def best(
+        self, setting: Setting, budget: float, beside: Profile = _NOTHING, plain: float | None = None
+    ) -> tuple[Setting, float] | None:
+        """(the setting with the cheapest recomputation that fits the budget, seconds of a step), or None.
+
+        beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: seconds of a
+        step that runs nothing again, if they are known.
+        """
+        bare = setting if not setting.recompute else replace(setting, recompute={})
+        state = bare.state_bytes(beside, bare.state_bytes(self.taken))
+        if state > budget:
+            return None
+        if state + self._activations(bare) <= budget:
+            return bare, bare.step(self.taken, beside).total if plain is None else plain
+        best: tuple[Setting, float] | None = None
+        for chosen in self.choices:
+            filled = self._filled(bare, chosen, state, budget)
+            if filled is not None:
+                seconds = filled.step(self.taken, beside).total
+                if best is None or seconds < best[1]:
+                    best = (filled, seconds)
+        return best
+
+    def _activations(self, bare: Setting) -> float:
+        """Bytes of activations with nothing run again: all that a setting says of them is how many fly."""
+        if bare.optimistic:
+            return bare.activation_bytes(self.taken)
+        flight = bare.flight
+        if flight not in self._plain:
+            self._plain[flight] = bare.activation_bytes(self.taken)
+        return self._plain[flight]
+
+    def _filled(
+        self, bare: Setting, chosen: Sequence[_Option], state: float, budget: float
+    ) -> Setting | None:
+        """Calls added in order of price until the assignment fits."""
+        filled, held = bare, self._activations(bare)
+        for option in chosen:
+            over = state + held - budget
+            if over <= 0:
+                break
+            # the first call frees nothing: what it makes again is held once
+            calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
+            again = {**filled.recompute, option.segment: Recompute(option.policy, calls)}
+            filled = replace(bare, recompute=again)
+            held = filled.activation_bytes(self.taken)
+        return filled if state + held <= budget else None
 
 
 def marginal_price(taken: Profile, setting: Setting) -> float:
     """Seconds per byte of the dearest recomputation that a setting uses; 0.0 if it uses none."""
-    options = _options(taken, replace(setting, recompute={}))
+    options = _options(taken, setting.calls)
     prices = [
         o.price
         for name, again in setting.recompute.items()
@@ -74,32 +137,16 @@ def _choices(options: Mapping[str, list[_Option]]) -> list[list[_Option]]:
     return found
 
 
-def _filled(taken: Profile, bare: Setting, chosen: Sequence[_Option], budget: float) -> Setting | None:
-    """Calls added in order of price until the assignment fits."""
-    recompute: dict[str, Recompute] = {}
-    for option in sorted(chosen, key=lambda o: (o.price, o.segment)):
-        if option.freed <= 0:
-            continue
-        over = replace(bare, recompute=recompute).held(taken).total - budget
-        if over <= 0:
-            break
-        # the first call frees nothing: what it makes again is held once
-        calls = min(bare.calls[option.segment], ceil(over / option.freed) + 1)
-        recompute[option.segment] = Recompute(option.policy, calls)
-    filled = replace(bare, recompute=recompute)
-    return filled if filled.held(taken).total <= budget else None
-
-
-def _options(taken: Profile, setting: Setting) -> dict[str, list[_Option]]:
+def _options(taken: Profile, calls: Mapping[str, int]) -> dict[str, list[_Option]]:
     seconds: dict[tuple[str, bool], float] = {}
     for key, value in taken.seconds.items():
-        if key.kind in ("work", "talk") and not key.backward and key.segment in setting.calls:
+        if key.kind in ("work", "talk") and not key.backward and key.segment in calls:
             at = (key.segment, key.cheap)
             seconds[at] = seconds.get(at, 0.0) + value
     kept: dict[tuple[str, bool], float] = {}
     extra: dict[tuple[str, bool], float] = {}
     for held, value in taken.bytes.items():
-        if held.segment in setting.calls:
+        if held.segment in calls:
             if held.kind == "kept":
                 kept[held.segment, held.cheap] = kept.get((held.segment, held.cheap), 0.0) + value
             elif held.kind in ("extra", "input"):
@@ -107,12 +154,12 @@ def _options(taken: Profile, setting: Setting) -> dict[str, list[_Option]]:
                     if (held.kind == "input" and (full or held.cheap)) or (held.kind == "extra" and not full):
                         extra[held.segment, full] = extra.get((held.segment, full), 0.0) + value
     found: dict[str, list[_Option]] = {}
-    for segment, calls in setting.calls.items():
+    for segment, count in calls.items():
         cheap, dear = kept.get((segment, True), 0.0), kept.get((segment, False), 0.0)
         fast, slow = seconds.get((segment, True), 0.0), seconds.get((segment, False), 0.0)
         less, least = cheap - extra.get((segment, False), 0.0), cheap + dear - extra.get((segment, True), 0.0)
         found[segment] = [
-            _Option(segment, "selective", less / calls, fast / calls),
-            _Option(segment, "full", least / calls, (fast + slow) / calls),
+            _Option(segment, "selective", less / count, fast / count),
+            _Option(segment, "full", least / count, (fast + slow) / count),
         ]
     return found

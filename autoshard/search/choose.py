@@ -177,13 +177,10 @@ class _Search:
             shapes = Shapes(poses, ask, setting, self.total, self.progress)
 
             def ranked(mesh: Mesh) -> list[Estimated]:
-                found = shapes.ranked(
-                    next((s for s in known if Staged(mesh) in s.meshes), None)
-                    or shapes.solved((Staged(mesh),))
-                )
-                plain = (e for e in found if e.configuration.pipe.ranks == 1)
-                fitting = (e for e in plain if e.configuration.mesh == mesh and isfinite(e.seconds))
-                return sorted(fitting, key=lambda e: e.seconds)
+                alone = Staged(mesh)
+                shape = next((s for s in known if alone in s.meshes), None) or shapes.solved((alone,))
+                found = shapes.ranked(replace(shape, meshes=(alone,)))
+                return sorted((e for e in found if isfinite(e.seconds)), key=lambda e: e.seconds)
 
             return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
 

@@ -21,8 +21,12 @@ from itertools import pairwise
 from math import inf, isfinite
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
-from autoshard.search.network import Array
+from autoshard.search.network import Array, Indices
+
+#: the slowest stage is first sought within so many times what it takes at least
+_NEAR = 1.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,32 +136,45 @@ class _Table:
         self.run[np.tril_indices(n + 1)] = inf
         self.held = np.concatenate([[0.0], np.cumsum(line.held)])
         self.state = np.concatenate([[0.0], np.cumsum(line.state)])
-        self._by_flight: dict[int, Array] = {}
+        self._longest: dict[int, Indices] = {}
 
-    def _allowed(self, stage: int) -> Array:
-        """Seconds of the runs that fit as this stage; stages that hold as many microbatches are alike."""
-        ask = self.ask
-        if ask.budget is None:
-            return self.run
-        flight = ask.in_flight[stage] if ask.in_flight else 1
-        if flight not in self._by_flight:
-            self._by_flight[flight] = self._fitting(flight, ask.budget)
-        return self._by_flight[flight]
+    def flight(self, stage: int) -> int:
+        """Microbatches that a stage holds; stages with as many are alike."""
+        return self.ask.in_flight[stage] if self.ask.in_flight else 1
 
-    def _fitting(self, flight: int, budget: float) -> Array:
-        """Runs that fit with so many microbatches in flight."""
-        held = self.held[None, :] - self.held[:, None]
-        state = self.state[None, :] - self.state[:, None]
-        fits = state + flight * held <= budget / self.ask.chunks
-        return np.where(fits, self.run, inf)
+    def longest(self, flight: int) -> Indices | None:
+        """Where the longest run to every end begins that fits with so many microbatches in flight, [n + 1].
+
+        Whatever begins later fits, too. None without a limit.
+        """
+        if self.ask.budget is None:
+            return None
+        if flight not in self._longest:
+            self._longest[flight] = self._fitting(flight, self.ask.budget / self.ask.chunks)
+        return self._longest[flight]
+
+    def _fitting(self, flight: int, budget: float) -> Indices:
+        ends = np.arange(len(self.run))
+        low, high = np.zeros_like(ends), ends
+        while (low < high).any():
+            middle = (low + high) // 2
+            fits = self.state - self.state[middle] + flight * (self.held - self.held[middle]) <= budget
+            low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+        return low
 
     def least_bound(self) -> float:
-        """The least possible slowest stage."""
-        ask = self.ask
-        best = self._allowed(0)[0]
-        for stage in range(1, ask.stages):
-            runs = self._allowed(stage)
-            best = np.min(np.maximum(best[:, None], runs), axis=0)
+        """The least possible slowest stage; inf if no stages fit the memory."""
+        work = self.line.forward + self.line.backward
+        floor = max(float(work.sum()) / self.ask.stages, float(work.max()))
+        least = self._least_within(_NEAR * floor)
+        return least if isfinite(least) else self._least_within(inf)
+
+    def _least_within(self, bound: float) -> float:
+        """The least possible slowest stage, inf if it is slower than ``bound``."""
+        runs = _Runs(self, bound)
+        best = runs.first()
+        for stage in range(1, self.ask.stages):
+            best = np.min(np.maximum(runs.before(best), runs.of(stage)), axis=1)
         return float(best[-1])
 
     def bounds_from(self, least: float) -> Sequence[float]:
@@ -167,27 +184,19 @@ class _Table:
 
     def cheapest(self, bound: float) -> tuple[int, ...] | None:
         """The ends of stages of least total seconds none of which is slower than ``bound``."""
-        ask = self.ask
-        slack = bound * (1 + 1e-12)
-        bounded: dict[int, Array] = {}
-
-        def runs_of(stage: int) -> Array:
-            runs = self._allowed(stage)
-            if id(runs) not in bounded:
-                bounded[id(runs)] = np.where(runs <= slack, runs, inf)
-            return bounded[id(runs)]
-
-        total = runs_of(0)[0]
-        came: list[Array] = []
-        for stage in range(1, ask.stages):
-            sums = total[:, None] + runs_of(stage)
-            came.append(np.argmin(sums, axis=0))
-            total = np.min(sums, axis=0)
+        runs = _Runs(self, bound * (1 + 1e-12))
+        total = runs.first()
+        came: list[Indices] = []
+        for stage in range(1, self.ask.stages):
+            sums = runs.before(total) + runs.of(stage)
+            choice = np.argmin(sums, axis=1)
+            came.append(choice)
+            total = np.take_along_axis(sums, choice[:, None], axis=1)[:, 0]
         if not isfinite(total[-1]):
             return None
         at, ends = len(self.line), []
         for choice in reversed(came):
-            at = int(choice[at])
+            at = int(runs.begin[at, choice[at]])
             ends.append(at - 1)
         return tuple(reversed(ends))
 
@@ -195,3 +204,51 @@ class _Table:
         """Seconds of every stage."""
         edges = [0, *(e + 1 for e in ends), len(self.line)]
         return [float(self.run[a, b]) for a, b in pairwise(edges)]
+
+
+class _Runs:
+    """The runs of a table that take at most ``bound`` seconds, by their ends.
+
+    begin: where they begin, [n + 1, width], ascending. Long runs are slow, so few columns do for a low bound;
+    runs that begin before the first slot, or have no slot, take forever.
+    """
+
+    def __init__(self, table: _Table, bound: float) -> None:
+        self._table = table
+        fine = table.run <= bound
+        ends = np.arange(len(fine))
+        lengths = np.where(fine.any(axis=0), ends - np.argmax(fine, axis=0), 1)
+        width = max(1, int(lengths.max()))
+        self._whole = 2 * width > len(ends)
+        if self._whole:
+            self.begin = np.broadcast_to(ends, fine.shape)
+            self._seconds = np.ascontiguousarray(np.where(fine, table.run, inf).T)
+        else:
+            self.begin = ends[:, None] - width + np.arange(width)
+            chosen = np.maximum(self.begin, 0), np.broadcast_to(ends[:, None], self.begin.shape)
+            self._seconds = np.where((self.begin >= 0) & fine[chosen], table.run[chosen], inf)
+        self._known: dict[int, Array] = {}
+
+    def first(self) -> Array:
+        """Seconds of the runs from the first slot on, as the first stage. [n + 1]"""
+        return np.where(self.begin == 0, self.of(0), inf).min(axis=1)
+
+    def of(self, stage: int) -> Array:
+        """Seconds of the runs that may be a stage, inf for those that do not fit. [n + 1, width]"""
+        flight = self._table.flight(stage)
+        if flight not in self._known:
+            longest = self._table.longest(flight)
+            fits = (
+                self._seconds
+                if longest is None
+                else np.where(self.begin >= longest[:, None], self._seconds, inf)
+            )
+            self._known[flight] = fits
+        return self._known[flight]
+
+    def before(self, values: Array) -> Array:
+        """Values of the slots that the runs begin at, to be broadcast to [n + 1, width]."""
+        if self._whole:
+            return values[None]
+        width = self.begin.shape[1]
+        return sliding_window_view(np.concatenate([np.full(width, inf), values[:-1]]), width)

@@ -20,9 +20,10 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.step_time import Sums, step_time
 from autoshard.ir import DTYPES
 from autoshard.placement import Layout, R, Shard, chunk, local_shape
-from autoshard.search.again import fill
+from autoshard.search.again import Filling
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.pipe import Pipe
@@ -39,6 +40,8 @@ _MORE = 1.01
 _ALONE = 0.98
 #: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
 _FAR = 1.2
+#: sums of the same seconds in another order differ by less than this share
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,7 @@ def rank(
     """
     found: list[Estimated] = []
     lives: dict[Mesh, _Lives] = {}
+    bare: dict[int, _Bare] = {}
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         of_mesh = lives.setdefault(mesh, _Lives(shape, mesh, cluster, recipe))
@@ -284,7 +288,7 @@ def rank(
             slack = 1.0 if ways > 1 else _ALONE
             hop = staged.hop_seconds(shape.between * each)
             pipes = [replace(pipe, hop=hop) for pipe in staged.pipes]
-            one = _Candidate(shape, each, of_mesh, budget)
+            one = _Candidate(bare.setdefault(each, _Bare(shape, each, setting.calls)), of_mesh, budget)
             bound = count * shape.seconds(each) / staged.ranks
             ways_to_run = [replace(setting, microbatches=count, pipe=pipe) for pipe in pipes]
             best, how = one.best(ways_to_run, known * _FAR)
@@ -297,38 +301,55 @@ def rank(
     return found
 
 
+class _Bare:
+    """A microbatch of ``each`` sequences per data rank, on any mesh of a shape."""
+
+    def __init__(self, shape: Shape, each: int, calls: Mapping[str, int]) -> None:
+        self._shape, self._each, self._calls = shape, each, calls
+
+    @cached_property
+    def free(self) -> Filling:
+        return Filling(self._shape.free(self._each), self._calls)
+
+    @cached_property
+    def lean(self) -> Filling:
+        return Filling(self._shape.lean(self._each), self._calls)
+
+
 @dataclass(frozen=True)
 class _Candidate:
-    """A microbatch of ``each`` sequences per data rank on one mesh."""
+    """A microbatch on one mesh."""
 
-    shape: Shape
-    each: int
+    bare: _Bare
     lives: _Lives
     budget: float | None
 
     def best(self, ways: Sequence[Setting], far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        bare = self.shape.free(self.each)
-        floors = sorted(((_floor(bare, self.lives.free, how), k) for k, how in enumerate(ways)))
+        free, lean = self.bare.free, None
+        plain = [ways[0].sums(free.taken, extra) for extra in self.lives.free]
+        steps = [_totals(plain, how) for how in ways]
+        floors = sorted((min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
             if floor > far and best is None:
                 return floor, ways[k]
             if best is not None and floor >= best[0]:
                 break
-            filled = _best(bare, self.lives.free, ways[k], self.budget)
+            filled = _best(free, self.lives.free, steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
-                lean = _best(self.shape.lean(self.each), self.lives.lean, ways[k], self.budget)
-                filled = min((b for b in (filled, lean) if b is not None), key=lambda b: b[1], default=None)
+                lean = lean or [ways[0].sums(self.bare.lean.taken, extra) for extra in self.lives.lean]
+                others = _totals(lean, ways[k])
+                other = _best(self.bare.lean, self.lives.lean, others, ways[k], self.budget)
+                filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or filled[1] < best[0]):
                 best = (filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
 
-def _floor(bare: Profile, lives: Sequence[Profile], how: Setting) -> float:
-    """Seconds of a step that nothing has to be computed again for."""
-    found = [how.step(Profile({**bare.seconds, **extra.seconds}, {})).total for extra in lives]
-    return min(found, default=inf)
+def _totals(plain: Sequence[Sums], how: Setting) -> list[float]:
+    """Seconds of steps that nothing has to be computed again for; plain: what they take."""
+    return [step_time(sums, how.how).total for sums in plain]
 
 
 class _Lives:
@@ -347,17 +368,20 @@ class _Lives:
 
 
 def _best(
-    bare: Profile, lives: Sequence[Profile], how: Setting, budget: float | None
+    bare: Filling, lives: Sequence[Profile], floors: Sequence[float], how: Setting, budget: float | None
 ) -> tuple[Setting, float] | None:
-    """(setting, seconds of a step) of the fastest way that fits, or None."""
+    """(setting, seconds of a step) of the fastest way that fits, or None.
+
+    floors: for each of the lives, seconds of a step that nothing has to be computed again for.
+    """
     best: tuple[Setting, float] | None = None
-    for extra in lives:
-        taken = Profile({**bare.seconds, **extra.seconds}, {**bare.bytes, **extra.bytes})
-        filled = how if budget is None else fill(taken, how, budget)
-        if filled is not None:
-            time = filled.step(taken).total
-            if best is None or time < best[1]:
-                best = (filled, time)
+    for extra, floor in zip(lives, floors, strict=True):
+        # computing again only adds, but for rounding
+        if best is not None and floor > (1 + _ROUNDING) * best[1]:
+            continue
+        found = (how, floor) if budget is None else bare.best(how, budget, extra, floor)
+        if found is not None and (best is None or found[1] < best[1]):
+            best = found
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure_of, step_time, weights
@@ -42,13 +43,13 @@ class Setting:
     overlap: float = 0.0
     pipe: Pipe = field(default_factory=Pipe)
 
-    @property
+    @cached_property
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         pipe = self.pipe
         return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
 
-    @property
+    @cached_property
     def flight(self) -> float:
         """How much of what one microbatch keeps in the whole model the fullest rank holds."""
         return self.pipe.in_flight(self.microbatches) / self.pipe.ranks
@@ -122,26 +123,44 @@ class Setting:
         """The cost network of this setting for a given exposure."""
         return compose(terms, self.time_weight(bound), self.bytes_weight, allowed)
 
-    def sums(self, taken: Profile) -> Sums:
-        """Seconds by what they overlap with."""
+    def sums(self, *taken: Profile) -> Sums:
+        """Seconds by what they overlap with, of all profiles together."""
         found = dict.fromkeys(Sums.__dataclass_fields__, 0.0)
-        for key, seconds in taken.seconds.items():
-            if key.kind in ("work", "talk", "gather"):
-                found[f"{key.kind}_{'backward' if key.backward else 'forward'}"] += seconds
-                if key.kind != "gather" and not key.backward:
-                    found[f"{key.kind}_backward"] += self.again(key.segment, key.cheap) * seconds
-            else:
-                found[key.kind] += seconds
+        again = bool(self.recompute)
+        for profile in taken:
+            for key, seconds in profile.seconds.items():
+                kind = key.kind
+                if kind == "work" or kind == "talk":
+                    found[_IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
+                    if again and not key.backward:
+                        found[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
+                elif kind == "gather":
+                    found["gather_backward" if key.backward else "gather_forward"] += seconds
+                else:
+                    found[kind] += seconds
         return Sums(**found)
 
     def exposure(self, taken: Profile) -> Exposure:
         """Which overlaps are bound by communication."""
         return exposure_of(self.sums(taken), self.how)
 
-    def step(self, taken: Profile) -> StepTime:
-        return step_time(self.sums(taken), self.how)
+    def step(self, *taken: Profile) -> StepTime:
+        """A step that takes all of these profiles."""
+        return step_time(self.sums(*taken), self.how)
 
     def held(self, taken: Profile) -> Held:
         """Bytes at the peak."""
-        parts = [(key.kind == "state", self.bytes_weight(key) * size) for key, size in taken.bytes.items()]
-        return Held(sum(n for state, n in parts if state), sum(n for state, n in parts if not state))
+        return Held(self.state_bytes(taken), self.activation_bytes(taken))
+
+    def state_bytes(self, taken: Profile, more: float = 0.0) -> float:
+        """Bytes of parameters and what belongs to them, on top of ``more``."""
+        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind == "state"), more)
+
+    def activation_bytes(self, taken: Profile) -> float:
+        """Bytes of everything else at the peak."""
+        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind != "state"), 0.0)
+
+
+#: where seconds of these kinds count
+_IN_FORWARD = {"work": "work_forward", "talk": "talk_forward"}
+_IN_BACKWARD = {"work": "work_backward", "talk": "talk_backward"}

@@ -10,21 +10,21 @@ from autoshard.cost.recipe import ADAMW, Recipe
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a simulated step assumes about kernels, communication and the optimizer; by default, our runtime's.
+    """What a simulated step assumes about kernels, messages and the optimizer; by default, our runtime's.
 
-    attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax with
-    its dropout and a product, and keeps the scores for backward. attention_again: whether backward computes
-    the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing with
-    ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not. fused:
-    whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in fp32.
-    recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients, "" for
-    that of the program. gradients_overlap: whether they are reduced while backward computes, or after it.
-    gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
+    attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax
+    with its dropout and a product, and keeps the scores for backward. attention_again: whether backward
+    computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing
+    with ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not.
+    fused: whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in
+    fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
+    "" for that of the program. gradients_overlap: whether they are reduced while backward computes, or after
+    it. gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
     collectives of activations run in parts beside their products. blocking_sends: whether a stage waits for
-    its messages before it computes on. scattered_sends: whether what goes between stages is sent in a part per
-    tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose masks of
-    one byte are kept, 0 for none. product_dtype: of the large products, "" for that of the parameters. name:
-    of what the figures are for.
+    its messages before it computes on. scattered_sends: whether what goes between stages is sent in a part
+    per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose
+    masks of one byte are kept, 0 for none. product_dtype: of the large products, "" for that of the
+    parameters. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.program.program import Program
+from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
@@ -29,16 +31,30 @@ class Parts:
         self, program: Program, sheets: Sheets, price: Price, overlap: float, behaviour: Behaviour
     ) -> None:
         self.program, self.sheets, self.behaviour = program, sheets, behaviour
-        habits = Habits(
-            behaviour.gathers_overlap, behaviour.gradients_overlap, behaviour.tensor_overlap, overlap
-        )
         grads = (p.type.dtype for p in program.signature.ports if p.kind == "param" and p.type.is_float)
         own, wanted = next(grads, "f32"), behaviour.gradient_dtype
         widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
-        self.player = Player(price, sheets.ops.mesh.sizes, habits, widen)
+        self.widen = widen
+        self.player = self._player(price, overlap)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")
         self.ports = frozenset(p.name for p in program.signature.ports)
+        self._alike: dict[int, Played] = {}
+        self._keys: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def _player(self, price: Price, overlap: float) -> Player:
+        how = self.behaviour
+        habits = Habits(how.gathers_overlap, how.gradients_overlap, how.tensor_overlap, overlap)
+        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen)
+
+    def repriced(self, price: Price, overlap: float) -> Parts:
+        """The same work at other prices."""
+        made = copy(self)
+        made.__dict__.pop("all", None)
+        made._alike = {}
+        made.player = made._player(price, overlap)
+        return made
 
     @cached_property
     def all(self) -> Mapping[tuple[int, Phase], Played]:
@@ -111,7 +127,24 @@ class Parts:
 
     def play(self, items: Sequence[Instruction], *, spans: bool = False) -> Played:
         """Instructions of main from idle streams on."""
-        return self.player.play([self._step(i) for i in items], self.ports, self.gradients, spans)
+        if spans:
+            steps = [self._step(i) for i in items]
+            return self.player.play(steps, self.ports, self.gradients, spans)
+        key = self._likeness(items)
+        if key not in self._alike:
+            steps = [self._step(i) for i in items]
+            self._alike[key] = self.player.play(steps, self.ports, self.gradients)
+        return self._alike[key]
+
+    def _likeness(self, items: Sequence[Instruction]) -> int:
+        """A number that items which take equally long have in common."""
+        same = tuple(map(id, items))
+        found = self._keys.get(same)
+        if found is None:
+            values = self.program.lowered.values
+            key = likeness(items, values, lambda v: (v in self.ports, v in self.gradients))
+            found = self._keys[same] = self._numbers.setdefault(key, len(self._numbers))
+        return found
 
     def sheet(self, item: Instruction) -> Sheet:
         """The tasks of an instruction."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from autoshard.errors import UsageError, VerificationError
@@ -161,6 +162,36 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 def makespan(schedule: Schedule, costs: StageCosts) -> float:
     """Seconds of `simulate`, without its lists. Raises what `simulate` raises."""
     return max(_play(schedule, costs, None, None))
+
+
+def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
+    """Seconds that `makespan` does not go below, but for rounding, without playing anything.
+
+    A rank computes all microbatches of its stages, which it cannot begin before the first one has come down
+    to its first stage; from its last action on, unless that is a weight gradient, a gradient has to go up.
+    Raises UsageError if the costs do not suit the schedule.
+    """
+    _check_costs(schedule, costs)
+    owner = schedule.owner
+    whole = back = costs.backward
+    if schedule.splits_backward:  # some stages may split it, others not
+        parts = [a + b for a, b in zip(costs.backward_input, costs.backward_weight, strict=True)]
+        whole = tuple(min(pair) for pair in zip(costs.backward, parts, strict=True))
+        back = tuple(min(pair) for pair in zip(costs.backward, costs.backward_input, strict=True))
+    each = [f + b for f, b in zip(costs.forward, whole, strict=True)]
+    sent = [float(a != b) for a, b in pairwise(owner)]  # between stages of one rank nothing is sent
+    found = [0.0]
+    for rank, row in enumerate(schedule.actions):
+        if not row:
+            continue
+        first, last = row[0], row[-1]
+        work = schedule.microbatches * sum(x for x, own in zip(each, owner, strict=True) if own == rank)
+        above = range(first.stage if first.kind == "F" else 0)
+        down = sum(costs.forward[s] + sent[s] * costs.send_forward[s] for s in above)
+        above = range(last.stage if last.kind in "BI" else 0)
+        up = sum(back[s] + sent[s] * costs.send_backward[s] for s in above)
+        found.append(down + work + up + costs.update[owner[0] if above else rank])
+    return max(found)
 
 
 def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:

@@ -28,6 +28,7 @@ class Sheets:
         mesh = Mesh.parse(program.mesh)
         self.ops = Ops(mesh, mesh.coords(rank), behaviour)
         self._known: dict[str, Sheet] = {}
+        self._nodes: dict[int, tuple[Node, Sheet]] = {}
 
     def of(self, segment: str) -> Sheet:
         """The sheet of a segment."""
@@ -41,8 +42,12 @@ class Sheets:
 
     def of_node(self, node: Node) -> Sheet:
         """The sheet of an instruction of main, whose arguments are what it uses, in order."""
-        inputs = list(dict.fromkeys(refs_of(node)))
-        return self._sheet((node,), inputs, node.outs, self.program.lowered.values)
+        known = self._nodes.get(id(node))
+        if known is None:
+            inputs = list(dict.fromkeys(refs_of(node)))
+            made = self._sheet((node,), inputs, node.outs, self.program.lowered.values)
+            known = self._nodes[id(node)] = (node, made)
+        return known[1]
 
     # -- one segment -----------------------------------------------------------------------------------
 

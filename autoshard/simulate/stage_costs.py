@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -79,7 +80,7 @@ class StagePrices:
     def __init__(
         self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
     ) -> None:
-        self.program, self.cluster = program, cluster
+        self.program, self.cluster, self.rank = program, cluster, rank
         self.behaviour = behaviour or Behaviour()
         self.recipe = self.behaviour.recipe
         self.schedule = schedule_of(program)
@@ -93,6 +94,16 @@ class StagePrices:
             for rank in range(self.schedule.ranks)
         )
         self.holders = holders_of(program)
+
+    def repriced(self, cluster: Cluster) -> StagePrices:
+        """The same on another cluster; what does not depend on it is kept."""
+        made = copy(self)
+        for name in ("costs", "ends", "sends", "waits", "_links"):
+            made.__dict__.pop(name, None)
+        made.cluster = cluster
+        made.pricer = Pricer(self.program, cluster, self.rank, self.behaviour)
+        made.parts = self.parts.repriced(made.pricer.price, cluster.device.overlap)
+        return made
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -262,10 +273,18 @@ class StagePrices:
     def _trained(self) -> frozenset[str]:
         return frozenset(r.target for r in self.program.signature.results if r.kind == "grad")
 
-    def _held(self, rank: int) -> list[Port]:
+    def _held(self, rank: int) -> Sequence[Port]:
         """Parameters of a pipeline rank."""
-        ports = [p for p in self.program.signature.ports if p.kind == "param"]
-        return [p for p in ports if rank in self._ranks_of(p)]
+        return self._parameters.get(rank, ())
+
+    @cached_property
+    def _parameters(self) -> Mapping[int, Sequence[Port]]:
+        found: dict[int, list[Port]] = {}
+        for port in self.program.signature.ports:
+            if port.kind == "param":
+                for rank in self._ranks_of(port):
+                    found.setdefault(rank, []).append(port)
+        return found
 
     def _ranks_of(self, port: Port) -> tuple[int, ...]:
         owner = self.schedule.owner

@@ -107,9 +107,10 @@ class Habits:
     """What may run beside computing.
 
     ahead: parameters are gathered before they are needed. behind: gradients are reduced while more are
-    computed, else after all of a part. beside: messages of activations run in a part per rank, each beside the
-    product of the part before (Wang et al., ASPLOS 2023), so that one part of them is exposed. overlap: part of the time of messages beside computing that costs the computing nothing (their kernels
-    take multiprocessors and bandwidth from it).
+    computed, else after all of a part. beside: messages of activations run in a part per rank, each beside
+    the product of the part before (Wang et al., ASPLOS 2023), so that one part of them is exposed. overlap:
+    part of the time of messages beside computing that costs the computing nothing (their kernels take
+    multiprocessors and bandwidth from it).
     """
 
     ahead: bool = True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part
-from autoshard.program.ends import ends_of
 from autoshard.program.program import Program
+from autoshard.simulate.alike import likeness
 from autoshard.simulate.kept import view_roots
 from autoshard.simulate.ops import VIEWS, placed_of
 from autoshard.simulate.sheets import Sheets
@@ -21,9 +21,16 @@ class Transients:
     def __init__(self, program: Program, sheets: Sheets) -> None:
         self.program, self.sheets = program, sheets
         self._known: dict[tuple[int, str], float] = {}
+        self._alike: dict[Hashable, float] = {}
         self._peaks: dict[tuple[str, frozenset[str]], float] = {}
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = {value for value, result in results if result.kind == "grad"}
+        #: value -> the parts that use it
+        self.users: dict[str, set[Part]] = {}
+        for part in program.lowered.parts:
+            for item in program.lowered.of(part):
+                for value in _uses(item):
+                    self.users.setdefault(value, set()).add(part)
 
     def of(self, stage: int, kind: str) -> float:
         """Bytes at the peak of an action (F, B, I or W) of a stage."""
@@ -34,9 +41,14 @@ class Transients:
         return self._known[key]
 
     def _part(self, part: Part) -> float:
-        lowered = self.program.lowered
-        items = lowered.of(part)
+        items = self.program.lowered.of(part)
         outside = self._used_elsewhere(part)
+        key = likeness(items, self.program.lowered.values, lambda v: (v in outside, v in self.gradients))
+        if key not in self._alike:
+            self._alike[key] = self._walk(items, outside)
+        return self._alike[key]
+
+    def _walk(self, items: Sequence[Instruction], outside: frozenset[str]) -> float:
         last = {v: k for k, item in enumerate(items) for v in _uses(item)}
         live: dict[str, float] = {}
         peak = 0.0
@@ -53,10 +65,8 @@ class Transients:
         return peak
 
     def _used_elsewhere(self, part: Part) -> frozenset[str]:
-        lowered = self.program.lowered
-        made = set(ends_of(lowered, part).makes)
-        others = (v for p in lowered.parts if p != part for v in ends_of(lowered, p).uses)
-        return frozenset(v for v in others if v in made)
+        made = (v for item in self.program.lowered.of(part) for v in item.outs)
+        return frozenset(v for v in made if self.users.get(v, set()) - {part})
 
     def _main_bytes(self, item: Instruction, value: str) -> float:
         if isinstance(item, Call):

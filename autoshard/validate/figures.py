@@ -1,0 +1,88 @@
+"""The figures of devices and links that calibration may change, and clusters with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from math import exp, log
+
+from autoshard.cluster.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Figures:
+    """efficiency: device -> part of the peak that the best product alone reaches. sustained: part of that in
+    training, hour after hour, on all devices. depth: see `Kernels`; traffic, attention, attention_backward:
+    likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links
+    within the outermost level, and on it."""
+
+    efficiency: Mapping[str, float] = field(hash=False)
+    sustained: float = 0.9
+    depth: float = 200.0
+    traffic: float = 0.8
+    attention: float = 0.55
+    attention_backward: float = 0.45
+    overlap: float = 0.8
+    inside: float = 0.75
+    outside: float = 0.8
+
+
+#: how far from its start a figure is believed to be, as the standard deviation of its logarithm
+SPREAD: Mapping[str, float] = {
+    "efficiency": 0.12,
+    "sustained": 0.15,
+    "depth": 0.7,
+    "traffic": 0.12,
+    "attention": 0.25,
+    "attention_backward": 0.25,
+    "overlap": 0.12,
+    "inside": 0.15,
+    "outside": 0.25,
+}
+#: figures that are not parts of a whole
+_FREE = frozenset(("depth",))
+
+
+def names_of(figures: Figures) -> list[tuple[str, str]]:
+    """(figure, device or "") of everything that may be changed, in a fixed order."""
+    shared = [(f.name, "") for f in fields(Figures) if f.name != "efficiency"]
+    return [*(("efficiency", device) for device in sorted(figures.efficiency)), *shared]
+
+
+def value_of(figures: Figures, name: tuple[str, str]) -> float:
+    figure, device = name
+    return figures.efficiency[device] if device else float(getattr(figures, figure))
+
+
+def moved(figures: Figures, steps: Mapping[tuple[str, str], float]) -> Figures:
+    """Figures times e to the power of steps; parts of a whole stay at most 1."""
+    efficiency = dict(figures.efficiency)
+    shared: dict[str, float] = {}
+    for name, step in steps.items():
+        made = exp(log(value_of(figures, name)) + step)
+        figure, device = name
+        made = made if figure in _FREE else min(1.0, made)
+        if device:
+            efficiency[device] = made
+        else:
+            shared[figure] = made
+    return replace(figures, efficiency=efficiency, **shared)
+
+
+def applied(cluster: Cluster, figures: Figures) -> Cluster:
+    """The cluster with these figures in place of its own; its peaks and bandwidths stay."""
+    device = cluster.device
+    kernels = replace(
+        device.kernels,
+        depth=figures.depth,
+        traffic=figures.traffic,
+        attention=figures.attention,
+        attention_backward=figures.attention_backward,
+    )
+    efficiency = figures.efficiency.get(device.name, device.matmul_efficiency)
+    *inner, outer = cluster.levels
+    levels = [replace(level, efficiency=figures.inside) for level in inner]
+    levels.append(replace(outer, efficiency=figures.outside))
+    efficiency *= figures.sustained
+    made = replace(device, matmul_efficiency=efficiency, kernels=kernels, overlap=figures.overlap)
+    return replace(cluster, device=made, levels=tuple(levels))

@@ -1,0 +1,267 @@
+"""The simulated step: prices of kernels by shape, streams, what runs beside what, memory inside a part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import pipeline, planned
+from typer.testing import CliRunner
+
+from autoshard.api import compile_analysed
+from autoshard.cli.main import app
+from autoshard.cli.simulate import tokens_of
+from autoshard.cluster import load_cluster
+from autoshard.cluster.cluster import Device
+from autoshard.cluster.kernels import Kernels
+from autoshard.cost.kernel_time import product_seconds, traffic_seconds
+from autoshard.errors import UsageError
+from autoshard.program.program import Program
+from autoshard.program.store import save_program
+from autoshard.search.plan import Recompute
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.ops import unfused
+from autoshard.simulate.step import estimate_step, simulated
+from autoshard.simulate.streams import Habits, Player, Step
+from autoshard.simulate.transients import Transients
+from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Work
+
+CPU = load_cluster("cpu-gloo")
+#: 10 multiprocessors, a product of 100 x 100 tiles at 1 PFLOP/s, no launch
+PLAIN = Device(
+    "plain",
+    2**34,
+    {"f32": 1e15},
+    1e12,
+    1.0,
+    0.0,
+    kernels=Kernels(multiprocessors=10, tile=(100, 100), traffic=1.0),
+)
+Invoke = Callable[..., Any]
+
+
+# -- kernels ----------------------------------------------------------------------------------------------
+
+
+def product(rows: int, columns: int, depth: int = 1000, device: Device = PLAIN) -> float:
+    return product_seconds(1, rows, columns, depth, "f32", 0.0, device)
+
+
+def test_tiles_run_in_waves() -> None:
+    full = 2.0 * 1000 * 100 * 1000 / 1e15
+    assert product(1000, 100) == pytest.approx(full)
+    # one row more needs a second wave of large tiles; smaller tiles fill it better, at a lower rate
+    assert full < product(1001, 100) <= 2 * full
+    assert product(10, 10) <= full
+
+
+def test_short_sums_are_slower_per_flop() -> None:
+    deep = replace(PLAIN, kernels=replace(PLAIN.kernels, depth=500.0))
+    assert product(1000, 100, 500, deep) == pytest.approx(2 * product(1000, 100, 500))
+    assert product(1000, 100, 50_000, deep) == pytest.approx(product(1000, 100, 50_000), rel=0.011)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000), st.floats(0, 1e9))
+def test_no_product_beats_the_peak_or_the_memory(rows: int, columns: int, depth: int, nbytes: float) -> None:
+    for name in ("a100-selene", "h100-dgx", "cpu-gloo"):
+        device = load_cluster(name).device
+        seconds = product_seconds(1, rows, columns, depth, "f32", nbytes, device)
+        assert seconds >= 2.0 * rows * columns * depth / device.peak_flops["f32"]
+        assert seconds >= nbytes / device.memory_bandwidth
+        assert seconds >= traffic_seconds(nbytes, device)
+
+
+def test_unfused_attention_writes_its_scores() -> None:
+    whole = Attention(8, 64, 32, 16, False, "f16", 2.0 * 8 * 64 * 32 * 32, 0.0)
+    plain, dropped = (unfused(whole, 2, Behaviour(attention="unfused", dropout=p)) for p in (0.0, 0.1))
+    assert [type(w) for w in plain] == [Product, Traffic, Product]
+    assert sum(w.flop for w in plain if isinstance(w, Product)) == pytest.approx(whole.flop)
+    assert plain[1] == Traffic(2 * 2 * 8 * 64 * 32)
+    assert [type(w) for w in dropped] == [Product, Traffic, Traffic, Product]
+    back = replace(whole, backward=True)
+    again = unfused(back, 2, Behaviour(attention="unfused", attention_again=True))
+    once = unfused(back, 2, Behaviour(attention="unfused"))
+    assert again[-len(once) :] == once and len(again) == len(once) + 2
+    products = [w for w in once if isinstance(w, Product)]
+    assert sum(w.flop for w in products) == pytest.approx(2 * whole.flop)
+
+
+# -- streams ----------------------------------------------------------------------------------------------
+
+
+def price(work: Work) -> float:
+    return work.nbytes
+
+
+def played(
+    sheet: Sheet, args: tuple[str, ...], outs: tuple[str, ...], gradients: tuple[str, ...] = (), **how: Any
+) -> Any:
+    habits = Habits(**{"ahead": False, "behind": False, "beside": False, "overlap": 1.0, **how})
+    return Player(price, (4,), habits).play([Step(sheet, tuple(args), tuple(outs))], {"w", "v"}, gradients)
+
+
+def task(work: Work, after: tuple[int, ...] = (), inputs: tuple[int, ...] = ()) -> Task:
+    return Task("x", "op", work, after, inputs)
+
+
+GATHERS = Sheet(
+    (
+        task(Message("all_gather", 0, 3.0), inputs=(0,)),
+        task(Traffic(2.0), after=(0,), inputs=(1,)),
+        task(Message("all_gather", 0, 3.0), inputs=(2,)),
+        task(Traffic(4.0), after=(1, 2)),
+    ),
+    (3,),
+)
+
+
+def test_parameters_are_gathered_ahead() -> None:
+    waits = played(GATHERS, ("w", "x", "v"), ("y",))
+    assert (waits.seconds, waits.compute, waits.exposed, waits.hidden) == (12.0, 6.0, (6.0,), 0.0)
+    ahead = played(GATHERS, ("w", "x", "v"), ("y",), ahead=True)
+    # the second gather runs from 3 to 6 beside the op from 3 to 5
+    assert (ahead.seconds, ahead.hidden) == (10.0, 2.0)
+    slowed = played(GATHERS, ("w", "x", "v"), ("y",), ahead=True, overlap=0.5)
+    assert slowed.seconds == 11.0 and sum(slowed.exposed) == pytest.approx(5.0)
+
+
+REDUCES = Sheet(
+    (
+        task(Traffic(2.0), inputs=(0,)),
+        task(Message("reduce_scatter", 0, 3.0), after=(0,)),
+        task(Traffic(4.0), after=(0,)),
+    ),
+    (1, 2),
+)
+
+
+def test_gradients_are_reduced_behind() -> None:
+    late = played(REDUCES, ("x",), ("g", "y"), ("g",))
+    assert late.seconds == 9.0 and late.hidden == 0.0
+    behind = played(REDUCES, ("x",), ("g", "y"), ("g",), behind=True)
+    assert behind.seconds == 6.0 and behind.hidden == 3.0 and behind.exposed == (0.0,)
+    # the same message of an activation stands in the way, or a quarter of it where it runs in parts
+    assert played(REDUCES, ("x",), ("g", "y")).seconds == 9.0
+    assert played(REDUCES, ("x",), ("g", "y"), beside=True).seconds == 6.75
+
+
+# -- programs ---------------------------------------------------------------------------------------------
+
+
+def one_stage(name: str, mesh: str, **changes: Any) -> Program:
+    found = planned(name, mesh)
+    return compile_analysed(replace(found, plan=replace(found.plan, **changes)))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2"])
+def test_overlap_never_takes_longer(mesh: str) -> None:
+    program = one_stage("llama", mesh, microbatches=3)
+    plain = estimate_step(program, CPU)
+    for change in ("gathers_overlap", "gradients_overlap", "tensor_overlap", "fused"):
+        better = estimate_step(program, CPU, behaviour=Behaviour(**{change: True}))  # type: ignore[arg-type]
+        assert better.seconds <= plain.seconds * (1 + 1e-9)
+        assert better.spent.total == pytest.approx(better.seconds)
+    whole = estimate_step(program, CPU, behaviour=Behaviour(blocking_sends=True))
+    assert whole.seconds == pytest.approx(plain.seconds)
+
+
+def test_a_layer_that_runs_again_whole_takes_longer() -> None:
+    found = planned("llama-deep", "dp=1")
+    segments = [c.segment for c in found.analysis.folded.calls if not c.backward and c.label]
+    chosen = {s: Recompute("full", segments.count(s)) for s in segments}
+    program = one_stage("llama-deep", "dp=1", recompute=chosen)
+    needed, whole = (
+        estimate_step(program, CPU, behaviour=Behaviour(whole_recompute=w)) for w in (False, True)
+    )
+    assert whole.spent.compute > needed.spent.compute
+    plain = one_stage("llama-deep", "dp=1")
+    inside = [Transients(p, simulated(p, CPU)[1].sheets).of(0, "B") for p in (program, plain)]
+    assert inside[0] > inside[1] > 0  # a layer is made again while backward runs
+
+
+def test_what_stays_inside_a_kernel_takes_no_memory() -> None:
+    program = one_stage("gpt2", "dp=1")
+    peaks = [
+        Transients(program, simulated(program, CPU, behaviour=Behaviour(fused=fused))[1].sheets).of(0, "F")
+        for fused in (True, False)
+    ]
+    assert 0 < peaks[0] <= peaks[1]
+
+
+def test_blocking_sends_stand_in_the_way() -> None:
+    program = pipeline("llama-deep", 2, "dp=2", "1f1b", 4)
+    plain, blocking = (
+        estimate_step(program, CPU, behaviour=Behaviour(blocking_sends=b)) for b in (False, True)
+    )
+    assert blocking.seconds > plain.seconds
+    assert blocking.spent.total == pytest.approx(blocking.seconds)
+    assert blocking.spent.compute == pytest.approx(plain.spent.compute)
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("simulate") / "program"
+    save_program(pipeline("llama-deep", 2, "dp=2", "1f1b", 4), path)
+    return path
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["simulate", *args])
+
+
+def test_the_step_and_what_a_budget_takes(folder: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    result = run(str(folder), "--tokens", "1M", "--price", "2", "--perfetto", str(trace), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"])
+    assert found["items"] == "tokens" and found["devices"] == 4
+    budget = found["budget"]
+    assert budget["steps"] == -(-1_000_000 // found["items_per_step"])
+    assert budget["device_hours"] == pytest.approx(4 * budget["steps"] * found["step_seconds"] / 3600)
+    assert budget["money"] == pytest.approx(2 * budget["device_hours"])
+    memory = found["memory"]
+    assert sum(memory["held"].values()) == pytest.approx(memory["peak_bytes"]) and memory["fits"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    ops = [e for e in events if e["ph"] == "X" and e["pid"] > 0]
+    assert {e["pid"] for e in ops} == {1, 2} and all(e["dur"] >= 0 for e in ops)
+    assert max(e["ts"] + e["dur"] for e in ops) <= found["step_seconds"] * 1e6
+
+
+def test_text_names_what_the_time_goes_to(folder: Path) -> None:
+    result = run(str(folder))
+    assert result.exit_code == 0, result.output
+    for word in ("compute", "exposed on dp", "bubble", "optimizer", "tokens/s", "MFU", "fits"):
+        assert word in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--price", "2"], "--tokens"),
+        (["--tokens", "many"], "not a number of tokens"),
+        (["--tokens", "-5"], "not a number of tokens"),
+        (["--cluster", "nowhere"], "no cluster is called"),
+    ],
+)
+def test_bad_options(folder: Path, args: list[str], says: str) -> None:
+    result = run(str(folder), *args)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_numbers_of_tokens() -> None:
+    assert [tokens_of(t) for t in ("300B", "1.5t", "2e12", "1_000")] == [3e11, 1.5e12, 2e12, 1000]
+    for text in ("", "b", "nan", "inf", "0"):
+        with pytest.raises(UsageError):
+            tokens_of(text)
