@@ -118,10 +118,11 @@ class _Round:
         used_inside = {r for n in graph.nodes for r in refs_of(n)}
         found: dict[str, _Deferred] = {}
         for node in graph.nodes:
-            free = all(o in graph.outputs and o not in used_inside for o in node.outs)
-            leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o in node.outs}
-            if free and self._may_wait(node, leaving):
-                found |= _deferred(node)
+            free = [o for o in node.outs if o in graph.outputs and o not in used_inside]
+            for out in free:
+                leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o == out}
+                if self._may_wait(node, leaving):
+                    found[out] = _deferred(node)[out]
         return found
 
     # -- the program without them ----------------------------------------------------------------------
@@ -196,6 +197,19 @@ class _Round:
 
 def _without(segment: LoweredSegment, deferred: dict[str, _Deferred]) -> LoweredSegment:
     graph = segment.graph
-    nodes = tuple(n for n in graph.nodes if n.name not in deferred)
+    nodes = tuple(kept for n in graph.nodes if (kept := _rest(n, deferred)) is not None)
     outputs = tuple(deferred[o].source if o in deferred else o for o in graph.outputs)
     return replace(segment, graph=Graph(graph.name, graph.inputs, nodes, outputs))
+
+
+def _rest(node: Node, deferred: Collection[str]) -> Node | None:
+    """A node without those of its results that wait; None if all do."""
+    kept = [k for k, out in enumerate(node.outs) if out not in deferred]
+    if len(kept) == len(node.outs):
+        return node
+    if not kept:
+        return None
+    sources, axis, *wheres = node.args
+    args = (tuple(sources[k] for k in kept), axis, *(tuple(where[k] for k in kept) for where in wheres))
+    outs, types = tuple(node.outs[k] for k in kept), tuple(node.types[k] for k in kept)
+    return Node(node.op, args, node.kwargs, outs, types, node.origin, node.backward)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from autoshard.analysis import analyse
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
+from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
 from autoshard.placement import P, R, Shard
@@ -233,6 +234,11 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert name("Megatron-LM", None) == "Megatron-Core with Transformer Engine"
     assert name("NeMo/Megatron (MLPerf)", 2023) == "NeMo with Transformer Engine"
     assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
+    assert name("llm-foundry FSDP", 2023) == "FSDP without compile"
+    wide = run_of(tmp_path, framework="llm-foundry FSDP", precision="amp_bf16/DEFAULT")
+    assert framework_of(wide).behaviour.gradient_dtype == "f32"
+    summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")
+    assert behaviour_of(summed, framework_of(summed), ()).recipe == MIXED
     assert framework_of(run_of(tmp_path, framework="paper and pencil")).assumed
     assert [f.assumed for f in frameworks()] == [False] * (len(frameworks()) - 1) + [True]
 
@@ -280,6 +286,20 @@ def test_stages_have_equally_many_layers(layers: int, stages: int, sizes: list[i
 
 
 # -- programs ------------------------------------------------------------------------------------------
+
+
+def test_schedules_are_those_of_the_row(tmp_path: Path) -> None:
+    def schedule(told: str, v: int = 1) -> tuple[str, int]:
+        made = rebuilt_of(run_of(tmp_path, schedule=told, v=v)).program.stages.schedule
+        return made.name, made.stages
+
+    assert schedule("1F1B") == ("1f1b", 2)
+    assert schedule("1F1B", v=2) == schedule("interleaved_1F1B", v=2) == ("interleaved", 4)
+    assert schedule("ZB-1p") == schedule("ZB-2p") == ("zb-h1", 2)
+    assert schedule("ZBV") == ("zb-v", 4)
+    first, second = rebuilt_of(run_of(tmp_path, schedule="ZB-2p", layers=3)).notes
+    assert "ZB-2p is priced as ZB-1p" in first
+    assert second == "3 layers in stages of 1 to 2"
 
 
 def test_tensor_ranks_do_what_megatron_does(tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
-from autoshard.cost.recipe import Recipe
+from autoshard.cost.recipe import MIXED, Recipe
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.validate.rows import Run
+
+#: words of a precision that say that gradients are summed in fp32
+_WIDE_GRADIENTS = re.compile(r"fp32 (grad|acc|reduc)")
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Framework:
 
     name: str
     match: str
+    precision: str
     until: int | None
     behaviour: Behaviour
     vocab_multiple: int
@@ -36,19 +41,21 @@ def frameworks() -> tuple[Framework, ...]:
     found: list[Framework] = []
     for entry in tomllib.loads(text)["framework"]:
         name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
+        precision = entry.pop("precision", "")
         multiple = entry.pop("vocab_multiple")
         entry.pop("source")
         recipe = Recipe(name, **entry.pop("recipe"))
-        found.append(
-            Framework(name, match, until, Behaviour(**entry, recipe=recipe, name=name), multiple, not match)
-        )
+        behaviour = Behaviour(**entry, recipe=recipe, name=name)
+        found.append(Framework(name, match, precision, until, behaviour, multiple, assumed=not match))
     return tuple(found)
 
 
 def framework_of(run: Run) -> Framework:
     """The first entry that a run's framework and year fit."""
-    text = run.framework.lower()
-    return next(f for f in frameworks() if f.match in text and _in_time(f, run.year))
+    text, precision = run.framework.lower(), run.precision.lower()
+    return next(
+        f for f in frameworks() if f.match in text and f.precision in precision and _in_time(f, run.year)
+    )
 
 
 def _in_time(framework: Framework, year: int) -> bool:
@@ -61,9 +68,12 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
 
     rates: types that its device has units for.
     """
+    behaviour = framework.behaviour
+    if _WIDE_GRADIENTS.search(run.precision.lower()) and behaviour.recipe.gradient_bytes(2) == 2:
+        behaviour = replace(behaviour, recipe=MIXED, gradient_dtype="f32")
     return replace(
-        framework.behaviour,
+        behaviour,
         attention_again=run.recompute == "attention",
         product_dtype="f8" if run.fp8 and "f8" in rates else "",
-        tensor_overlap=framework.behaviour.tensor_overlap or "async tp" in run.framework.lower(),
+        tensor_overlap=behaviour.tensor_overlap or "async tp" in run.framework.lower(),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
-from autoshard.schedules.registry import lookup, make, names
+from autoshard.schedules.registry import lookup, make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Cut, Pipeline
 from autoshard.validate.rows import Run
@@ -82,6 +82,7 @@ def stage_sizes(layers: int, stages: int) -> list[int]:
 
 
 def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
+    """A schedule's name here, and what it stands for. Raises UsageError for one that is not known."""
     told = re.sub(r"[\s_]+", "-", run.schedule.lower())
     if "interleav" in told:
         told = "interleaved"
@@ -92,8 +93,7 @@ def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
             hint=f"write one of {', '.join(sorted(_NAMES))}",
         )
     name = _NAMES[told]
-    if name == "1f1b" and run.chunks > 1:
-        name = "interleaved"
-    if name not in names():
-        return "searched", (f"{run.schedule} is searched for: its order by hand is not built",)
-    return name, ()
+    if name == "zb-h2":
+        # its gain is that steps overlap: the optimizer of one rank runs while another still computes
+        return "zb-h1", (f"{run.schedule} is priced as ZB-1p: steps that overlap are not built",)
+    return ("interleaved" if name == "1f1b" and run.chunks > 1 else name), ()
