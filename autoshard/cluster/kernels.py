@@ -15,7 +15,8 @@ class Kernels:
     multiprocessors: a product's tiles are done in waves of as many; 0: they fill the device evenly. tile:
     rows and columns of the largest tile. depth: length of the summed dim at which a product reaches half of
     its rate. attention, attention_backward: part of the peak that fused attention reaches. traffic: part of
-    the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
+    the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that. narrow:
+    part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
     """
 
     multiprocessors: int = 0
@@ -25,9 +26,10 @@ class Kernels:
     attention_backward: float = 0.5
     traffic: float = 0.85
     small: float = 0.0
+    narrow: float = 0.75
 
     def __post_init__(self) -> None:
-        for name in ("attention", "attention_backward", "traffic"):
+        for name in ("attention", "attention_backward", "traffic", "narrow"):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise UsageError(

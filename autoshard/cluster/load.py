@@ -64,6 +64,7 @@ _KERNELS: Schema = {
     "attention_backward": (_NUMBER, False),
     "traffic": (_NUMBER, False),
     "small": (_NUMBER, False),
+    "narrow": (_NUMBER, False),
     "source": _SOURCE,
 }
 _LEVEL: Schema = {

@@ -24,7 +24,7 @@ def product_seconds(
     The tile size is the one that does best. Never below the time for the traffic.
     """
     kernels = device.kernels
-    rate = flop_rate(dtype, device, matmul=True)
+    rate = flop_rate(dtype, device, matmul=True) * (kernels.narrow if dtype == "f8" else 1.0)
     best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
     filled = depth / (depth + kernels.depth) if depth else 1.0
     work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0

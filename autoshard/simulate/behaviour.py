@@ -16,6 +16,7 @@ class Behaviour:
     with its dropout and a product, and keeps the scores for backward. attention_again: whether backward
     computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing
     with ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not.
+    products_again: share of the products of layers that backward computes again.
     fused: whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in
     fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
     "" for that of the program. gradients_overlap: whether they are reduced while backward computes, or after
@@ -30,6 +31,7 @@ class Behaviour:
     attention: Literal["flash", "unfused"] = "flash"
     attention_again: bool = False
     whole_recompute: bool = False
+    products_again: float = 0.0
     fused: bool = False
     fused_loss: bool = False
     recipe: Recipe = field(default=ADAMW)

@@ -83,7 +83,7 @@ class Ops:
         outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
         if node.op in _SUMS:
-            return [self._product(ins, outs[0], dtype)]
+            return self._product(ins, outs[0], dtype)
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         names = [*dict.fromkeys(refs_of(node)), *node.outs]
@@ -93,11 +93,16 @@ class Ops:
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
         return [Traffic(moved, float(numel))]
 
-    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> Product:
+    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> list[Work]:
         left, made = self.shape(ins[-2]), self.shape(out)
-        moved = sum(self.nbytes(v) for v in (*ins[-2:], out))
-        dtype = self.behaviour.product_dtype or dtype
-        return Product(prod(made[:-2]), made[-2], made[-1], left[-1], dtype, moved)
+        batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
+        taken = sum(self.nbytes(v) for v in ins[-2:])
+        narrow = self.behaviour.product_dtype
+        product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out))
+        if not narrow:
+            return [product]
+        # both factors are read and written once more, a byte each
+        return [Traffic(taken * (1 + DTYPES["i8"][1] / DTYPES[dtype][1])), product]
 
     def _other_product(
         self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float

@@ -15,7 +15,7 @@ from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
-from autoshard.simulate.work import Sheet
+from autoshard.simulate.work import Product, Sheet
 
 #: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
@@ -61,6 +61,10 @@ class Parts:
         """(stage, phase) -> what it takes to run it once."""
         lowered = self.program.lowered
         found = {(p.stage, p.phase): self.play(lowered.of(p)) for p in lowered.parts}
+        if self.behaviour.products_again:
+            for part in lowered.parts:
+                if part.phase == "forward" and (part.stage, "backward") in found:
+                    found[part.stage, "backward"] += self._products(part)
         if self.behaviour.whole_recompute:
             for part in lowered.parts:
                 if part.phase == "backward":
@@ -105,6 +109,14 @@ class Parts:
         exposed = tuple(talk * axis / sent if sent else 0.0 for axis in alone.exposed)
         compute = together.compute - rest.compute
         return Played(compute + sum(exposed), compute, exposed, together.hidden - rest.hidden)
+
+    def _products(self, part: Part) -> Played:
+        """The share of the products in layers that backward computes again."""
+        calls = [i for i in self.program.lowered.of(part) if isinstance(i, Call) and i.label]
+        works = [t.work for call in calls for t in self.sheet(call).tasks]
+        seconds = sum(self.player.price(w) for w in works if isinstance(w, Product))
+        seconds *= self.behaviour.products_again
+        return replace(NOTHING, seconds=seconds, compute=seconds)
 
     def _rest(self, part: Part) -> Played:
         """What forward does in layers that run again, beyond what backward needs of it."""

@@ -12,8 +12,8 @@ from autoshard.cluster.cluster import Cluster
 @dataclass(frozen=True)
 class Figures:
     """efficiency: device -> part of the peak that the best product alone reaches. sustained: part of that in
-    training, hour after hour, on all devices. depth: see `Kernels`; traffic, attention, attention_backward:
-    likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links
+    training, hour after hour, on all devices. depth: see `Kernels`; traffic, attention, attention_backward,
+    narrow: likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links
     within the outermost level, and on it."""
 
     efficiency: Mapping[str, float] = field(hash=False)
@@ -22,6 +22,7 @@ class Figures:
     traffic: float = 0.8
     attention: float = 0.55
     attention_backward: float = 0.45
+    narrow: float = 0.75
     overlap: float = 0.8
     inside: float = 0.75
     outside: float = 0.8
@@ -35,6 +36,7 @@ SPREAD: Mapping[str, float] = {
     "traffic": 0.12,
     "attention": 0.25,
     "attention_backward": 0.25,
+    "narrow": 0.2,
     "overlap": 0.12,
     "inside": 0.15,
     "outside": 0.25,
@@ -78,6 +80,7 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
         traffic=figures.traffic,
         attention=figures.attention,
         attention_backward=figures.attention_backward,
+        narrow=figures.narrow,
     )
     efficiency = figures.efficiency.get(device.name, device.matmul_efficiency)
     *inner, outer = cluster.levels

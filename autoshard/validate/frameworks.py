@@ -74,6 +74,8 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
     return replace(
         behaviour,
         attention_again=run.recompute == "attention",
+        # every second product (torchtitan, models/llama/parallelize_llama.py: _apply_ac_to_transformer_block)
+        products_again=0.5 if run.recompute == "ops" else 0.0,
         product_dtype="f8" if run.fp8 and "f8" in rates else "",
         tensor_overlap=behaviour.tensor_overlap or "async tp" in run.framework.lower(),
     )

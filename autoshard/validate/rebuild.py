@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
@@ -155,10 +156,10 @@ def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: Stages | None) 
     calls = layer_calls(scaled.model.folded)
     pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, stages.pipeline.chunks)
     bare = Setting(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
-    if run.recompute not in ("full", "selective"):
+    if run.recompute not in ("full", "selective", "ops"):
         # attention is one op here, and what it keeps is the simulation's to say
         return bare
-    policy = run.recompute
+    policy: Literal["selective", "full"] = "full" if run.recompute == "full" else "selective"
     return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})
 
 

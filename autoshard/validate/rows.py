@@ -14,7 +14,7 @@ from typing import Any, Literal
 from autoshard.errors import UsageError
 from autoshard.validate.flop import step_flop
 
-Recomputed = Literal["none", "attention", "selective", "full"]
+Recomputed = Literal["none", "attention", "selective", "ops", "full"]
 
 _TEXT: tuple[type, ...] = (str,)
 _WHOLE: tuple[type, ...] = (int,)
@@ -301,6 +301,8 @@ def _recompute(row: Mapping[str, Any]) -> Recomputed | None:
         return "full"
     if "attention" in text or text == "selective":
         return "attention"
+    if "op-level" in text:
+        return "ops"
     return "selective" if text.startswith("selective") else None
 
 
