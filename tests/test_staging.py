@@ -13,7 +13,9 @@ from autoshard import UsageError, api
 from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
 from autoshard.program.verify import verify
+from autoshard.schedules.registry import make
 from autoshard.search.plan_json import plan_from_json, plan_to_json
+from autoshard.simulate.pipeline import least_makespan, makespan
 
 
 def small(name: str = "llama-deep", microbatches: int = 4) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -32,6 +34,19 @@ def test_a_planned_pipeline_equals_eager(name: str) -> None:
     assert program.whole_mesh == "pp=2,dp=2"
     found = verify(program, model, (), batch, steps=2)
     assert found.ok, found.worst()
+
+
+def test_pipelines_are_compared_by_the_step_that_is_reported() -> None:
+    model, batch = small()
+    staging = autoshard.plan(model, "pp=2,dp=2", example_inputs=batch, microbatches=4).staging
+    assert staging is not None
+    pipeline = staging.pipeline
+    schedule = make(pipeline.schedule, pipeline.ranks, 4, pipeline.chunks)
+    assert staging.seconds == makespan(schedule, staging.costs)
+    assert staging.seconds >= least_makespan(schedule, staging.costs) * (1 - 1e-12)
+    assert staging.seconds == min(s for s in staging.tried.values() if s is not None)
+    assert staging.equal is not None
+    assert staging.equal >= staging.seconds
 
 
 def test_a_stored_plan_compiles_to_the_same_program() -> None:

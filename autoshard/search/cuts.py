@@ -27,6 +27,8 @@ from autoshard.search.network import Array, Indices
 
 #: the slowest stage is first sought within so many times what it takes at least
 _NEAR = 1.25
+#: steps that differ by less than this share differ by rounding alone
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,8 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
     least = table.least_bound()
     if not isfinite(least):
         return None
-    bounds = table.bounds_from(least)
+    turns = ask.microbatches * ask.chunks - 1
+    bounds = [least]
     known: dict[int, tuple[float, Stages]] = {}
 
     def at(k: int) -> tuple[float, Stages]:
@@ -106,6 +109,9 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
             known[k] = (sum(times), Stages(ends, step_seconds(times, ask), max(times)))
         return known[k]
 
+    # with a slower stage than this, even stages that send nothing make no better step
+    room = at(0)[1].seconds * (1 + _ROUNDING) - table.work / ask.chunks
+    bounds += [x for x in table.bounds_above(least) if turns * x <= room]
     last = len(bounds) - 1
     best = min((at(0)[1], at(last)[1]), key=lambda s: s.seconds)
     waiting = [(0, last)]
@@ -114,7 +120,6 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
         if high - low < 2:
             continue
         # a looser bound never adds to the sum, so nothing between the two is below this
-        turns = ask.microbatches * ask.chunks - 1
         floor = turns * bounds[low + 1] + at(high)[0] / ask.chunks
         if floor >= best.seconds or at(low)[0] <= at(high)[0]:
             continue
@@ -164,8 +169,8 @@ class _Table:
 
     def least_bound(self) -> float:
         """The least possible slowest stage; inf if no stages fit the memory."""
-        work = self.line.forward + self.line.backward
-        floor = max(float(work.sum()) / self.ask.stages, float(work.max()))
+        heaviest = float((self.line.forward + self.line.backward).max())
+        floor = max(self.work / self.ask.stages, heaviest)
         least = self._least_within(_NEAR * floor)
         return least if isfinite(least) else self._least_within(inf)
 
@@ -177,9 +182,14 @@ class _Table:
             best = np.min(np.maximum(runs.before(best), runs.of(stage)), axis=1)
         return float(best[-1])
 
-    def bounds_from(self, least: float) -> Sequence[float]:
-        """Values that the slowest stage may have, ascending."""
-        known = np.unique(self.run[np.isfinite(self.run) & (self.run >= least)])
+    @property
+    def work(self) -> float:
+        """Seconds of all stages together, without sends."""
+        return float((self.line.forward + self.line.backward).sum())
+
+    def bounds_above(self, least: float) -> Sequence[float]:
+        """Values above ``least`` that the slowest stage may have, ascending."""
+        known = np.unique(self.run[np.isfinite(self.run) & (self.run > least)])
         return [float(x) for x in known]
 
     def cheapest(self, bound: float) -> tuple[int, ...] | None:
