@@ -15,8 +15,9 @@ class Kernels:
     multiprocessors: a product's tiles are done in waves of as many; 0: they fill the device evenly. tile:
     rows and columns of the largest tile. depth: length of the summed dim at which a product reaches half of
     its rate. attention, attention_backward: part of the peak that fused attention reaches. traffic: part of
-    the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that. narrow:
-    part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
+    the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
+    narrow: part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
+    dispatch: seconds that the host takes to issue an op, which it does ahead of the device.
     """
 
     multiprocessors: int = 0
@@ -27,6 +28,7 @@ class Kernels:
     traffic: float = 0.85
     small: float = 0.0
     narrow: float = 0.75
+    dispatch: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("attention", "attention_backward", "traffic", "narrow"):
@@ -35,7 +37,7 @@ class Kernels:
                 raise UsageError(
                     f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
                 )
-        for name in ("multiprocessors", "depth", "small"):
+        for name in ("multiprocessors", "depth", "small", "dispatch"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")

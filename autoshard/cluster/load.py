@@ -65,6 +65,7 @@ _KERNELS: Schema = {
     "traffic": (_NUMBER, False),
     "small": (_NUMBER, False),
     "narrow": (_NUMBER, False),
+    "dispatch": (_NUMBER, False),
     "source": _SOURCE,
 }
 _LEVEL: Schema = {

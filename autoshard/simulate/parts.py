@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
+from autoshard.cluster.cluster import Device
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.program.program import Program
@@ -24,18 +25,18 @@ AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
 class Parts:
     """Plays the parts of a program on one rank of each stage.
 
-    price: seconds of work on it. overlap: see `Habits`.
+    price: seconds of work on the device.
     """
 
     def __init__(
-        self, program: Program, sheets: Sheets, price: Price, overlap: float, behaviour: Behaviour
+        self, program: Program, sheets: Sheets, price: Price, device: Device, behaviour: Behaviour
     ) -> None:
         self.program, self.sheets, self.behaviour = program, sheets, behaviour
         grads = (p.type.dtype for p in program.signature.ports if p.kind == "param" and p.type.is_float)
         own, wanted = next(grads, "f32"), behaviour.gradient_dtype
         widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
         self.widen = widen
-        self.player = self._player(price, overlap)
+        self.player = self._player(price, device)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")
         self.ports = frozenset(p.name for p in program.signature.ports)
@@ -43,17 +44,23 @@ class Parts:
         self._keys: dict[tuple[int, ...], int] = {}
         self._numbers: dict[Hashable, int] = {}
 
-    def _player(self, price: Price, overlap: float) -> Player:
+    def _player(self, price: Price, device: Device) -> Player:
         how = self.behaviour
-        habits = Habits(how.gathers_overlap, how.gradients_overlap, how.tensor_overlap, overlap)
+        habits = Habits(
+            how.gathers_overlap,
+            how.gradients_overlap,
+            how.tensor_overlap,
+            device.overlap,
+            device.kernels.dispatch,
+        )
         return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen)
 
-    def repriced(self, price: Price, overlap: float) -> Parts:
+    def repriced(self, price: Price, device: Device) -> Parts:
         """The same work at other prices."""
         made = copy(self)
         made.__dict__.pop("all", None)
         made._alike = {}
-        made.player = made._player(price, overlap)
+        made.player = made._player(price, device)
         return made
 
     @cached_property

@@ -86,8 +86,7 @@ class StagePrices:
         self.schedule = schedule_of(program)
         self.pricer = Pricer(program, cluster, rank, self.behaviour)
         self.sheets = Sheets(program, self.behaviour, rank)
-        overlap = cluster.device.overlap
-        self.parts = Parts(program, self.sheets, self.pricer.price, overlap, self.behaviour)
+        self.parts = Parts(program, self.sheets, self.pricer.price, cluster.device, self.behaviour)
         self.whole = Mesh.parse(program.whole_mesh)
         self.stages_of = tuple(
             tuple(s for s, owner in enumerate(self.schedule.owner) if owner == rank)
@@ -102,7 +101,7 @@ class StagePrices:
             made.__dict__.pop(name, None)
         made.cluster = cluster
         made.pricer = Pricer(self.program, cluster, self.rank, self.behaviour)
-        made.parts = self.parts.repriced(made.pricer.price, cluster.device.overlap)
+        made.parts = self.parts.repriced(made.pricer.price, cluster.device)
         return made
 
     # -- time ------------------------------------------------------------------------------------------

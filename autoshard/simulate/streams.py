@@ -110,13 +110,15 @@ class Habits:
     computed, else after all of a part. beside: messages of activations run in a part per rank, each beside
     the product of the part before (Wang et al., ASPLOS 2023), so that one part of them is exposed. overlap:
     part of the time of messages beside computing that costs the computing nothing (their kernels take
-    multiprocessors and bandwidth from it).
+    multiprocessors and bandwidth from it). dispatch: seconds that the host takes to issue a task, ahead of
+    the device, from the start of a part on.
     """
 
     ahead: bool = True
     behind: bool = True
     beside: bool = False
     overlap: float = 1.0
+    dispatch: float = 0.0
 
 
 class Player:
@@ -186,6 +188,7 @@ class _Run:
         self.cover = _Cover()
         self.spans: list[Span] | None = [] if spans else None
         self.steps = 0
+        self.host = 0.0
 
     def step(self, step: Step, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
         number, habits, free, ready = self.steps, self.habits, self.free, self.ready
@@ -199,7 +202,8 @@ class _Run:
         for k, task in enumerate(timed):
             stream, after, inputs = task.stream, task.after, task.inputs
             cost = task.cost
-            start = free[stream]
+            self.host += habits.dispatch
+            start = max(free[stream], self.host)
             for d in after:
                 if end[d] > start:
                     start = end[d]
@@ -247,11 +251,13 @@ class _Run:
         behind = self.cover.both(len(axes))
         hidden = sum(behind)
         total = max(self.free) + (1.0 - self.habits.overlap) * hidden
-        talk = max(0.0, total - compute)
         # what is bare of every axis, and what it costs the computing beside it
         bare = [a - self.habits.overlap * b for a, b in zip(axes, behind, strict=True)]
+        talk = min(max(0.0, total - compute), sum(bare))
         share = talk / sum(bare) if sum(bare) > 0 else 0.0
-        return Played(total, compute, tuple(b * share for b in bare), hidden, tuple(self.spans or ()))
+        # a device that waits for its host is computing as well as it can
+        exposed = tuple(b * share for b in bare)
+        return Played(total, total - talk, exposed, hidden, tuple(self.spans or ()))
 
 
 class _Cover:

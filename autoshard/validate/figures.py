@@ -13,8 +13,8 @@ from autoshard.cluster.cluster import Cluster
 class Figures:
     """efficiency: device -> part of the peak that the best product alone reaches. sustained: part of that in
     training, hour after hour, on all devices. depth: see `Kernels`; traffic, attention, attention_backward,
-    narrow: likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links
-    within the outermost level, and on it."""
+    narrow, dispatch: likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives
+    reach on links within the outermost level, and on it."""
 
     efficiency: Mapping[str, float] = field(hash=False)
     sustained: float = 0.9
@@ -23,6 +23,7 @@ class Figures:
     attention: float = 0.55
     attention_backward: float = 0.45
     narrow: float = 0.75
+    dispatch: float = 6e-6
     overlap: float = 0.8
     inside: float = 0.75
     outside: float = 0.8
@@ -37,12 +38,13 @@ SPREAD: Mapping[str, float] = {
     "attention": 0.25,
     "attention_backward": 0.25,
     "narrow": 0.2,
+    "dispatch": 0.5,
     "overlap": 0.12,
     "inside": 0.15,
     "outside": 0.25,
 }
 #: figures that are not parts of a whole
-_FREE = frozenset(("depth",))
+_FREE = frozenset(("depth", "dispatch"))
 
 
 def names_of(figures: Figures) -> list[tuple[str, str]]:
@@ -81,6 +83,7 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
         attention=figures.attention,
         attention_backward=figures.attention_backward,
         narrow=figures.narrow,
+        dispatch=figures.dispatch,
     )
     efficiency = figures.efficiency.get(device.name, device.matmul_efficiency)
     *inner, outer = cluster.levels
