@@ -17,10 +17,14 @@ from typer.testing import CliRunner
 from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cli.simulate import tokens_of
-from autoshard.cluster import load_cluster
+from autoshard.cluster import Mesh, load_cluster
 from autoshard.cluster.cluster import Device
 from autoshard.cluster.kernels import Kernels
+from autoshard.cluster.load import parse_cluster
+from autoshard.cluster.measured import KINDS
+from autoshard.cost.collective import _FORMULAS, seconds
 from autoshard.cost.kernel_time import product_seconds, traffic_seconds
+from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
@@ -265,3 +269,58 @@ def test_numbers_of_tokens() -> None:
     for text in ("", "b", "nan", "inf", "0"):
         with pytest.raises(UsageError):
             tokens_of(text)
+
+
+# -- measured collectives ---------------------------------------------------------------------------------
+
+LEVEL = """
+name = "mine"
+[device]
+name = "d"
+memory_bytes = 1
+peak_flops = { f32 = 1.0 }
+memory_bandwidth = 1.0
+matmul_efficiency = 1.0
+launch_overhead = 0.0
+[[level]]
+name = "near"
+size = 4
+latency = 1e-6
+bandwidth = 1e9
+[[level.measured]]
+kind = "all_reduce"
+ranks = 4
+bytes = [1000, 100000]
+seconds = [1e-4, 1e-3]
+[[level]]
+name = "far"
+latency = 1e-5
+bandwidth = 1e8
+"""
+
+
+def test_a_measured_collective_costs_what_was_measured() -> None:
+    cluster = parse_cluster(LEVEL, where="here")
+    near, far = link_of(cluster, Mesh.parse("tp=4"), 0), link_of(cluster, Mesh.parse("dp=8"), 0)
+    sizes = {10: 1e-4, 1000: 1e-4, 10_000: 10**-3.5, 100_000: 1e-3, 199_000: 1.9e-3}
+    for nbytes, expected in sizes.items():
+        assert seconds("all_reduce", nbytes, near) == pytest.approx(expected)
+    assert seconds("all_reduce", 0, near) == 0
+    plain = replace(near, measured=())
+    assert seconds("all_gather", 10_000, near) == seconds("all_gather", 10_000, plain)
+    assert far.measured == () and link_of(cluster, Mesh.parse("tp=2"), 0).measured == ()
+    assert tuple(_FORMULAS) == KINDS
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[1000, 100000]", "[1000, 100]", "not in order"),
+        ("[1e-4, 1e-3]", "[1e-4]", "not complete"),
+        ('"all_reduce"', '"all_reduced"', "there is no collective"),
+        ("[1e-4, 1e-3]", '["a", 1]', "lists of numbers"),
+    ],
+)
+def test_bad_tables(old: str, new: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse_cluster(LEVEL.replace(old, new), where="here")

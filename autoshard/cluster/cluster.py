@@ -9,6 +9,7 @@ from math import gcd, isfinite
 
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
+from autoshard.cluster.measured import Measured
 from autoshard.errors import UsageError
 
 #: Part of a device's memory that a plan may fill. The rest goes to the CUDA or HIP context
@@ -63,6 +64,8 @@ class Level:
     size: devices per group of this level, None for all. latency: seconds per message. bandwidth: bytes/s
     in one direction that a device gets if the link is its own. shared_by: neighbouring devices (by rank)
     that share one such link; used all at once, each gets ``bandwidth / shared_by``.
+    efficiency: part of all that collectives reach. measured: collectives that were timed on this level, for
+    which the table counts instead of the formula.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Level:
     bandwidth: float
     shared_by: int = 1
     efficiency: float = 1.0
+    measured: tuple[Measured, ...] = ()
 
     @property
     def reached(self) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 from autoshard.cluster.cluster import OVERLAP, Cluster, Device, Level
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
+from autoshard.cluster.measured import KINDS, Measured
 from autoshard.errors import UsageError
 from autoshard.ir.types import DTYPES
 
@@ -68,6 +69,14 @@ _KERNELS: Schema = {
     "dispatch": (_NUMBER, False),
     "source": _SOURCE,
 }
+_MEASURED: Schema = {
+    "kind": ((str,), True),
+    "ranks": ((int,), True),
+    "bytes": ((list,), True),
+    "seconds": ((list,), True),
+    "source": _SOURCE,
+}
+_MEASURED_HINT = "write [[level.measured]] with kind, ranks, bytes = [...] and seconds = [...]"
 _LEVEL: Schema = {
     "name": ((str,), True),
     "size": ((int,), False),
@@ -75,6 +84,7 @@ _LEVEL: Schema = {
     "bandwidth": (_NUMBER, True),
     "shared_by": ((int,), False),
     "efficiency": (_NUMBER, False),
+    "measured": ((list,), False),
     "source": _SOURCE,
 }
 _GROUP_HINT = "each [[group]] has its own device; its figures stand under [group.device]"
@@ -232,6 +242,25 @@ def _level(table: object, where: str) -> Level:
         bandwidth=float(table["bandwidth"]),
         shared_by=table.get("shared_by", 1),
         efficiency=float(table.get("efficiency", 1.0)),
+        measured=tuple(
+            _measured(each, f"{where}, measured {number}")
+            for number, each in enumerate(table.get("measured", ()), 1)
+        ),
+    )
+
+
+def _measured(table: object, where: str) -> Measured:
+    if not isinstance(table, dict):
+        raise UsageError("a measured collective is not a table", where=where, hint=_MEASURED_HINT)
+    _check(table, _MEASURED, where)
+    if not all(map(_is_number, (*table["bytes"], *table["seconds"]))):
+        raise UsageError("bytes and seconds are lists of numbers", where=where, hint=_MEASURED_HINT)
+    if table["kind"] not in KINDS:
+        raise UsageError(
+            f"there is no collective {table['kind']!r}", where=where, hint=nearest(table["kind"], KINDS)
+        )
+    return Measured(
+        table["kind"], table["ranks"], tuple(map(int, table["bytes"])), tuple(map(float, table["seconds"]))
     )
 
 

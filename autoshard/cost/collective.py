@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cluster.load import nearest
+from autoshard.cluster.measured import KINDS
 from autoshard.cost.link import AxisLink, link_of
 from autoshard.errors import UsageError
 
@@ -34,12 +35,14 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
 
     nbytes is the size on one rank of the whole tensor: all_gather: of the gathered result; reduce_scatter:
     of the input; all_reduce and broadcast: of the tensor; all_to_all: of the local input; send: of the
-    message. It may be an array.
+    message. It may be an array. A kind that was timed on the link costs what was measured.
     """
     if kind not in _FORMULAS:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
     n = np.asarray(nbytes, dtype=np.float64)
-    result = np.where(n > 0, _FORMULAS[kind](n, link), 0.0) if link.size > 1 else np.zeros_like(n)
+    timed = next((table.at for table in link.measured if table.kind == kind), None)
+    found = _FORMULAS[kind](n, link) if timed is None else timed(n)
+    result = np.where(n > 0, found, 0.0) if link.size > 1 else np.zeros_like(n)
     return result if isinstance(nbytes, np.ndarray) else float(result)
 
 
@@ -105,4 +108,3 @@ _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
     "broadcast": _broadcast,
     "send": _send,
 }
-KINDS = tuple(_FORMULAS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, lcm
 from typing import TypeAlias
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cluster.cluster import Cluster, Level
+from autoshard.cluster.measured import Measured
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 
@@ -23,7 +25,8 @@ class AxisLink:
     latency: seconds per message. bandwidth: bytes/s in one direction between two neighbouring parts of a
     ring through the group. size: ranks in a group. device_bandwidth: bytes/s in one direction of one rank
     alone over the slowest level crossed (None: equal to ``bandwidth``). local: ranks of the group on the
-    same side of that level, which together make up the bandwidth of the ring.
+    same side of that level, which together make up the bandwidth of the ring. measured: collectives of such
+    groups that were timed.
     """
 
     latency: float
@@ -31,6 +34,7 @@ class AxisLink:
     size: int
     device_bandwidth: float | None = None
     local: int = 1
+    measured: tuple[Measured, ...] = ()
 
     @property
     def alone(self) -> float:
@@ -88,7 +92,16 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
     if cluster.links is not None and cluster.links.latency is not None:
         assert rows is not None
         latency = float(cluster.links.latency[rows, np.roll(rows, -1, axis=1)].max())
-    return AxisLink(latency, share * local, size, share, local)
+    return AxisLink(latency, share * local, size, share, local, _tables(crossed, size))
+
+
+def _tables(crossed: Sequence[Sequence[_Crossed]], size: int) -> tuple[Measured, ...]:
+    """What was timed among as many ranks of the only level that groups of an axis cross."""
+    levels = {each.level.name: each.level for part in crossed for each in part}
+    if len(levels) != 1:
+        return ()
+    (level,) = levels.values()
+    return tuple(table for table in level.measured if table.ranks == size)
 
 
 def _in_closed_form(cluster: Cluster, mesh: Mesh, axis: int) -> list[list[_Crossed]] | None:
