@@ -101,6 +101,7 @@ class _Main:
         self.lowered, self.segments, self.found, self.ends = lowered, segments, found, ends
         self.values = dict(lowered.values)
         self.buckets: dict[tuple[int, str, str], _Bucket] = {}
+        self.waiting: set[tuple[int, str]] = set()
         self.messages: dict[int, list[Instruction]] = {}
 
     def part(self, part: Part) -> list[Instruction]:
@@ -138,7 +139,10 @@ class _Main:
         return replace(call, outs=tuple(outs))
 
     def _wait(self, stage: int, axis: str, source: str, reduced: str) -> None:
-        """Put a reduction into the message that is being filled."""
+        """Put a reduction into the message that is being filled; once, if every slice adds a term to it."""
+        if (stage, reduced) in self.waiting:
+            return
+        self.waiting.add((stage, reduced))
         type_ = self.values[reduced].type
         key = (stage, axis, type_.dtype)
         bucket = self.buckets.setdefault(key, _Bucket())
