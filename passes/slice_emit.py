@@ -9,6 +9,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement
+from autoshard.passes.insert_collectives import collective_node
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, Way
 from autoshard.passes.slice_values import cut, join, sliced_value, total, whole_along
 from autoshard.placement import Placement, R, Shard, local_extent
@@ -42,7 +43,7 @@ class Namer:
 class Group:
     """What one part takes over of one instruction of main.
 
-    given, made: values by their names inside -> in main. values: what they are. why: name of a node -> the
+    given, made: values by their names inside -> in main. names: the other way. values: what they are. why: name of a node -> the
     reason shown beside it.
     """
 
@@ -51,6 +52,7 @@ class Group:
     nodes: list[Node] = field(default_factory=list)
     given: dict[str, str] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
     values: dict[str, Placed] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
@@ -60,13 +62,17 @@ class Setting:
     """What is the same for all slices.
 
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
-    divided. summed: gradients of which every slice makes a term under their own name. outer: names in main.
+    divided. summed: gradients of which every slice makes a term under their own name. moved: value -> what a
+    rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> that of forward.
+    outer: names in main.
     """
 
     slices: int
     values: Mapping[str, Placed]
     of: Mapping[str, Placement]
     summed: frozenset[str]
+    moved: Mapping[str, str]
+    again: Mapping[str, str]
     rules: Mapping[str, RuleFn]
     mesh: MeshShape
     outer: Namer
@@ -76,7 +82,11 @@ class Setting:
 
     def sliced(self, value: str, placed: Placement) -> Placed:
         """What a slice of a value is."""
-        return sliced_value(self.values[value], placed, self.slices, self.mesh.sizes, value)
+        return self.sliced_as(self.values[value], placed, value)
+
+    def sliced_as(self, have: Placed, placed: Placement, value: str) -> Placed:
+        """What a slice of a value is that lies in another layout."""
+        return sliced_value(have, placed, self.slices, self.mesh.sizes, value)
 
 
 class Emitter:
@@ -127,9 +137,16 @@ class Emitter:
         self.have.add(value)
         if not isinstance(placed, Shard):
             return total(parts, made, add)
-        have = self.of.sliced(value, placed)
-        self._check_along(value, made, placed)
-        return join(parts, have, placed, made, add)
+        have, bare = self.of.sliced(value, placed), whole_along(made, placed)
+        if bare == made:
+            return join(parts, have, placed, made, add)
+        part = self.of.sliced_as(bare, placed, value)
+        gathered = [self._move(p, have, part, inner, value, f"_all{k}") for k, p in enumerate(parts)]
+
+        def beside(op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
+            return self._added(inner, value, op, args, what, f"_whole{end}_all")
+
+        return self._move(join(gathered, part, placed, bare, beside), bare, made, inner, value, "")
 
     def own(self, inner: str, value: str, number: int) -> str:
         """Slice ``number`` of a value that is made slice by slice."""
@@ -150,33 +167,55 @@ class Emitter:
         name = self.inner(inner, end)
         if name in self.group.made:
             return name
-        have = self.of.values[value]
-        self._check_along(value, have, placed)
+        have, made = self.of.values[value], self.of.sliced(value, placed)
+        bare = whole_along(have, placed)
+        if bare != have and value in self.of.moved:
+            source = self.of.moved[value]
+            part = self.piece(self.inner(inner, "_before"), source, placed, number)
+            return self._move(part, self.of.sliced(source, placed), made, inner, value, end)
+        deep = "" if bare == have else "_all"
 
         def add(op: str, args: tuple[Arg, ...], what: Placed, part: str) -> str:
-            return self._added(inner, value, op, args, what, end + part)
+            return self._added(inner, value, op, args, what, end + part + deep)
 
-        source = self.whole(inner, value)
-        return cut(source, have, placed, number, self.of.sliced(value, placed), self.of.slices, add)
+        whole = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
+        as_cut = self.of.sliced_as(bare, placed, value)
+        part = cut(whole, bare, placed, number, as_cut, self.of.slices, add)
+        return self._move(part, as_cut, made, inner, value, end)
 
-    def _check_along(self, value: str, have: Placed, placed: Shard) -> None:
-        if not whole_along(have.layout, placed, have.type):
-            raise UsageError(
-                f"{value} is divided along the sequence over an axis of the mesh and in slices at once",
-                where=self.node.origin.source or self.node.origin.fqn,
-                why="a rank does not hold whole slices of it",
-                hint="pin it whole on that axis, or use a schedule without slices",
-            )
+    def _move(self, name: str, have: Placed, want: Placed, inner: str, value: str, end: str) -> str:
+        """Bring a value into another layout: what is divided over axes together, then what is whole apart."""
+        at = have.layout
+        axes = [k for k in reversed(range(len(at))) if isinstance(at[k], Shard) and want.layout[k] == R]
+        axes += [k for k in range(len(at)) if at[k] == R and isinstance(want.layout[k], Shard)]
+        for k in axes:
+            target = (*at[:k], want.layout[k], *at[k + 1 :])
+            kind = "all_gather" if want.layout[k] == R else "slice"
+            last = end if k == axes[-1] else f"{end}_{self.of.mesh.names[k]}"
+            own = self.inner(inner, last)
+            if own not in self.group.made:
+                origin, backward = self.node.origin, self.statement.backward
+                layouts = (at, target)
+                node = collective_node(
+                    self.of.mesh, kind, k, name, have.type, layouts, own, origin, backward
+                )
+                self.group.nodes.append(node)
+                self._made(own, self.of.outer(value, last), Placed(have.type, target))
+            name, at = own, target
+        assert at == want.layout, (at, want.layout)
+        return name
 
     def _given(self, inner: str, value: str, what: Placed) -> str:
-        """A value that is there: made in this group, or given to it."""
-        if inner not in self.group.made:
+        """A value that is there: made in this group, or given to it; under its name there."""
+        if value not in self.group.names:
+            self.group.names[value] = inner
             self.group.given[inner] = value
             self.group.values[inner] = what
-        return inner
+        return self.group.names[value]
 
     def _made(self, inner: str, value: str, what: Placed | None) -> None:
         self.group.made[inner] = value
+        self.group.names[value] = inner
         if what is not None:
             self.group.values[inner] = what
 
@@ -228,7 +267,7 @@ class Emitter:
         """The call as it is for a slice: its sizes and offsets."""
         fn = self.of.rules.get(self.node.op)
         if fn is None:
-            return self.node  # a collective
+            return self._collective(way)
         ins = tuple(self.of.values[v].type for v in self.statement.uses)
         localizer = fn(self.node, ins).local
         if localizer is None:
@@ -248,10 +287,26 @@ class Emitter:
         kwargs = tuple((k, _numbers(v, self.of.slices, number)) for k, v in local.kwargs)
         return Node(local.op, args, kwargs, local.outs, local.types, local.origin, local.backward)
 
+    def _collective(self, way: Way) -> Node:
+        """A collective of a slice: it counts other blocks and sizes."""
+        node, kind = self.node, self.node.op.split(".")[1]
+        (inner,), (source,), (made,) = refs_of(node), self.statement.uses, self.statement.makes
+        if kind == "all_reduce":
+            return node
+        before, after = self.of.sliced(source, way.inputs[0]), self.of.sliced(made, way.inputs[0])
+        axis = self.of.mesh.names.index(node.args[1])
+        layouts = (before.layout, after.layout)
+        return collective_node(
+            self.of.mesh, kind, axis, inner, after.type, layouts, made, node.origin, node.backward
+        )
+
     # -- attention ---------------------------------------------------------------------------------------
 
     def _seen(self, inner: str, value: str, number: int) -> str:
         """Keys or values up to a slice."""
+        if value in self.of.again:
+            # what backward makes again of a slice comes too late for the slices behind it
+            inner, value = self.inner(inner, "_kept"), self.of.again[value]
         if number == 0:
             return self.piece(inner, value, POSITIONS, 0)
         end = f"_to{number}"

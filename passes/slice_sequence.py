@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Graph, Joint, Node
+from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
-from autoshard.ir.statements import Statement, by_part, statements_of
+from autoshard.ir.statements import Statement, by_part, repeats_of, statements_of
 from autoshard.passes.slice_emit import Emitter, Group, Namer, Setting
 from autoshard.passes.slice_places import places_of
 from autoshard.placement import P, R
@@ -58,7 +58,11 @@ class _Slicer:
         #: results that are put together of their slices
         self.joined = {v for _, v in pairs if places.of.get(v, R) != R} - summed
         outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
-        self.setting = Setting(slices, self.whole.values, places.of, summed, rules, mesh, outer)
+        moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == "comm.slice.default"}
+        again = {v: f for v, f in repeats_of(self.whole).items() if places.of.get(f) == places.of.get(v)}
+        self.setting = Setting(
+            slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer
+        )
         self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
         self.groups: list[Group] = []
         self.parts: list[Part] = []
@@ -106,8 +110,7 @@ class _Slicer:
     # -- the new program ---------------------------------------------------------------------------------
 
     def _built(self) -> Lowered:
-        wanted = {g for group in self.groups for g in group.given.values()}.union(self.whole.results)
-        made = _Made(self.lowered, wanted)
+        made = _Made(self.lowered, _only_wanted(self.groups, set(self.whole.results)))
         of_part: dict[int, list[Group]] = {}
         for group in self.groups:
             of_part.setdefault(group.part, []).append(group)
@@ -134,6 +137,24 @@ class _Slicer:
         return {n for n in self.lowered.values if n not in made}
 
 
+def _only_wanted(groups: Sequence[Group], results: set[str]) -> set[str]:
+    """The values that leave their group; whatever makes nothing that is used is dropped from the groups."""
+    wanted = set(results)
+    for group in reversed(groups):
+        needed = {inner for inner, value in group.made.items() if value in wanted}
+        nodes: list[Node] = []
+        for node in reversed(group.nodes):
+            if not needed.isdisjoint(node.outs):
+                nodes.append(node)
+                needed.update(refs_of(node))
+        group.nodes = nodes[::-1]
+        known = {*needed, *(o for node in nodes for o in node.outs)}
+        group.given = {inner: value for inner, value in group.given.items() if inner in known}
+        group.values = {inner: placed for inner, placed in group.values.items() if inner in known}
+        wanted.update(group.given.values())
+    return wanted
+
+
 class _Made:
     """Groups as calls; those that are alike call one segment."""
 
@@ -147,7 +168,11 @@ class _Made:
         instruction = self.lowered.main[group.item]
         if isinstance(instruction, Node):
             self.values |= {group.made[n]: v for n, v in group.values.items() if n in group.made}
-            return list(group.nodes)
+            outer = {**group.given, **group.made}
+            return [
+                replace(substitute(n, lambda r: Ref(outer[r])), outs=tuple(outer[o] for o in n.outs))
+                for n in group.nodes
+            ]
         outs = {inner: value for inner, value in group.made.items() if value in self.wanted}
         if not outs:
             return []
@@ -160,6 +185,7 @@ class _Made:
     def _segment(self, call: Call, group: Group, outs: tuple[str, ...]) -> str:
         nodes, inputs = tuple(group.nodes), tuple(group.given)
         layouts = {name: placed.layout for name, placed in group.values.items()}
+        why = {node.name: group.why[node.name] for node in nodes if node.name in group.why}
         key = (call.segment, nodes, inputs, outs, tuple(layouts.items()))
         if key not in self.known:
             name, k = call.segment, 1
@@ -167,6 +193,6 @@ class _Made:
                 k += 1
                 name = f"{call.segment}_{k}"
             graph = Graph(name, tuple((n, group.values[n].type) for n in inputs), nodes, outs)
-            self.segments[name] = LoweredSegment(graph, layouts, dict(group.why))
+            self.segments[name] = LoweredSegment(graph, layouts, why)
             self.known[key] = name
         return self.known[key]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
-from autoshard.placement import Layout, Placement, Shard, layout_ok, local_shape
+from autoshard.placement import Layout, Placement, R, Shard, layout_ok, local_shape
 
 #: adds a node: (op, arguments, what it makes, the end of its name) -> the name of what it makes
 Add: TypeAlias = "Callable[[str, tuple[Arg, ...], Placed, str], str]"
@@ -66,16 +66,17 @@ def _inside(p: Placement, placed: Shard, type_: TensorType, slices: int) -> Plac
     return p if p.outer == placed.outer and middle % slices == 0 else None
 
 
-def whole_along(layout: Layout, placed: Shard, type_: TensorType) -> bool:
-    """Whether no axis of the mesh divides the sequence itself, so that every rank can cut what it has."""
-    middle = type_.shape[placed.dim] // placed.outer
-    for p in layout:
+def whole_along(value: Placed, placed: Shard) -> Placed:
+    """The value as every rank can cut it: whole on those axes of the mesh that divide the sequence itself."""
+    middle = value.type.shape[placed.dim] // placed.outer
+
+    def apart(p: Placement) -> bool:
         if not isinstance(p, Shard) or p.dim != placed.dim:
-            continue
+            return True
         outside = p.outer < placed.outer and placed.outer % p.outer == 0
-        if not outside and p.outer % (placed.outer * middle):
-            return False
-    return True
+        return outside or p.outer % (placed.outer * middle) == 0
+
+    return Placed(value.type, tuple(p if apart(p) else R for p in value.layout))
 
 
 def cut(value: str, have: Placed, placed: Shard, number: int, made: Placed, slices: int, add: Add) -> str:
