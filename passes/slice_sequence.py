@@ -19,7 +19,7 @@ from dataclasses import replace
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
-from autoshard.ir.statements import Statement, by_part, repeats_of, statements_of
+from autoshard.ir.statements import Statement, Statements, by_part, repeats_of, statements_of
 from autoshard.passes.slice_emit import Emitter, Group, Namer, Setting
 from autoshard.passes.slice_places import places_of
 from autoshard.placement import P, R
@@ -51,10 +51,9 @@ class _Slicer:
         self.whole = statements_of(lowered)
         places = places_of(self.whole, joint, rules, slices)
         self.ways = {id(s): w for s, w in zip(self.whole.all, places.ways, strict=True)}
-        used = {v for s in self.whole.all for v in s.uses}
         pairs = list(zip(joint.results, self.whole.results, strict=True))
-        terms = {v for r, v in pairs if r.kind == "grad" and places.of.get(v) == P}
-        summed = frozenset(terms - used)
+        grads = {v for r, v in pairs if r.kind == "grad" and places.of.get(v) == P}
+        summed = _summed(self.whole, grads)
         #: results that are put together of their slices
         self.joined = {v for _, v in pairs if places.of.get(v, R) != R} - summed
         outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
@@ -135,6 +134,24 @@ class _Slicer:
         """What the program is given, and results that are among it."""
         made = {v for s in self.whole.all for v in s.makes}
         return {n for n in self.lowered.values if n not in made}
+
+
+def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:
+    """Gradients of which slices make terms, and what the last reductions over an axis make them of.
+
+    These reductions run after the sum, once a step (`passes/defer_reductions.py`).
+    """
+    # several stages may hold a parameter, and make what is added up under the same names
+    users: dict[str, set[tuple[str, ...]]] = {}
+    for statement in whole.all:
+        for value in statement.uses:
+            users.setdefault(value, set()).add(statement.makes)
+    found = {v for v in grads if v not in users}
+    for statement in whole.all:
+        last = statement.node.op == "comm.all_reduce.default" and statement.makes[0] in found
+        if last and len(users[statement.uses[0]]) == 1:
+            found.add(statement.uses[0])
+    return frozenset(found)
 
 
 def _only_wanted(groups: Sequence[Group], results: set[str]) -> set[str]:
