@@ -29,7 +29,7 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import Lowering, check_slices
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
@@ -125,6 +125,7 @@ def plan(
     schedule: str = "",
     chunks: int | None = None,
     microbatches: int | None = None,
+    slices: int | None = None,
     rivals: bool = False,
     replicate_unknown: bool = False,
     rules: Rules = None,
@@ -146,7 +147,8 @@ def plan(
     decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. schedule, chunks, microbatches: of
     a pipeline, chosen where not given (see `autoshard.schedules`); a mesh with a ``pp`` axis divides the
     model into stages, a cluster may be searched for one, too, and without ``global_batch`` the batch of the
-    example inputs is then that of a whole step. rivals: also price what a user
+    example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
+    is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
     rules: the user's own (see `autoshard.rule`).
 
@@ -171,7 +173,7 @@ def plan(
         tactics=_tactics(tactics, where),
     )
     source = Source(model, args, kwargs, replicate_unknown, rules)
-    pipes = PipeAsk(schedule, chunks, microbatches)
+    pipes = PipeAsk(schedule, chunks, microbatches, slices)
     analysis = source.analysed(say)
     planned = plan_analysed(
         analysis,
@@ -234,6 +236,10 @@ def plan_analysed(
     staging = None
     if settled.configuration.pipe.ranks > 1:
         say("cutting the pipeline")
+        slices = settled.configuration.pipe.slices
+        if slices > 1:
+            how = _lowering(settled, analysis, cluster, ask)
+            check_slices(settled.posed.model.folded, how, slices)
         settled, staging = _fitting(settled, ask, lambda found: cut(found, fixed=fixed))
     best = explain(
         settled,
@@ -264,12 +270,17 @@ def _fitting(settled: Settled, ask: Ask, cut: Callable[[Settled], Staging]) -> t
 
 def _staged(settled: Settled, analysis: Analysis, cluster: Cluster, ask: Ask, *, fixed: bool) -> Staging:
     """The model at the microbatch of a solution, placed by it and cut."""
-    plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget, reasons=False)
-    model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
-    shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-    how = Lowering(model.flow, plan, shape, prices.plain, analysis.table)
+    how, folded = _lowering(settled, analysis, cluster, ask), settled.posed.model.folded
     whole = microbatch_seconds(settled.placed)
-    return staged(model.folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole)
+    return staged(folded, how, cluster, ask.recipe, ask.budget, fixed=fixed, microbatch=whole)
+
+
+def _lowering(settled: Settled, analysis: Analysis, cluster: Cluster, ask: Ask) -> Lowering:
+    """How the passes place the model of a solution."""
+    plan = explain(settled, cluster, analysis.fingerprint, budget=ask.budget, reasons=False)
+    mesh = Mesh.parse(plan.mesh)
+    shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
+    return Lowering(settled.posed.model.flow, plan, shape, prices.plain, analysis.table)
 
 
 #: shares of the memory that the search is given until the stages fit
@@ -447,6 +458,7 @@ def parallelize(
     schedule: str = "",
     chunks: int | None = None,
     microbatches: int | None = None,
+    slices: int | None = None,
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
@@ -455,7 +467,7 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given. Every rank given the same arguments comes to the same
+    chosen unless given; for slices see `plan`. Every rank given the same arguments comes to the same
     plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
     """
     if model is None:
@@ -468,6 +480,7 @@ def parallelize(
             schedule=schedule,
             chunks=chunks,
             microbatches=microbatches,
+            slices=slices,
             seed=seed,
             rules=rules,
         )
@@ -480,6 +493,7 @@ def parallelize(
         "schedule": schedule,
         "chunks": chunks,
         "microbatches": microbatches,
+        "slices": slices,
         "seed": seed,
         "rules": rules,
     }

@@ -22,6 +22,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement, Statements, statements_of
 from autoshard.passes.cut_pipeline import Homes, homes_of
 from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
@@ -35,6 +36,7 @@ from autoshard.search.plan import Cut, Pipeline
 from autoshard.search.problems import layer_calls
 from autoshard.search.settle import Placed as Placement
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
+from autoshard.simulate.slices import in_slices
 
 #: places that may be cut: with more of them, those are left out where most crosses
 _PLACES = 250
@@ -146,6 +148,7 @@ class _Slots:
     ) -> None:
         self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
         self.ranks = ranks
+        self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
         inner = Mesh.parse(how.plan.mesh)
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
@@ -159,6 +162,8 @@ class _Slots:
             np.zeros(self.count) for _ in range(5)
         )
         self.update = np.zeros(self.count)
+        #: the part of forward and backward that is attention
+        self.seen, self.seen_back = np.zeros(self.count), np.zeros(self.count)
         self.makers = self._makers()
         self._seconds()
         self._kept()
@@ -175,6 +180,7 @@ class _Slots:
             factor * self.input,
             factor * self.weight,
         )
+        self.seen, self.seen_back = factor * self.seen, factor * self.seen_back
 
     def bytes_of(self, placed: Placed) -> float:
         return self.estimator.bytes_of(placed.type, placed.layout)
@@ -202,6 +208,8 @@ class _Slots:
                 self.weight[slot] += cost
             else:
                 self.input[slot] += cost
+            if statement.node.op in (ATTENTION, ATTENTION_BACKWARD):
+                (self.seen_back if statement.backward else self.seen)[slot] += cost
 
     def _placed(self) -> Iterator[tuple[int, Statement]]:
         """The ops of forward that stand in one stage, with their slots."""
@@ -296,9 +304,10 @@ class _Slots:
         stages = self.ranks * chunks
         if stages > len(self.places) + 1:
             return None
-        schedule = make(name, self.ranks, microbatches, chunks)
+        schedule = make(name, self.ranks, microbatches, chunks, self.slices)
         edges = [0, *(p + 1 for p in self.places), self.count]
-        ask = Ask(stages, microbatches, chunks, in_flight_of_stages(schedule), budget)
+        flying = tuple(-(-n // self.slices) for n in in_flight_of_stages(schedule))
+        ask = Ask(stages, microbatches, chunks, flying, budget)
         found = best_cuts(self._line(edges), ask)
         tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
         # the formula is not the simulation: what people do by hand is tried as well
@@ -330,7 +339,7 @@ class _Slots:
         if budget is not None and max(timeline.peak) > budget:
             return None
         cuts = tuple(self._cut(e) for e in ends)
-        pipeline = Pipeline(schedule.ranks, 0, schedule.name, chunks, cuts)
+        pipeline = Pipeline(schedule.ranks, 0, schedule.name, chunks, cuts, self.slices)
         return Staging(pipeline, costs, timeline, {})
 
     def costs(self, schedule: Schedule, ends: Sequence[int]) -> StageCosts:
@@ -349,8 +358,13 @@ class _Slots:
             updates[rank] += update[stage]
         whole = total(self.input + self.weight)
         parts = total(self.input), total(self.weight)
-        return StageCosts(
+        costs = StageCosts(
             total(self.forward), whole, *parts, sends, sends, held, held, tuple(base), tuple(updates)
+        )
+        if schedule.slices == 1:
+            return costs
+        return in_slices(
+            costs, total(self.seen), total(self.seen_back), self.link.latency, schedule.slices
         )
 
     def _cut(self, slot: int) -> Cut:
@@ -378,7 +392,9 @@ class _Slots:
         ends = self._alike(pipeline.stages)
         if not ends:
             return None
-        schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
+        schedule = make(
+            pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks, pipeline.slices
+        )
         return makespan(schedule, self.costs(schedule, ends))
 
 

@@ -10,6 +10,7 @@ from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
+from autoshard.ir.statements import statements_of
 from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
@@ -22,6 +23,7 @@ from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
+from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
 from autoshard.rules.core import RuleFn
@@ -70,6 +72,11 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     _watched("040_insert_collectives", lowered, watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     return _watched("045_recompute", lowered, watch)
+
+
+def check_slices(folded: Folded, how: Lowering, slices: int) -> None:
+    """UsageError, naming the op and the user's line, unless microbatches can be divided into slices."""
+    places_of(statements_of(_moved(folded, how, None)), folded.joint, how.rules, slices)
 
 
 def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:

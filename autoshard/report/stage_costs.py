@@ -83,24 +83,26 @@ class StagePrices:
     # -- time ------------------------------------------------------------------------------------------
 
     @cached_property
-    def parts(self) -> Mapping[tuple[int, Phase], SegmentCost]:
-        """(stage, phase) -> what it costs to run it once."""
+    def parts(self) -> Mapping[tuple[int, Phase, int], SegmentCost]:
+        """(stage, phase, slice) -> what it costs to run it once."""
         lowered = self.program.lowered
-        return {(p.stage, p.phase): self.pricer.priced(lowered.of(p)) for p in lowered.parts}
+        return {(p.stage, p.phase, p.slice): self.pricer.priced(lowered.of(p)) for p in lowered.parts}
 
-    def part(self, stage: int, *phases: Phase) -> SegmentCost:
-        """The cost of some phases of a stage; nothing where it has none of them."""
-        found = [self.parts[stage, phase] for phase in phases if (stage, phase) in self.parts]
+    def part(self, stage: int, *phases: Phase, slice: int = 0) -> SegmentCost:
+        """The cost of some phases of a stage, or of a slice in them; nothing where it has none of them."""
+        found = [self.parts[key] for p in phases if (key := (stage, p, slice)) in self.parts]
         return total(found) if found else SegmentCost(0.0, 0.0, 0.0, 0)
 
     @cached_property
     def costs(self) -> StageCosts:
-        count = self.schedule.stages
-        kept = [self.kept[s] for s in range(count)]
+        """For one microbatch each, or one slice of it, of which each keeps as much."""
+        count, slices = self.schedule.stages, self.schedule.slices
+        kept = [self.kept[s] for s in range(count) for _ in range(slices)]
         up, down = self.sends
 
         def each(*phases: Phase) -> tuple[float, ...]:
-            return tuple(_seconds(self.part(s, *phases)) for s in range(count))
+            units = ((s, c) for s in range(count) for c in range(slices))
+            return tuple(_seconds(self.part(s, *phases, slice=c)) for s, c in units)
 
         return StageCosts(
             forward=each("forward"),
@@ -109,11 +111,11 @@ class StagePrices:
             backward_weight=each("weight"),
             send_forward=up,
             send_backward=down,
-            held=tuple(k.held for k in kept),
-            held_weight=tuple(k.weight for k in kept),
+            held=tuple(k.held / slices for k in kept),
+            held_weight=tuple(k.weight / slices for k in kept),
             base=tuple(state.total for state in self.states),
             update=tuple(end.total for end in self.ends),
-            made_weight=tuple(k.made for k in kept),
+            made_weight=tuple(k.made / slices for k in kept),
         )
 
     @cached_property
@@ -137,8 +139,12 @@ class StagePrices:
 
     @cached_property
     def crossing(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes per microbatch that leave a rank, from stage s to s + 1, and from s + 1 to s."""
-        owner, hops = self.schedule.owner, self.schedule.stages - 1
+        """Bytes per microbatch that leave a rank, from stage s to s + 1, and from s + 1 to s.
+
+        With slices, per slice: slice c of hop s stands at s * slices + c.
+        """
+        owner, slices = self.schedule.owner, self.schedule.slices
+        hops = (self.schedule.stages - 1) * slices
         up, down = [0.0] * hops, [0.0] * hops
         sent: set[tuple[int, str, str, int]] = set()
         for wire in wires_of(self.program.lowered, {p.name for p in self.program.signature.ports}):
@@ -149,10 +155,12 @@ class StagePrices:
             sent.add(key)
             if wire.target > source:
                 way = range(source, wire.target)
-                up[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+                hop = next(s for s in way if owner[s] != owner[s + 1])
+                up[hop * slices + wire.slice] += self.size(wire.value)
             else:
                 way = range(source - 1, wire.target - 1, -1)
-                down[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+                hop = next(s for s in way if owner[s] != owner[s + 1])
+                down[hop * slices + wire.slice] += self.size(wire.value)
         return tuple(up), tuple(down)
 
     @cached_property
@@ -163,6 +171,7 @@ class StagePrices:
         links = [
             None if owner[s] == owner[s + 1] else self.link((owner[s], owner[s + 1]))
             for s in range(self.schedule.stages - 1)
+            for _ in range(self.schedule.slices)
         ]
 
         def each(sizes: Sequence[float]) -> tuple[float, ...]:

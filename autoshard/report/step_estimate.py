@@ -9,6 +9,7 @@ from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
+from autoshard.program.messages import phases_of
 from autoshard.program.program import Program
 from autoshard.report.kept import Held
 from autoshard.report.layers import layers_of_stages
@@ -118,7 +119,7 @@ class _Step:
         possible = self.timeline.makespan * world * device.peak_flops.get(dtype, device.peak_flops["f32"])
         return StepEstimate(
             self.timeline,
-            self.prices.costs,
+            self.prices.costs.per_microbatch(self.schedule.slices),
             self._spent(),
             tuple(self._stages()),
             tuple(self._rank(r) for r in range(self.schedule.ranks)),
@@ -129,7 +130,7 @@ class _Step:
     def _spent(self) -> Spent:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
-        nothing = (0.0,) * (self.schedule.stages - 1)
+        nothing = (0.0,) * len(costs.send_forward)
         at_once = makespan(self.schedule, replace(costs, send_forward=nothing, send_backward=nothing))
         run = [self._cost(a) for row in self.schedule.actions for a in row]
         busy = sum(self.timeline.busy) / ranks
@@ -142,19 +143,12 @@ class _Step:
         )
 
     def _cost(self, action: Action) -> SegmentCost:
-        match action.kind:
-            case "F":
-                return self.prices.part(action.stage, "forward")
-            case "B":
-                return self.prices.part(action.stage, "backward", "weight")
-            case "I":
-                return self.prices.part(action.stage, "backward")
-            case "W":
-                return self.prices.part(action.stage, "weight")
+        return self.prices.part(action.stage, *phases_of(action, self.schedule), slice=action.slice)
 
     def _stages(self) -> Iterable[StageRow]:
-        layers, costs = layers_of_stages(self.program), self.prices.costs
-        flying = in_flight_of_stages(self.schedule, "BI")
+        layers, slices = layers_of_stages(self.program), self.schedule.slices
+        costs = self.prices.costs.per_microbatch(slices)
+        flying = [-(-n // slices) for n in in_flight_of_stages(self.schedule, "BI")]
         for stage, owner in enumerate(self.schedule.owner):
             yield StageRow(
                 stage,

@@ -64,6 +64,27 @@ class StageCosts:
         return cls(f, b, i, w, sends, sends, held=h, held_weight=h, base=nothing, update=nothing)
 
 
+    def per_microbatch(self, slices: int) -> StageCosts:
+        """The same per stage, all slices of a microbatch together; messages one after the other."""
+
+        def summed(x: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(sum(x[k : k + slices]) for k in range(0, len(x), slices))
+
+        return StageCosts(
+            summed(self.forward),
+            summed(self.backward),
+            summed(self.backward_input),
+            summed(self.backward_weight),
+            summed(self.send_forward),
+            summed(self.send_backward),
+            summed(self.held),
+            summed(self.held_weight),
+            self.base,
+            self.update,
+            summed(self.made_weight),
+        )
+
+
 class Span(NamedTuple):
     """One action of a rank, seconds from the start of the step."""
 
