@@ -416,9 +416,7 @@ def _schedule(plan: Plan) -> Schedule | None:
     pipeline = plan.pipeline
     if pipeline is None:
         return None
-    return make(
-        pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices
-    )
+    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:

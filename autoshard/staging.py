@@ -363,9 +363,7 @@ class _Slots:
         )
         if schedule.slices == 1:
             return costs
-        return in_slices(
-            costs, total(self.seen), total(self.seen_back), self.link.latency, schedule.slices
-        )
+        return in_slices(costs, total(self.seen), total(self.seen_back), self.link.latency, schedule.slices)
 
     def _cut(self, slot: int) -> Cut:
         """The cut behind a slot, by the call it is in."""
@@ -392,9 +390,7 @@ class _Slots:
         ends = self._alike(pipeline.stages)
         if not ends:
             return None
-        schedule = make(
-            pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks, pipeline.slices
-        )
+        schedule = make(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks, pipeline.slices)
         return makespan(schedule, self.costs(schedule, ends))
 
 

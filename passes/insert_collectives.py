@@ -60,9 +60,7 @@ class Emitter:
             out = self.fresh(name)
             layouts = (at, arrived)
             self.nodes.append(
-                collective_node(
-                    self.mesh, step.kind, step.axis, value, type_, layouts, out, origin, backward
-                )
+                collective_node(self.mesh, step.kind, step.axis, value, type_, layouts, out, origin, backward)
             )
             have[arrived] = out
             self.layouts[out] = arrived

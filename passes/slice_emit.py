@@ -12,7 +12,7 @@ from autoshard.ir.statements import Statement
 from autoshard.passes.insert_collectives import collective_node
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, Way
 from autoshard.passes.slice_values import cut, join, sliced_value, total, whole_along
-from autoshard.placement import Placement, R, Shard, local_extent
+from autoshard.placement import Layout, Placement, R, Shard, local_extent
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
 
@@ -43,8 +43,8 @@ class Namer:
 class Group:
     """What one part takes over of one instruction of main.
 
-    given, made: values by their names inside -> in main. names: the other way. values: what they are. why: name of a node -> the
-    reason shown beside it.
+    given, made: values by their names inside -> in main. names: the other way. values: what they are. why:
+    name of a node -> the reason shown beside it.
     """
 
     part: int
@@ -63,8 +63,8 @@ class Setting:
 
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
     divided. summed: gradients of which every slice makes a term under their own name. moved: value -> what a
-    rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> that of forward.
-    outer: names in main.
+    rank has cut it out of, for an axis of the mesh. again: value that backward makes again -> the value of
+    forward. outer: names in main.
     """
 
     slices: int
@@ -107,9 +107,7 @@ class Emitter:
         if not way.divided or number is None:
             names = iter([self.whole(n, v) for n, v in self._uses()])
             self._node(substitute(self.node, lambda _: Ref(next(names))))
-            for inner, value, placed in zip(
-                self.node.outs, self.statement.makes, way.outputs, strict=True
-            ):
+            for inner, value, placed in zip(self.node.outs, self.statement.makes, way.outputs, strict=True):
                 self._made(inner, value, None if placed is None else self.of.values[value])
         elif self.node.op == ATTENTION and way.inputs[1] == POSITIONS and len(self._uses()) == 3:
             self._attention(number)
@@ -189,16 +187,15 @@ class Emitter:
         axes = [k for k in reversed(range(len(at))) if isinstance(at[k], Shard) and want.layout[k] == R]
         axes += [k for k in range(len(at)) if at[k] == R and isinstance(want.layout[k], Shard)]
         for k in axes:
-            target = (*at[:k], want.layout[k], *at[k + 1 :])
-            kind = "all_gather" if want.layout[k] == R else "slice"
+            to: Placement = want.layout[k]
+            target: Layout = (*at[:k], to, *at[k + 1 :])
+            kind = "all_gather" if to == R else "slice"
             last = end if k == axes[-1] else f"{end}_{self.of.mesh.names[k]}"
             own = self.inner(inner, last)
             if own not in self.group.made:
                 origin, backward = self.node.origin, self.statement.backward
                 layouts = (at, target)
-                node = collective_node(
-                    self.of.mesh, kind, k, name, have.type, layouts, own, origin, backward
-                )
+                node = collective_node(self.of.mesh, kind, k, name, have.type, layouts, own, origin, backward)
                 self.group.nodes.append(node)
                 self._made(own, self.of.outer(value, last), Placed(have.type, target))
             name, at = own, target
@@ -224,9 +221,7 @@ class Emitter:
         if self.why:
             self.group.why[node.name] = self.why
 
-    def _added(
-        self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: Placed, end: str
-    ) -> str:
+    def _added(self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
         """A node beside the statement's own, which makes a value named after another."""
         name = self.inner(inner, end)
         origin, backward = self.node.origin, self.statement.backward
@@ -373,7 +368,7 @@ class Emitter:
             self._gathered(name, inner, value_, what, number)
 
     def _gathered(self, name: str, inner: str, value: str, what: Placed, number: int) -> None:
-        """The gradients of keys up to a slice, with what later slices have added; that slice's is complete."""
+        """The gradients of keys up to a slice, with what later slices have added: its own are complete."""
         size = what.type.shape[POSITIONS.dim] // (number + 1)
         if number < self.of.slices - 1:
             before = self._given(
@@ -408,4 +403,3 @@ def _numbers(arg: Arg, slices: int, number: int) -> Arg:
     if isinstance(arg, tuple):
         return tuple(_numbers(a, slices, number) for a in arg)
     return arg
-

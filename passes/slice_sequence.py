@@ -19,7 +19,7 @@ from dataclasses import replace
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
-from autoshard.ir.statements import Statement, Statements, by_part, repeats_of, statements_of
+from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
 from autoshard.passes.slice_emit import Emitter, Group, Namer, Setting
 from autoshard.passes.slice_places import places_of
 from autoshard.placement import P, R
@@ -58,10 +58,13 @@ class _Slicer:
         self.joined = {v for _, v in pairs if places.of.get(v, R) != R} - summed
         outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
         moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == "comm.slice.default"}
-        again = {v: f for v, f in repeats_of(self.whole).items() if places.of.get(f) == places.of.get(v)}
-        self.setting = Setting(
-            slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer
-        )
+        forward = {v for s in self.whole.all if not s.backward for v in s.makes}
+        again = {
+            v: f
+            for v, f in firsts_of(self.whole).items()
+            if v not in forward and f in forward and places.of.get(f) == places.of.get(v)
+        }
+        self.setting = Setting(slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer)
         self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
         self.groups: list[Group] = []
         self.parts: list[Part] = []

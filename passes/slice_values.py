@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from autoshard.errors import UsageError
-from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.ir import Arg, Ref, TensorType
 from autoshard.ir.lowered import Placed
 from autoshard.placement import Layout, Placement, R, Shard, layout_ok, local_shape
 

@@ -107,6 +107,7 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
     counter of the bytes that each rank holds. Microseconds."""
     events: list[dict[str, Any]] = [_meta("process_name", 0, f"pipeline {timeline.name}")]
     where: dict[tuple[str, int, int, int], Span] = {}
+    sliced = any(span.action.slice for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):
         stages = [s for s, owner in enumerate(timeline.owner) if owner == rank]
         some = ", ".join(map(str, stages))
@@ -117,7 +118,8 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
             where[_result(span.action)] = span
             events.append(_complete(str(span.action), _WORDS[span.action.kind], rank, span.start, span.end))
             what = span.action
-            events[-1]["args"] = {"stage": what.stage, "microbatch": what.microbatch, "slice": what.slice}
+            part = {"slice": what.slice} if sliced else {}
+            events[-1]["args"] = {"stage": what.stage, "microbatch": what.microbatch, **part}
         if timeline.update[rank]:
             start = spans[-1].end if spans else 0.0
             events.append(_complete("update", "update", rank, start, start + timeline.update[rank]))

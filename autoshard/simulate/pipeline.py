@@ -63,7 +63,6 @@ class StageCosts:
         sends, nothing = (send,) * (n - slices), (0.0,) * ranks
         return cls(f, b, i, w, sends, sends, held=h, held_weight=h, base=nothing, update=nothing)
 
-
     def per_microbatch(self, slices: int) -> StageCosts:
         """The same per stage, all slices of a microbatch together; messages one after the other."""
 

@@ -27,9 +27,7 @@ def in_slices(
         return tuple(x / slices for x in amounts for _ in range(slices))
 
     def sent(seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(
-            min(x, latency) + max(0.0, x - latency) / slices for x in seconds for _ in range(slices)
-        )
+        return tuple(min(x, latency) + max(0.0, x - latency) / slices for x in seconds for _ in range(slices))
 
     nothing = (0.0,) * len(costs.backward_weight)
     return StageCosts(
