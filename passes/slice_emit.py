@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
-from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, refs_of, substitute
+from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
 from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement
 from autoshard.passes.insert_collectives import collective_node
@@ -234,8 +234,8 @@ class Emitter:
     def _slice(self, way: Way, number: int) -> None:
         """The statement on the parts of its inputs, as its rule says."""
         names: dict[str, str] = {}
-        for (inner, value), placed in zip(self._uses(), way.inputs, strict=True):
-            name = self.piece(inner, value, placed, number)
+        for (inner, value), wanted in zip(self._uses(), way.inputs, strict=True):
+            name = self.piece(inner, value, wanted, number)
             if names.setdefault(inner, name) != name:
                 raise UsageError(
                     f"{self.node.op} takes a value whole and in slices at once",
@@ -244,7 +244,7 @@ class Emitter:
                 )
         local = substitute(self._local(way, number), lambda n: Ref(names[n]))
         outs: list[str] = []
-        types = []
+        types: list[TensorType | None] = []
         for inner, value, placed in zip(self.node.outs, self.statement.makes, way.outputs, strict=True):
             name = self.inner(inner, f"_s{number}")
             outs.append(name)
@@ -317,7 +317,7 @@ class Emitter:
         whole, one = self.of.values[value], self.of.sliced(value, POSITIONS)
         shape = list(one.type.shape)
         shape[POSITIONS.dim] *= number + 1
-        return Placed(type(one.type)(tuple(shape), whole.type.dtype), one.layout)
+        return Placed(TensorType(tuple(shape), whole.type.dtype), one.layout)
 
     def _attention(self, number: int) -> None:
         (q, query), (k, key), (v, value) = self._uses()

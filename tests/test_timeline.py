@@ -267,7 +267,7 @@ class _Run:
                 move, env = moves[at[rank]], self.envs[rank]
                 env.update({m.value: sent[m].clone() for m in move.receives})
                 for phase in move.phases:
-                    self.ranks[rank].run(env, (move.action.stage, phase))
+                    self.ranks[rank].run(env, (move.action.stage, phase, move.action.slice))
                 sent.update({m: env[m.value] for m in move.sends})
                 for value in dict.fromkeys(m.value for m in move.sends):
                     env.used(value)
