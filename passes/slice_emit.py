@@ -109,9 +109,9 @@ class Emitter:
             self._node(substitute(self.node, lambda _: Ref(next(names))))
             for inner, value, placed in zip(self.node.outs, self.statement.makes, way.outputs, strict=True):
                 self._made(inner, value, None if placed is None else self.of.values[value])
-        elif self.node.op == ATTENTION and way.inputs[1] == POSITIONS and len(self._uses()) == 3:
+        elif self.node.op == ATTENTION and way.inputs[1] == POSITIONS:
             self._attention(number)
-        elif self.node.op == ATTENTION_BACKWARD and way.inputs[2] == POSITIONS and len(self._uses()) == 6:
+        elif self.node.op == ATTENTION_BACKWARD and way.inputs[2] == POSITIONS:
             self._attention_backward(number)
         else:
             self._slice(way, number)
@@ -319,14 +319,30 @@ class Emitter:
         shape[POSITIONS.dim] *= number + 1
         return Placed(TensorType(tuple(shape), whole.type.dtype), one.layout)
 
+    def _mask(self, inner: str, value: str, number: int) -> str:
+        """The part of a mask [..., s, s] for the queries of a slice and the keys up to it."""
+        end = f"_to{number}"
+        name = self.inner(inner, end)
+        if name in self.group.made:
+            return name
+        dim = len(self.of.values[value].type.shape) - 2
+        rows = self.piece(inner, value, Shard(dim), number)
+        what = self.of.sliced(value, Shard(dim))
+        seen = what.type.shape[-2] * (number + 1)
+        made = Placed(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
+        return self._added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
+
     def _attention(self, number: int) -> None:
-        (q, query), (k, key), (v, value) = self._uses()
+        (q, query), (k, key), (v, value), *masks = self._uses()
         args: tuple[Arg, ...] = (
             Ref(self.piece(q, query, POSITIONS, number)),
             Ref(self._seen(k, key, number)),
             Ref(self._seen(v, value, number)),
         )
-        if number == 0:
+        mask = tuple(Ref(self._mask(*m, number)) for m in masks)
+        if mask:
+            self._attend(self.node.op, (*args, *mask, *self.node.args[4:]), number)
+        elif number == 0:
             self._attend(self.node.op, (*args, *self.node.args[3:]), number)
         else:
             self._attend("autoshard.sdpa_tail.default", (*args, self.node.args[5]), number)
@@ -342,7 +358,7 @@ class Emitter:
 
     def _attention_backward(self, number: int) -> None:
         """Gradients of a slice's queries, and what they add to those of the keys and values they see."""
-        (g, grad), (q, query), (k, key), (v, value), (o, out), (e, lse) = self._uses()
+        (g, grad), (q, query), (k, key), (v, value), (o, out), (e, lse), *masks = self._uses()
         args: list[Arg] = [
             Ref(self.piece(g, grad, POSITIONS, number)),
             Ref(self.piece(q, query, POSITIONS, number)),
@@ -360,8 +376,11 @@ class Emitter:
         for name, (_, value_), what in zip(added, rest, whats, strict=True):
             self._made(name, self.of.outer(value_, end), what)
         types = (self.of.sliced(first[1], POSITIONS).type, *(w.type for w in whats))
-        last = self.node.args[6:] if number == 0 else (self.node.args[8],)
-        op = ATTENTION_BACKWARD if number == 0 else "autoshard.sdpa_tail_backward.default"
+        op, last = ATTENTION_BACKWARD, self.node.args[6:]
+        if masks:
+            last = (Ref(self._mask(*masks[0], number)), *self.node.args[7:])
+        elif number:
+            op, last = "autoshard.sdpa_tail_backward.default", (self.node.args[8],)
         origin = self.node.origin
         self._node(Node(op, (*args, *last), (), (own, *added), types, origin, self.statement.backward))
         for name, (inner, value_), what in zip(added, rest, whats, strict=True):

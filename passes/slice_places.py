@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from autoshard.errors import UsageError
 from autoshard.ir import Joint, Port, TensorType
 from autoshard.ir.statements import Statement, Statements
+from autoshard.passes.causal_masks import CausalMasks
 from autoshard.placement import P, Partial, Placement, R, Shard
 from autoshard.rules.core import Dims, Factored, RuleFn
 from autoshard.rules.states import Digit, split_state
@@ -92,6 +93,7 @@ class _Finder:
 
     def __init__(self, whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slices: int) -> None:
         self.whole, self.joint, self.rules, self.slices = whole, joint, rules, slices
+        self.masks = CausalMasks(whole, slices)
         self.of: dict[str, Placement] = {}
         self.free = {p.name for p in joint.ports if p.kind in ("input", "const", "buffer")}
         self.labels: dict[str, Placement] = {p.name: Shard(1) for p in sequence_ports(joint, slices)}
@@ -198,13 +200,21 @@ class _Finder:
         mask, causal = (node.args[6:8]) if backward else (node.args[3:5])
         if any(p not in (POSITIONS, R) for p in have):
             raise self._refused(statement, "it mixes positions in an unknown way")
-        if mask is not None or not causal:
-            what = "has a mask of its own" if mask is not None else "looks at positions behind its own, too"
-            raise self._refused(statement, f"the attention {what}")
-        way = Way((POSITIONS,) * len(have), (POSITIONS,) * len(node.outs), True)
+        if mask is None and not causal:
+            raise self._refused(statement, "every position looks at all others")
+        if mask is not None and not self._hides(statement.uses[-1]):
+            raise self._refused(statement, "its mask may let positions look at others behind their slice")
+        inputs: list[Placement] = [POSITIONS] * len(have)
+        if mask is not None:
+            inputs[-1] = R
+        way = Way(tuple(inputs), (POSITIONS,) * len(node.outs), True)
         if not self._fits(statement, have, way):
             raise self._refused(statement, "it needs the whole sequence")
         return way
+
+    def _hides(self, mask: str) -> bool:
+        """Whether a mask, made of the inputs alone, hides what is behind a position's slice."""
+        return mask in self.free and self.masks.hides_later_slices(mask)
 
     def _label(self, statement: Statement) -> None:
         """Where the sequence is in values that are made of inputs alone."""

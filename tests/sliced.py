@@ -25,15 +25,24 @@ def family_of(name: str) -> Family:
 
 
 def model_and_batch(name: str, microbatches: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model and the batch of a step, 32 positions each; some labels count for nothing."""
-    model, inputs = family_of(name).make()
+    """A model and the batch of a step, 32 positions each; some labels count for nothing.
+
+    name: of a family, with ``+padding`` if some positions at the end of some sequences are none.
+    """
+    model, inputs = family_of(name.removesuffix("+padding")).make()
     torch.manual_seed(11)
     top = int(inputs["input_ids"].max())
     shape = (PIECE * microbatches, SEQ)
     ids, labels = torch.randint(3, top, shape), torch.randint(3, top, shape)
     # every microbatch ignores as many, so that the mean of their losses is that of the batch
     labels[:, 5:9] = -100
-    return model, {"input_ids": ids, "labels": labels}
+    batch = {"input_ids": ids, "labels": labels}
+    if name.endswith("+padding"):
+        batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+        for piece in range(microbatches):
+            batch["attention_mask"][PIECE * piece + 1, 20:] = 0
+            labels[PIECE * piece + 1, 20:] = -100
+    return model, batch
 
 
 @functools.cache

@@ -179,6 +179,9 @@ def test_lockstep_equals_eager(name: str, slices: int, microbatches: int, ranks:
         ("gpt2-odd", "dp=2,tp=2", 2),
         ("llama-odd", "dp=2,tp=2", 4),
         ("mixtral", "tp=2", 2),
+        # a mask that takes padding away from the causal one
+        ("llama-deep+padding", "dp=2", 4),
+        ("gpt2-deep+padding", "tp=2", 2),
     ],
 )
 def test_beside_other_axes(name: str, mesh: str, slices: int) -> None:
