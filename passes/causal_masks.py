@@ -69,6 +69,9 @@ class CausalMasks:
         if op in _SAME:
             # broadcasting a row or a column into a square is refused by the test for squares above
             return self.hides_later_slices(uses[0])
+        if op == "aten.tril.default":
+            diagonal = statement.node.arg(1, "diagonal", 0)
+            return isinstance(diagonal, int) and diagonal <= 0
         if op in (*_UP, *_DOWN) and len(uses) == 2:
             first, second = uses if op in _UP else uses[::-1]
             return self._compared(self._numbers(first), self._numbers(second), type_.shape[-1])

@@ -8,13 +8,16 @@ stay where they are, since they free memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 
 BUCKET_BYTES = 25 * 2**20
+#: output of a segment -> (the value before its reduction, the axis)
+_Deferred: TypeAlias = "dict[str, tuple[str, str]]"
 _REDUCTIONS = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
 
 
@@ -24,7 +27,7 @@ def defer_reductions(lowered: Lowered, grads: Collection[str]) -> Lowered:
     grads: values that are gradients of parameters.
     """
     ends = _Ends(lowered, frozenset(grads))
-    found = {name: ends.deferrable(name) for name in lowered.segments}
+    found = ends.agreed({name: ends.deferrable(name) for name in lowered.segments})
     segments = {name: _without(segment, found[name]) for name, segment in lowered.segments.items()}
     main = _Main(lowered, segments, found, ends)
     order = list(lowered.parts)
@@ -48,7 +51,7 @@ class _Ends:
     def is_end(self, value: str) -> bool:
         return value in self.grads and value not in self.used
 
-    def deferrable(self, name: str) -> dict[str, tuple[str, str]]:
+    def deferrable(self, name: str) -> _Deferred:
         """Output of a segment -> (the value before its reduction, the axis), where only results use it."""
         calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == name]
         if not calls or not calls[0].backward:
@@ -59,12 +62,44 @@ class _Ends:
         for node in graph.nodes:
             if node.op not in _REDUCTIONS or node.kwarg("op", "sum") != "sum":
                 continue
-            leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o in node.outs}
-            free = all(o in graph.outputs and o not in used_inside for o in node.outs)
-            if free and all(map(self.is_end, leaving)):
-                outs = zip(node.outs, refs_of(node), strict=True)
-                found.update((o, (r, str(node.args[1]))) for o, r in outs)
+            for out, source in zip(node.outs, refs_of(node), strict=True):
+                leaving = {call.outs[k] for call in calls for k, o in enumerate(graph.outputs) if o == out}
+                if out in graph.outputs and out not in used_inside and all(map(self.is_end, leaving)):
+                    found[out] = source, str(node.args[1])
         return found
+
+    def agreed(
+        self, found: Mapping[str, dict[str, tuple[str, str]]]
+    ) -> dict[str, dict[str, tuple[str, str]]]:
+        """Without what only some of those defer that add to a gradient in a stage: slices of a sequence.
+
+        A sum of terms that are reduced and terms that are not would be neither.
+        """
+        left = {name: dict(deferred) for name, deferred in found.items()}
+        while True:
+            made: dict[tuple[int, str], set[bool]] = {}
+            for stage, item, inner, out in self._made():
+                deferred = inner in left[item.segment] if isinstance(item, Call) else self.is_deferrable(item)
+                made.setdefault((stage, out), set()).add(deferred)
+            mixed = [
+                (item.segment, inner)
+                for stage, item, inner, out in self._made()
+                if isinstance(item, Call) and len(made[stage, out]) > 1 and inner in left[item.segment]
+            ]
+            if not mixed:
+                return left
+            for segment, inner in mixed:
+                left[segment].pop(inner, None)
+
+    def _made(self) -> Iterator[tuple[int, Instruction, str, str]]:
+        """(stage, instruction, its own name for it, value) of everything that main makes."""
+        for part in self.lowered.parts:
+            for item in self.lowered.of(part):
+                own = item.outs
+                if isinstance(item, Call):
+                    own = self.lowered.segments[item.segment].graph.outputs
+                for inner, out in zip(own, item.outs, strict=True):
+                    yield part.stage, item, inner, out
 
     def is_deferrable(self, item: Instruction) -> bool:
         """Whether an instruction of main is such a reduction."""
@@ -73,11 +108,25 @@ class _Ends:
         return item.kwarg("op", "sum") == "sum" and all(map(self.is_end, item.outs))
 
 
-def _without(segment: LoweredSegment, deferred: dict[str, tuple[str, str]]) -> LoweredSegment:
+def _without(segment: LoweredSegment, deferred: _Deferred) -> LoweredSegment:
     graph = segment.graph
-    nodes = tuple(n for n in graph.nodes if n.name not in deferred)
+    nodes = tuple(m for n in graph.nodes for m in _left(n, deferred))
     outputs = tuple(deferred[o][0] if o in deferred else o for o in graph.outputs)
     return replace(segment, graph=Graph(graph.name, graph.inputs, nodes, outputs))
+
+
+def _left(node: Node, deferred: Collection[str]) -> list[Node]:
+    """What is left of a collective without the reductions that are deferred."""
+    if not any(out in deferred for out in node.outs):
+        return [node]
+    rows = zip(node.outs, node.types, refs_of(node), strict=True)
+    kept = [(out, type_, Ref(source)) for out, type_, source in rows if out not in deferred]
+    if not kept:
+        return []
+    outs, types, sources = (tuple(column) for column in zip(*kept, strict=True))
+    if len(outs) == 1:
+        return [replace(node, op=_REDUCTIONS[0], args=(sources[0], *node.args[1:]), outs=outs, types=types)]
+    return [replace(node, args=(sources, *node.args[1:]), outs=outs, types=types)]
 
 
 @dataclass
@@ -95,7 +144,7 @@ class _Main:
         self,
         lowered: Lowered,
         segments: dict[str, LoweredSegment],
-        found: dict[str, dict[str, tuple[str, str]]],
+        found: Mapping[str, _Deferred],
         ends: _Ends,
     ) -> None:
         self.lowered, self.segments, self.found, self.ends = lowered, segments, found, ends

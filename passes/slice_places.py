@@ -98,6 +98,7 @@ class _Finder:
         self.free = {p.name for p in joint.ports if p.kind in ("input", "const", "buffer")}
         self.labels: dict[str, Placement] = {p.name: Shard(1) for p in sequence_ports(joint, slices)}
         self.late: dict[str, bool] = {}
+        self.forward = {v for s in whole.all if not s.backward for v in s.makes}
 
     def _type(self, value: str) -> TensorType:
         return self.whole.values[value].type
@@ -114,7 +115,7 @@ class _Finder:
 
     def _way(self, statement: Statement) -> Way:
         uses = statement.uses
-        have = [self.of.get(v, R) for v in uses]
+        have = [self._at(v, statement) for v in uses]
         if all(v in self.free for v in uses):
             self.free.update(statement.makes)
             self._label(statement)
@@ -135,12 +136,16 @@ class _Finder:
             raise self._refused(statement, f"{statement.node.op} needs the whole sequence")
         return self._summed(statement, have) or self._whole(statement)
 
+    def _at(self, value: str, statement: Statement) -> Placement:
+        """Where a value lies for a statement: going back, sums over the slices of forward are there."""
+        placed = self.of.get(value, R)
+        return R if placed == P and statement.backward and value in self.forward else placed
+
     def _whole(self, statement: Statement) -> Way:
         """Run once, on whole values."""
         whole: tuple[Placement | None, ...] = tuple(None if t is None else R for t in statement.node.types)
         late = any(
-            isinstance(self.of.get(v), Partial) or self.late.get(v) == statement.backward
-            for v in statement.uses
+            self._at(v, statement) == P or self.late.get(v) == statement.backward for v in statement.uses
         )
         return Way((R,) * len(statement.uses), whole, False, late)
 
