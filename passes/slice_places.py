@@ -88,7 +88,8 @@ class _Finder:
     """Places values in the order in which they are made.
 
     labels: values of the inputs alone, which are whole, but say where the sequence is. late: whole values
-    that are there with the last slice of their half only.
+    that are there with the last slice of their half only -> whether that is backward. cause: of those, the op
+    that needed all slices.
     """
 
     def __init__(self, whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slices: int) -> None:
@@ -98,6 +99,7 @@ class _Finder:
         self.free = {p.name for p in joint.ports if p.kind in ("input", "const", "buffer")}
         self.labels: dict[str, Placement] = {p.name: Shard(1) for p in sequence_ports(joint, slices)}
         self.late: dict[str, bool] = {}
+        self.cause: dict[str, Statement] = {}
         self.forward = {v for s in whole.all if not s.backward for v in s.makes}
 
     def _type(self, value: str) -> TensorType:
@@ -111,7 +113,12 @@ class _Finder:
                 self.of[value] = placed
             elif way.late:
                 self.late[value] = statement.backward
+                self.cause[value] = self._cause(statement)
         return way
+
+    def _cause(self, statement: Statement) -> Statement:
+        """The op that made a late value so, by the values it uses."""
+        return next((self.cause[v] for v in statement.uses if v in self.cause), statement)
 
     def _way(self, statement: Statement) -> Way:
         uses = statement.uses
@@ -132,8 +139,11 @@ class _Finder:
             way = self._split(statement, k, placed)
             if way is not None and self._fits(statement, have, way):
                 return way
+        if divided and statement.backward:
+            raise self._refused(statement)
         if divided:
-            raise self._refused(statement, f"{statement.node.op} needs the whole sequence")
+            # an op of the loss, say: products behind it would wait for all slices, and are refused
+            return self._whole(statement, late=True)
         return self._summed(statement, have) or self._whole(statement)
 
     def _at(self, value: str, statement: Statement) -> Placement:
@@ -141,12 +151,18 @@ class _Finder:
         placed = self.of.get(value, R)
         return R if placed == P and statement.backward and value in self.forward else placed
 
-    def _whole(self, statement: Statement) -> Way:
-        """Run once, on whole values."""
+    def _whole(self, statement: Statement, *, late: bool = False) -> Way:
+        """Run once, on whole values; late: with the last slice in any case.
+
+        Raises UsageError for a product in forward that would have to wait for the last slice.
+        """
         whole: tuple[Placement | None, ...] = tuple(None if t is None else R for t in statement.node.types)
-        late = any(
+        late = late or any(
             self._at(v, statement) == P or self.late.get(v) == statement.backward for v in statement.uses
         )
+        rule = self._rule(statement) if late and not statement.backward else None
+        if rule is not None and rule.kind == "matmul":
+            raise self._refused(self._cause(statement))
         return Way((R,) * len(statement.uses), whole, False, late)
 
     def _moved(self, statement: Statement, have: Sequence[Placement]) -> Way:
@@ -214,7 +230,7 @@ class _Finder:
             inputs[-1] = R
         way = Way(tuple(inputs), (POSITIONS,) * len(node.outs), True)
         if not self._fits(statement, have, way):
-            raise self._refused(statement, "it needs the whole sequence")
+            raise self._refused(statement)
         return way
 
     def _hides(self, mask: str) -> bool:
@@ -241,7 +257,7 @@ class _Finder:
                     hint="use a schedule without slices, 1f1b for instance",
                 )
 
-    def _refused(self, statement: Statement, why: str) -> UsageError:
+    def _refused(self, statement: Statement, why: str = "it needs the whole sequence") -> UsageError:
         node = statement.node
         where = " ".join(x for x in (node.origin.source, node.origin.fqn) if x)
         half = "the backward of " if statement.backward else ""

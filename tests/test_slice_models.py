@@ -198,9 +198,10 @@ def _of_a_part(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
 
 
-def test_logits_that_are_cut_are_refused() -> None:
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "tp=2"])
+def test_logits_may_be_put_together_for_the_loss(mesh: str) -> None:
     torch.manual_seed(0)
-    _refused(Tiny(loss=_of_a_part), "needs the whole sequence")
+    _check(Tiny(loss=_of_a_part), mesh=mesh)
 
 
 def test_a_loss_that_is_no_sum() -> None:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from pipelines import PIECE
 from sliced import SEQ, model_and_batch, planned, program_of
 from test_gloo import HERE, torchrun
+from typer.testing import CliRunner
 
 import autoshard
+from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir.lowered import Part
@@ -309,3 +311,21 @@ def test_training_on_gloo_equals_eager(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "results.json").read_text())
     wrong = [row for row in rows if not row["error"] < 1e-4]
     assert len(rows) == len(cases) and not wrong, wrong
+
+
+def test_the_command_line_compiles_slices(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
+    config |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "llama.json").write_text(json.dumps(config))
+    words = ["compile", f"hf:{tmp_path / 'llama.json'}", "--mesh", "pp=2", "--batch", "4", "--seq", "16"]
+    words += ["--microbatches", "2", "--slices", "4", "-o", str(tmp_path / "program")]
+    refused = CliRunner().invoke(app, [*words, "--schedule", "1f1b"])
+    assert refused.exit_code == 2 and "does not divide sequences" in refused.output
+    made = CliRunner().invoke(app, [*words, "--schedule", "seq1f1b"])
+    assert made.exit_code == 0, made.output
+    program = load_program(tmp_path / "program")
+    assert program.stages is not None and program.stages.schedule.slices == 4
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "program"), "--timeline"])
+    assert shown.exit_code == 0 and "seq1f1b" in shown.output
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "program"), "--steps", "1"])
+    assert verified.exit_code == 0, verified.output
