@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import family
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pipelines import PIECE
+from pipelines import PIECE, cuts_of
 from sliced import SEQ, model_and_batch, planned, program_of
 from test_gloo import HERE, torchrun
+from test_timeline import _Run
 from typer.testing import CliRunner
 
 import autoshard
+from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError, VerificationError
@@ -27,6 +31,7 @@ from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.program.verify import verify
+from autoshard.report.stage_costs import StagePrices
 from autoshard.report.step_estimate import estimate_step
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.formulas import ideal_bubble_fraction
@@ -34,7 +39,7 @@ from autoshard.schedules.one_f_one_b import one_f_one_b
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Action, Schedule
 from autoshard.schedules.seq1f1b import seq1f1b
-from autoshard.search.plan import Recompute
+from autoshard.search.plan import Cut, Pipeline, Recompute
 from autoshard.simulate.pipeline import StageCosts, simulate
 from autoshard.simulate.slices import in_slices
 
@@ -204,6 +209,47 @@ def test_beside_recomputation(name: str, mesh: str, policy: str) -> None:
     calls = [c for c in planned(name, mesh).analysis.folded.calls if not c.backward and c.label]
     again = {calls[0].segment: Recompute(policy, len(calls) - 1)}  # type: ignore[arg-type]
     _check(program_of(name, 2, mesh, 2, 2, recompute=again), name, 2)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_cut_of_any_plan(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["gpt2-deep", "llama-deep", "gpt2-odd", "llama-odd", "mixtral"]))
+    mesh = data.draw(st.sampled_from(["dp=2", "tp=2", "fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2", "x=2"]))
+    found = planned(name, mesh)
+    folded = found.analysis.folded
+    calls = [c for c in folded.calls if not c.backward]
+    places = [Cut(k, n.name) for k, c in enumerate(calls) for n in folded.segments[c.segment].nodes]
+    count = data.draw(st.integers(1, 3))
+    at = data.draw(st.lists(st.integers(0, len(places) - 2), min_size=count, max_size=count, unique=True))
+    slices, microbatches = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(1, 2))
+    changes: dict[str, Any] = {}
+    policy = data.draw(st.sampled_from(["none", "full", "selective"]))
+    if policy != "none":
+        layers = Counter(c.segment for c in calls if c.label)
+        changes["recompute"] = {s: Recompute(policy, n) for s, n in layers.items()}  # type: ignore[arg-type]
+    pipeline = Pipeline(count + 1, 0, "seq1f1b", 1, tuple(places[k] for k in sorted(at)), slices)
+    plan = replace(found.plan, pipeline=pipeline, microbatches=microbatches, **changes)
+    try:
+        program = compile_analysed(replace(found, plan=plan))
+    except UsageError as error:
+        # forward does not make what only backward wanted, and now makes for itself
+        assume(not (policy != "none" and "does not make" in str(error)))
+        raise
+    _check(program, name, microbatches)
+
+
+def test_a_rank_keeps_what_its_costs_say() -> None:
+    found = planned("llama-deep", "dp=1")
+    cuts = cuts_of(found.analysis.folded, 2)
+    plan = replace(found.plan, pipeline=Pipeline(2, 0, "seq1f1b", 1, cuts, 4), microbatches=1)
+    program = compile_analysed(replace(found, plan=plan))
+    prices = StagePrices(program, load_cluster("cpu-gloo"))
+    model, batch = model_and_batch("llama-deep", 1)
+    run = _Run(program, prices, model, batch)
+    run.all()
+    assert run.forward == {s: pytest.approx(prices.kept[s].held) for s in (0, 1)}
+    assert sum(prices.costs.held[:4]) == pytest.approx(prices.kept[0].held)
 
 
 def test_parts_of_a_program() -> None:

@@ -283,6 +283,7 @@ def _pipeline_text(summary: Summary) -> str:
     row = summary.pipeline
     assert row is not None
     chunks = f", {row.chunks} stages per rank" if row.chunks > 1 else ""
+    chunks += f", {row.slices} slices of each sequence" if row.slices > 1 else ""
     times = [s.forward + s.backward for s in row.stages]
     text = (
         f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} a microbatch, "

@@ -106,6 +106,7 @@ class PipelineRow:
     equal: float | None
     tried: dict[str, float | None]
     stages: tuple[PipeStage, ...]
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,7 @@ def _pipeline(staging: Staging) -> PipelineRow:
         staging.equal,
         staging.tried,
         stages,
+        pipeline.slices,
     )
 
 
