@@ -29,7 +29,7 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import Lowering, check_slices
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
@@ -133,6 +133,7 @@ def plan(
     schedule: str = "",
     chunks: int | None = None,
     microbatches: int | None = None,
+    slices: int | None = None,
     rivals: bool = False,
     replicate_unknown: bool = False,
     rules: Rules = None,
@@ -154,7 +155,8 @@ def plan(
     decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. schedule, chunks, microbatches: of
     a pipeline, chosen where not given (see `autoshard.schedules`); a mesh with a ``pp`` axis divides the
     model into stages, a cluster may be searched for one, too, and without ``global_batch`` the batch of the
-    example inputs is then that of a whole step. rivals: also price what a user
+    example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
+    is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
     rules: the user's own (see `autoshard.rule`).
 
@@ -179,7 +181,7 @@ def plan(
         tactics=_tactics(tactics, where),
     )
     source = Source(model, args, kwargs, replicate_unknown, rules)
-    pipes = PipeAsk(schedule, chunks, microbatches)
+    pipes = PipeAsk(schedule, chunks, microbatches, slices)
     analysis = source.analysed(say)
     planned = plan_analysed(
         analysis,
@@ -241,6 +243,9 @@ def plan_analysed(
     staging = None
     if settled.configuration.pipe.ranks > 1:
         say("cutting the pipeline")
+        slices = settled.configuration.pipe.slices
+        if slices > 1:
+            check_slices(settled.posed.model.folded, cutter.lowering(settled), slices)
         settled, staging = _fitting(settled, ask, lambda found: cutter.of(found).best(fixed=fixed))
     best = explain(
         settled,
@@ -286,15 +291,19 @@ class _Cutter:
         self._known.append((settled, made))
         return made
 
-    def _made(self, settled: Settled) -> Cutting:
+    def lowering(self, settled: Settled) -> Lowering:
+        """How the passes place the model of a solution."""
         cluster, budget = self.cluster, self.ask.budget
         plan = explain(settled, cluster, self.analysis.fingerprint, budget=budget, reasons=False)
         model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
         shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-        how = Lowering(model.flow, plan, shape, prices.plain, self.analysis.table)
+        return Lowering(model.flow, plan, shape, prices.plain, self.analysis.table)
+
+    def _made(self, settled: Settled) -> Cutting:
+        cluster, budget = self.cluster, self.ask.budget
         return Cutting(
-            model.folded,
-            how,
+            settled.posed.model.folded,
+            self.lowering(settled),
             cluster,
             self.ask.recipe,
             budget,
@@ -442,7 +451,7 @@ def _schedule(plan: Plan) -> Schedule | None:
     pipeline = plan.pipeline
     if pipeline is None:
         return None
-    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks)
+    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:
@@ -482,6 +491,7 @@ def parallelize(
     schedule: str = "",
     chunks: int | None = None,
     microbatches: int | None = None,
+    slices: int | None = None,
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
@@ -490,7 +500,7 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given. Every rank given the same arguments comes to the same
+    chosen unless given; for slices see `plan`. Every rank given the same arguments comes to the same
     plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
     """
     if model is None:
@@ -503,6 +513,7 @@ def parallelize(
             schedule=schedule,
             chunks=chunks,
             microbatches=microbatches,
+            slices=slices,
             seed=seed,
             rules=rules,
         )
@@ -515,6 +526,7 @@ def parallelize(
         "schedule": schedule,
         "chunks": chunks,
         "microbatches": microbatches,
+        "slices": slices,
         "seed": seed,
         "rules": rules,
     }

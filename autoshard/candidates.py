@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh, divisors, mesh_candidates
 from autoshard.errors import UsageError
-from autoshard.schedules.registry import lookup
+from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.pipe import Pipe, pipes_of
 from autoshard.search.rank import Staged, data_ways
 from autoshard.staging import pipe_link
@@ -17,20 +17,32 @@ from autoshard.staging import pipe_link
 class PipeAsk:
     """What is decided about a pipeline already.
 
-    schedule: by name, "" for the best. chunks, microbatches: None for the best.
+    schedule: by name, "" for the best. chunks, microbatches: None for the best. slices: of the sequence, None
+    for what is usual with the schedule.
     """
 
     schedule: str = ""
     chunks: int | None = None
     microbatches: int | None = None
+    slices: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule:
             lookup(self.schedule)
-        for name in ("chunks", "microbatches"):
+        for name in ("chunks", "microbatches", "slices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} is {value}", hint="give 1 or more")
+        if self.slices is not None and not self.schedule:
+            raise UsageError(
+                f"slices={self.slices} was asked for and no schedule", hint='give schedule="seq1f1b" as well'
+            )
+        if self.slices is not None:
+            check_slices(self.schedule, self.slices)
+
+    def sliced(self) -> int:
+        """Slices of the sequence of a microbatch."""
+        return (self.slices or default_slices(self.schedule)) if self.schedule else 1
 
 
 def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
@@ -79,7 +91,12 @@ def searched(machine: Cluster, world: int, layers: int, total: int, ask: PipeAsk
 
 
 def _pipes(ranks: int, layers: int, ask: PipeAsk) -> tuple[Pipe, ...]:
-    return tuple(pipes_of(ranks, layers, ask.schedule, ask.chunks))
+    if ranks == 1 and (ask.slices or 1) > 1:
+        raise UsageError(
+            f"slices={ask.slices} was asked for, and the mesh has no pipeline",
+            hint="give the mesh a pp axis, as in pp=4,dp=2",
+        )
+    return tuple(pipes_of(ranks, layers, ask.schedule, ask.chunks, ask.sliced()))
 
 
 def _batches(mesh: Mesh, total: int, ask: PipeAsk) -> tuple[int, ...]:

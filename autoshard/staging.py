@@ -22,6 +22,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement, Statements, statements_of
 from autoshard.passes.cut_pipeline import Homes, homes_of
 from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
@@ -42,6 +43,7 @@ from autoshard.simulate.pipeline import (
     peak_bytes,
     simulate,
 )
+from autoshard.simulate.slices import in_slices
 
 #: places that may be cut: with more of them, those are left out where most crosses
 _PLACES = 250
@@ -97,10 +99,10 @@ class Schedules:
     """Schedules by what they are made of, each made once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int, int], Schedule] = {}
+        self._known: dict[tuple[str, int, int, int, int], Schedule] = {}
 
-    def of(self, name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-        key = (name, ranks, microbatches, chunks)
+    def of(self, name: str, ranks: int, microbatches: int, chunks: int, slices: int = 1) -> Schedule:
+        key = (name, ranks, microbatches, chunks, slices)
         if key not in self._known:
             self._known[key] = make(*key)
         return self._known[key]
@@ -180,7 +182,8 @@ class Cutting:
         if (name, chunks) not in self._trials:
             found = None
             if self.pipeline.ranks * chunks <= self._line.most_stages:
-                schedule = self.schedules.of(name, self.pipeline.ranks, self.microbatches, chunks)
+                asked = self.pipeline
+                schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
                 found = self._line.cut(schedule, chunks, self.budget)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]
@@ -217,6 +220,7 @@ class _Slots:
     ) -> None:
         self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
         self.ranks = ranks
+        self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
         inner = Mesh.parse(how.plan.mesh)
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
@@ -230,6 +234,8 @@ class _Slots:
             np.zeros(self.count) for _ in range(5)
         )
         self.update = np.zeros(self.count)
+        #: the part of forward and backward that is attention
+        self.seen, self.seen_back = np.zeros(self.count), np.zeros(self.count)
         self.makers = self._makers()
         self._seconds()
         self._kept()
@@ -246,6 +252,7 @@ class _Slots:
             factor * self.input,
             factor * self.weight,
         )
+        self.seen, self.seen_back = factor * self.seen, factor * self.seen_back
 
     def bytes_of(self, placed: Placed) -> float:
         return self.estimator.bytes_of(placed.type, placed.layout)
@@ -273,6 +280,8 @@ class _Slots:
                 self.weight[slot] += cost
             else:
                 self.input[slot] += cost
+            if statement.node.op in (ATTENTION, ATTENTION_BACKWARD):
+                (self.seen_back if statement.backward else self.seen)[slot] += cost
 
     def _placed(self) -> Iterator[tuple[int, Statement]]:
         """The ops of forward that stand in one stage, with their slots."""
@@ -369,7 +378,8 @@ class _Slots:
     def cut(self, schedule: Schedule, chunks: int, budget: float | None) -> _Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
         edges = [0, *(p + 1 for p in self.places), self.count]
-        ask = Ask(schedule.stages, schedule.microbatches, chunks, in_flight_of_stages(schedule), budget)
+        flying = tuple(-(-n // self.slices) for n in in_flight_of_stages(schedule))
+        ask = Ask(schedule.stages, schedule.microbatches, chunks, flying, budget)
         found = best_cuts(self._line(edges), ask)
         tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
         # the formula is not the simulation: what people do by hand is tried as well
@@ -390,7 +400,7 @@ class _Slots:
     def pipeline(self, trial: _Trial) -> Pipeline:
         """The pipeline with its cuts."""
         schedule, cuts = trial.schedule, tuple(self._cut(e) for e in trial.ends)
-        return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts)
+        return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices)
 
     def _line(self, edges: Sequence[int]) -> Line:
         """The slots between places that may be cut, as one each."""
@@ -423,9 +433,12 @@ class _Slots:
             updates[rank] += update[stage]
         whole = total(self.input + self.weight)
         parts = total(self.input), total(self.weight)
-        return StageCosts(
+        costs = StageCosts(
             total(self.forward), whole, *parts, sends, sends, held, held, tuple(base), tuple(updates)
         )
+        if schedule.slices == 1:
+            return costs
+        return in_slices(costs, total(self.seen), total(self.seen_back), self.link.latency, schedule.slices)
 
     def _cut(self, slot: int) -> Cut:
         """The cut behind a slot, by the call it is in."""

@@ -11,7 +11,8 @@ A gradient that is reduced over two axes is taken out in two rounds: the last re
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
@@ -97,7 +98,8 @@ class _Round:
         self.pairs: list[tuple[str, str]] = []
         self.buckets: dict[tuple[int, str, str, bool], _Bucket] = {}
         self.messages: dict[int, list[Instruction]] = {}
-        self.found = {name: self._in_segment(name) for name in lowered.segments}
+        self.waiting: set[tuple[int, str]] = set()
+        self.found, self.barred = self._agreed({name: self._in_segment(name) for name in lowered.segments})
         self.lowered = self._rebuilt()
 
     # -- what can wait ---------------------------------------------------------------------------------
@@ -125,6 +127,51 @@ class _Round:
                     found[out] = _deferred(node)[out]
         return found
 
+    def _agreed(
+        self, found: dict[str, dict[str, _Deferred]]
+    ) -> tuple[dict[str, dict[str, _Deferred]], frozenset[str]]:
+        """Without what only some of those defer that add to a gradient in a stage: slices of a sequence.
+
+        A sum of terms that are reduced and terms that are not would be neither. Second: results of reductions
+        in main that must stay where they are.
+        """
+        made = Counter((stage, out) for stage, _, _, out in self._made())
+        several = [row for row in self._made() if made[row[0], row[3]] > 1]
+        # in main every slice has its own name for what it reduces
+        barred = {out for _, item, _, out in several if isinstance(item, Node)}
+
+        def waits(item: Instruction, inner: str) -> bool:
+            return isinstance(item, Call) and inner in found[item.segment]
+
+        while several:
+            ways: dict[tuple[int, str], set[bool]] = {}
+            for stage, item, inner, out in several:
+                ways.setdefault((stage, out), set()).add(waits(item, inner))
+            mixed = [
+                (item.segment, inner)
+                for stage, item, inner, out in several
+                if isinstance(item, Call) and len(ways[stage, out]) > 1 and waits(item, inner)
+            ]
+            if not mixed:
+                break
+            for segment, inner in mixed:
+                found[segment].pop(inner, None)
+        return found, frozenset(barred)
+
+    def _made(self) -> Iterator[tuple[int, Instruction, str, str]]:
+        """(stage, instruction, its own name for it, value) of everything that main makes."""
+        for part in self.source.parts:
+            for item in self.source.of(part):
+                own = item.outs
+                if isinstance(item, Call):
+                    own = self.source.segments[item.segment].graph.outputs
+                for inner, out in zip(own, item.outs, strict=True):
+                    yield part.stage, item, inner, out
+
+    def _main_waits(self, item: Node) -> bool:
+        """Whether an instruction of main is a reduction that can be done at the end."""
+        return item.backward and self._may_wait(item, item.outs)
+
     # -- the program without them ----------------------------------------------------------------------
 
     def _rebuilt(self) -> Lowered:
@@ -147,7 +194,7 @@ class _Round:
         for item in self.source.of(part):
             if isinstance(item, Call):
                 main.append(self._call(item, part.stage) if self.found[item.segment] else item)
-            elif item.backward and self._may_wait(item, item.outs):
+            elif self._main_waits(item) and not self.barred.intersection(item.outs):
                 for out, deferred in _deferred(item).items():
                     self._wait(part.stage, deferred, deferred.source, out)
             else:
@@ -170,7 +217,10 @@ class _Round:
         return replace(call, outs=tuple(outs))
 
     def _wait(self, stage: int, deferred: _Deferred, source: str, reduced: str) -> None:
-        """Put a reduction into the message that is being filled."""
+        """Put a reduction into the message that is being filled; once, if every slice adds a term to it."""
+        if (stage, reduced) in self.waiting:
+            return
+        self.waiting.add((stage, reduced))
         self.pairs.append((source, reduced))
         type_ = self.values[reduced].type
         key = (stage, deferred.axis, type_.dtype, deferred.where is not None)

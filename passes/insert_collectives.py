@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 
-from autoshard.cost.reshard import ReshardCost, Step
+from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Arg, Call, Folded, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
 from autoshard.ir.flow import Flow, Place
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
@@ -58,65 +58,72 @@ class Emitter:
                 at, value = arrived, have[arrived]
                 continue
             out = self.fresh(name)
-            self.nodes.append(self._node(step, value, at, arrived, type_, out, origin, backward))
+            layouts = (at, arrived)
+            self.nodes.append(
+                collective_node(self.mesh, step.kind, step.axis, value, type_, layouts, out, origin, backward)
+            )
             have[arrived] = out
             self.layouts[out] = arrived
             self.types[out] = type_
             at, value = arrived, out
         return value
 
-    def _node(
-        self,
-        step: Step,
-        value: str,
-        source: Layout,
-        target: Layout,
-        type_: TensorType,
-        out: str,
-        origin: Origin,
-        backward: bool,
-    ) -> Node:
-        axis = self.mesh.names[step.axis]
-        kwargs: list[tuple[str, object]] = []
-        args: tuple[object, ...]
-        if step.kind == "all_reduce":
-            args = (Ref(value), axis)
-            reduce = getattr(step.source, "reduce", "sum")
-            kwargs = [("op", reduce)] if reduce != "sum" else []
-        elif step.kind == "all_to_all":
-            split = self._digit(type_, target, step.axis, step.target)
-            joined = self._digit(type_, source, step.axis, step.source)
-            args = (Ref(value), axis, split[0], joined[0])
-            kwargs = [("split_outer", split[1]), ("concat_outer", joined[1])]
-            kwargs = [(k, v) for k, v in kwargs if v != 1]
-        else:
-            layout, placed = (source, step.source) if step.kind == "all_gather" else (target, step.target)
-            dim, outer, inner, size = self._digit(type_, layout, step.axis, placed)
-            args = (Ref(value), axis, dim)
-            kwargs = [("outer", outer)] if outer != 1 else []
-            if size is not None:
-                kwargs += [("inner", inner)] if inner != 1 else []
-                kwargs += [("size", size)]
-        return Node(f"comm.{step.kind}.default", args, tuple(kwargs), (out,), (type_,), origin, backward)
 
-    def _digit(
-        self, type_: TensorType, layout: Layout, axis: int, placed: object
-    ) -> tuple[int, int, int, Arg]:
-        """(dim, outer blocks on a rank, inner, size on a rank before the split or None if it is even).
+def collective_node(
+    mesh: MeshShape,
+    kind: str,
+    axis: int,
+    value: str,
+    type_: TensorType,
+    layouts: tuple[Layout, Layout],
+    out: str,
+    origin: Origin,
+    backward: bool,
+) -> Node:
+    """The collective over an axis (its number) that brings a value from one layout into another.
 
-        Other axes that split the same dim further outside leave fewer outer blocks on a rank.
-        """
-        assert isinstance(placed, Shard)
-        others = [k for k in range(len(layout)) if k != axis]
-        rest = MeshShape(tuple(self.mesh.names[k] for k in others), tuple(self.mesh.sizes[k] for k in others))
-        size = symbolic_extent(type_.shape[placed.dim], tuple(layout[k] for k in others), placed.dim, rest)
-        outer = placed.outer
-        for k in others:
-            other = layout[k]
-            if isinstance(other, Shard) and other.dim == placed.dim and other.outer < placed.outer:
-                outer //= self.mesh.sizes[k]
-        even = isinstance(size, int) and (size // (outer * placed.inner)) % self.mesh.sizes[axis] == 0
-        return placed.dim, outer, placed.inner, None if even else size
+    type_: global. layouts: before and after, which differ on the axis. kind: as in ``comm.<kind>``.
+    """
+    source, target = layouts
+    kwargs: list[tuple[str, object]] = []
+    args: tuple[object, ...]
+    if kind == "all_reduce":
+        args = (Ref(value), mesh.names[axis])
+        reduce = getattr(source[axis], "reduce", "sum")
+        kwargs = [("op", reduce)] if reduce != "sum" else []
+    elif kind == "all_to_all":
+        split = _digit(mesh, type_, target, axis)
+        joined = _digit(mesh, type_, source, axis)
+        args = (Ref(value), mesh.names[axis], split[0], joined[0])
+        kwargs = [("split_outer", split[1]), ("concat_outer", joined[1])]
+        kwargs = [(k, v) for k, v in kwargs if v != 1]
+    else:
+        dim, outer, inner, size = _digit(mesh, type_, source if kind == "all_gather" else target, axis)
+        args = (Ref(value), mesh.names[axis], dim)
+        kwargs = [("outer", outer)] if outer != 1 else []
+        if size is not None:
+            kwargs += [("inner", inner)] if inner != 1 else []
+            kwargs += [("size", size)]
+    return Node(f"comm.{kind}.default", args, tuple(kwargs), (out,), (type_,), origin, backward)
+
+
+def _digit(mesh: MeshShape, type_: TensorType, layout: Layout, axis: int) -> tuple[int, int, int, Arg]:
+    """(dim, outer blocks on a rank, inner, size on a rank before the split or None if it is even).
+
+    Other axes that split the same dim further outside leave fewer outer blocks on a rank.
+    """
+    placed = layout[axis]
+    assert isinstance(placed, Shard)
+    others = [k for k in range(len(layout)) if k != axis]
+    rest = MeshShape(tuple(mesh.names[k] for k in others), tuple(mesh.sizes[k] for k in others))
+    size = symbolic_extent(type_.shape[placed.dim], tuple(layout[k] for k in others), placed.dim, rest)
+    outer = placed.outer
+    for k in others:
+        other = layout[k]
+        if isinstance(other, Shard) and other.dim == placed.dim and other.outer < placed.outer:
+            outer //= mesh.sizes[k]
+    even = isinstance(size, int) and (size // (outer * placed.inner)) % mesh.sizes[axis] == 0
+    return placed.dim, outer, placed.inner, None if even else size
 
 
 class _Inserter:

@@ -10,6 +10,7 @@ from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Folded, Joint
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
+from autoshard.ir.statements import statements_of
 from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
@@ -22,6 +23,8 @@ from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
+from autoshard.passes.slice_places import places_of
+from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
@@ -59,17 +62,29 @@ def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
 
 def place(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     """The passes after the search up to what every rank of an uncut model computes."""
+    lowered = _moved(folded, how, watch)
+    return _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+
+
+def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
+    """The graph with collectives, its ops still on whole tensors."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
-    _watched("045_recompute", lowered, watch)
-    return _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+    return _watched("045_recompute", lowered, watch)
+
+
+def check_slices(folded: Folded, how: Lowering, slices: int) -> None:
+    """UsageError, naming the op and the user's line, unless microbatches can be divided into slices."""
+    places_of(statements_of(_moved(folded, how, None)), folded.joint, how.rules, slices)
 
 
 def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     """All passes after the search."""
-    lowered = place(folded, how, watch)
     pipeline = how.plan.pipeline
+    slices = pipeline.slices if pipeline else 1
+    # a slice of an op is cut out of the whole op: what a rank runs of it is said afterwards
+    lowered = place(folded, how, watch) if slices == 1 else _moved(folded, how, watch)
     lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh)
     _watched("052_cut_pipeline", lowered, watch)
     if pipeline and how.saving is not None:
@@ -83,6 +98,10 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     if how.split_backward:
         lowered = split_backward(lowered)
         _watched("057_split_backward", lowered, watch)
+    if slices > 1:
+        lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
+        _watched("058_slice_sequence", lowered, watch)
+        lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
     results = zip(folded.joint.results, lowered.results, strict=True)
     grads = {value for result, value in results if result.kind == "grad"}
@@ -124,6 +143,8 @@ PASSES = (
     "054_scatter_sends",
     "056_gather_once",
     "057_split_backward",
+    "058_slice_sequence",
+    "059_localize",
     "060_bucket",
     "070_defer_reductions",
     "080_fuse_bias",

@@ -9,21 +9,26 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from gloo_worker import ADAM, STEPS, errors_of, train
 from pipelines import model_and_batch
+from torch import nn
 
 import autoshard
 
+#: (family, microbatches) -> a model and the batch of a step
+Make = Callable[[str, int], tuple[nn.Module, dict[str, torch.Tensor]]]
 
-def run_case(case: dict[str, str]) -> dict[str, float]:
+
+def run_case(case: dict[str, str], make: Make) -> dict[str, float]:
     """Relative errors of losses and of the parameters that this rank holds, after training."""
-    wanted, batch = model_and_batch(case["family"], int(case["microbatches"]))
+    wanted, batch = make(case["family"], int(case["microbatches"]))
     expected = train(wanted, batch, clip=True, pieces=False)
-    model, _ = model_and_batch(case["family"], 1)
+    model, _ = make(case["family"], 1)
     parallel = autoshard.load(case["program"], model)
     optimizer = torch.optim.AdamW(parallel.parameters(), **ADAM)
     found = []
@@ -36,13 +41,13 @@ def run_case(case: dict[str, str]) -> dict[str, float]:
     return errors_of(parallel, wanted, found, expected)
 
 
-def main() -> None:
+def main(make: Make = model_and_batch) -> None:
     torch.set_num_threads(1)
     cases = json.loads(Path(sys.argv[1]).read_text())
     results = []
     for case in cases:
         start = time.perf_counter()
-        errors = run_case(case)
+        errors = run_case(case, make)
         worst = max(errors, key=lambda k: errors[k])
         row = {**case, "worst": worst, "error": errors[worst], "held": sorted(errors)}
         rows: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]

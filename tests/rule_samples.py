@@ -619,6 +619,15 @@ def _attention(m: Make) -> Iterator[Sample]:
             yield Sample("autoshard.sdpa_backward.default", args)
 
 
+def _attention_of_the_last(m: Make) -> Iterator[Sample]:
+    for positions, channels in ((2, 4), (6, 4), (5, 6)):
+        q, k, v = m.real(4, 3, positions, 4), m.real(4, 3, 6, 4), m.real(4, 3, 6, channels)
+        yield Sample("autoshard.sdpa_tail.default", (q, k, v, 0.5))
+        out, lse = torch.ops.autoshard.sdpa_tail(q, k, v, 0.5)
+        args = (torch.randn_like(out), q, k, v, out, lse, 0.5)
+        yield Sample("autoshard.sdpa_tail_backward.default", args)
+
+
 def _experts(m: Make) -> Iterator[Sample]:
     yield Sample("aten.bincount.default", (m.ints(6, 12), None, 8))
     yield Sample("aten.histc.default", (m.real(12), 4, -3, 3))
@@ -651,6 +660,7 @@ FAMILIES: tuple[Callable[[Make], Iterator[Sample]], ...] = (
     _creations,
     _attention,
     _experts,
+    _attention_of_the_last,
 )
 
 

@@ -240,7 +240,7 @@ def test_a_rank_holds_what_the_estimate_says() -> None:
         given = _ends(made, model, inputs)
         env = rank.start()
         env.update(given)
-        rank.run(env, (0, "forward"))
+        rank.run(env, (0, "forward", 0))
         ends = {x.untyped_storage().data_ptr() for x in given.values()}
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in env.values()}
         alive.append(sum(n for at, n in held.items() if at not in ends))

@@ -446,8 +446,17 @@ def test_the_least_makespan_is_that_of_equal_stages(name: str) -> None:
 
 
 def test_names() -> None:
-    assert names() == ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "searched")
-    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 1]
+    assert names() == (
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "breadth-first",
+        "zb-h1",
+        "zb-v",
+        "searched",
+        "seq1f1b",
+    )
+    assert [default_chunks(n) for n in names()] == [1, 1, 2, 2, 1, 2, 1, 1]
     assert str(make("zb-v", 2, 3, 2).actions[0][0]) == "F0.0"
 
 

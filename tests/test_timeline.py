@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from pipelines import analysed, model_and_batch, pipeline, planned
+from torch import nn
 from typer.testing import CliRunner
 
 from autoshard.api import compile_analysed
@@ -225,7 +226,7 @@ def test_a_rank_holds_what_its_costs_say(case: str) -> None:
     """The storage alive after the forwards of a rank, and after its input gradients, run for real."""
     program = CASES[case]()
     prices = StagePrices(program, CPU)
-    run = _Run(program, prices, FAMILY.get(case, "llama-deep"))
+    run = _Run(program, prices, *model_and_batch(FAMILY.get(case, "llama-deep"), 1))
     run.all()
     for rank, stages in enumerate(prices.stages_of):
         kept = [prices.kept[s] for s in stages]
@@ -241,12 +242,14 @@ class _Run:
     forward, split: bytes alive on a rank after its last forward, and after its (last) input gradient.
     """
 
-    def __init__(self, program: Program, prices: StagePrices, name: str) -> None:
+    def __init__(
+        self, program: Program, prices: StagePrices, model: nn.Module, batch: dict[str, torch.Tensor]
+    ) -> None:
         self.program, self.prices, self.moves = program, prices, moves_of(program)
         lowered = program.lowered
         self.ranks: list[RankProgram] = []
         self.envs: list[Values] = []
-        self.given = _ports(program, name)
+        self.given = _ports(program, model, batch)
         for stages, moves in zip(prices.stages_of, self.moves, strict=True):
             sent = [v for move in moves for v in dict.fromkeys(m.value for m in move.sends)]
             made = RankProgram(program, 0, {"dp": ""}, torch.device("cpu"), stages, sent)
@@ -270,7 +273,7 @@ class _Run:
                 move, env = moves[at[rank]], self.envs[rank]
                 env.update({m.value: sent[m].clone() for m in move.receives})
                 for phase in move.phases:
-                    self.ranks[rank].run(env, (move.action.stage, phase))
+                    self.ranks[rank].run(env, (move.action.stage, phase, move.action.slice))
                 sent.update({m: env[m.value] for m in move.sends})
                 for value in dict.fromkeys(m.value for m in move.sends):
                     env.used(value)
@@ -295,8 +298,7 @@ class _Run:
         return float(sum(n for at, n in found.items() if at not in ports))
 
 
-def _ports(program: Program, name: str) -> dict[str, torch.Tensor]:
-    model, batch = model_and_batch(name, 1)
+def _ports(program: Program, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     leaves = list(batch.values())
     found: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.formulas import ideal_bubble_fraction
-from autoshard.schedules.registry import default_chunks, make, names
+from autoshard.schedules.registry import default_chunks, default_slices, make, names
 from autoshard.simulate.pipeline import StageCosts, simulate
 
 RANKS, MICROBATCHES = 8, (8, 16, 32, 64)
@@ -44,18 +44,19 @@ def rows(ranks: int = RANKS, microbatches: Sequence[int] = MICROBATCHES) -> list
 
 
 def _row(name: str, ranks: int, microbatches: int, chunks: int) -> ScheduleRow:
-    schedule = make(name, ranks, microbatches, chunks)
+    slices = default_slices(name)
+    schedule = make(name, ranks, microbatches, chunks, slices)
     check(schedule)
-    timeline = simulate(schedule, StageCosts.uniform(ranks, chunks))
+    timeline = simulate(schedule, StageCosts.uniform(ranks, chunks, slices=slices))
     return ScheduleRow(
         name,
         ranks,
         chunks,
         microbatches,
         bubble=timeline.bubble,
-        ideal=ideal_bubble_fraction(name, ranks, microbatches, chunks),
+        ideal=ideal_bubble_fraction(name, ranks, microbatches, chunks, slices=slices),
         inside=max(timeline.gaps) / timeline.makespan,
-        held=tuple(n / chunks for n in in_flight(schedule)),
+        held=tuple(n / (chunks * slices) for n in in_flight(schedule)),
     )
 
 

@@ -34,6 +34,7 @@ def compile_command(
     schedule: opt.ScheduleOption = "",
     chunks: opt.ChunksOption = None,
     microbatches: opt.MicrobatchesOption = None,
+    slices: opt.SlicesOption = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
@@ -59,6 +60,7 @@ def compile_command(
                 schedule=schedule,
                 chunks=chunks,
                 microbatches=microbatches,
+                slices=slices,
                 replicate_unknown=replicate_unknown,
                 rules=rules,
             )

@@ -59,6 +59,10 @@ ScheduleOption = Annotated[
     ),
 ]
 ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="pipeline stages per rank")]
+SlicesOption = Annotated[
+    int | None,
+    typer.Option("--slices", min=1, help="parts of the sequence of a microbatch, with --schedule seq1f1b"),
+]
 MicrobatchesOption = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="of a step [default: the best number]")
 ]

@@ -47,6 +47,7 @@ class Wishes:
     schedule: str = ""
     chunks: int | None = None
     microbatches: int | None = None
+    slices: int | None = None
     rivals: bool = False
     replicate_unknown: bool = False
     rules: Path | None = None
@@ -68,6 +69,7 @@ def plan_command(
     schedule: opt.ScheduleOption = "",
     chunks: opt.ChunksOption = None,
     microbatches: opt.MicrobatchesOption = None,
+    slices: opt.SlicesOption = None,
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
@@ -96,6 +98,7 @@ def plan_command(
             schedule,
             chunks,
             microbatches,
+            slices,
             True,
             replicate_unknown,
             rules,
@@ -162,6 +165,7 @@ def make_plan(
         schedule=wishes.schedule,
         chunks=wishes.chunks,
         microbatches=wishes.microbatches,
+        slices=wishes.slices,
         rivals=wishes.rivals,
         replicate_unknown=wishes.replicate_unknown,
         rules=own,
@@ -279,6 +283,7 @@ def _pipeline_text(summary: Summary) -> str:
     row = summary.pipeline
     assert row is not None
     chunks = f", {row.chunks} stages per rank" if row.chunks > 1 else ""
+    chunks += f", {row.slices} slices of each sequence" if row.slices > 1 else ""
     times = [s.forward + s.backward for s in row.stages]
     text = (
         f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} a microbatch, "

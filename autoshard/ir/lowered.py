@@ -39,12 +39,16 @@ class LoweredSegment:
 
 @dataclass(frozen=True)
 class Part:
-    """What runs at once: the instructions ``start`` to ``stop`` of main, one phase of a pipeline stage."""
+    """What runs at once: the instructions ``start`` to ``stop`` of main, one phase of a pipeline stage.
+
+    slice: of the sequence that it works on, where a microbatch is divided (`passes/slice_sequence.py`).
+    """
 
     stage: int
     phase: Phase
     start: int
     stop: int
+    slice: int = 0
 
 
 @dataclass(frozen=True)

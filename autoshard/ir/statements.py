@@ -92,17 +92,32 @@ def repeats_of(whole: Statements) -> dict[str, str]:
     known: dict[tuple[object, ...], tuple[str, ...]] = {}
     same: dict[str, str] = {}
     for statement in whole.all:
-        names = iter(same.get(v, v) for v in statement.uses)
-        made = substitute(statement.node, lambda _, names=names: Ref(next(names)))  # type: ignore[misc]
-        instruction = whole.lowered.main[statement.item]
-        # a random op is numbered within its call
-        site = instruction.site if isinstance(instruction, Call) else 0
-        key = (made.op, made.args, made.kwargs, site if CallSite in map(type, made.args) else 0)
+        key = _what(whole, statement, same)
         if not statement.backward:
             known.setdefault(key, statement.makes)
         elif key in known:
             same.update(zip(statement.makes, known[key], strict=True))
     return same
+
+
+def firsts_of(whole: Statements) -> dict[str, str]:
+    """Value -> the first one that is equal to it, as in `repeats_of`; of either half, itself left out."""
+    known: dict[tuple[object, ...], tuple[str, ...]] = {}
+    same: dict[str, str] = {}
+    for statement in whole.all:
+        first = known.setdefault(_what(whole, statement, same), statement.makes)
+        same.update((v, f) for v, f in zip(statement.makes, first, strict=True) if v != f)
+    return same
+
+
+def _what(whole: Statements, statement: Statement, same: Mapping[str, str]) -> tuple[object, ...]:
+    """What a statement does with which values; same: value -> the one that stands for it."""
+    names = iter([same.get(v, v) for v in statement.uses])
+    made = substitute(statement.node, lambda _: Ref(next(names)))
+    instruction = whole.lowered.main[statement.item]
+    # a random op is numbered within its call
+    site = instruction.site if isinstance(instruction, Call) else 0
+    return made.op, made.args, made.kwargs, site if CallSite in map(type, made.args) else 0
 
 
 def _fresh(base: str, taken: set[str]) -> str:

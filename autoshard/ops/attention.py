@@ -1,5 +1,8 @@
 """Attention as one op: softmax(q k^T * scale + mask) v with its log-sum-exp, and its gradient.
 
+``sdpa_tail`` is causal attention of the last positions of a sequence: its queries are the last s of the t
+positions of keys and values, as they are where a sequence is worked on slice by slice.
+
 All tensors are [batch, heads, positions, channels]. The output lies in memory as [batch, positions,
 heads, channels], as torch's own kernels leave it, so that joining the heads again is free.
 """
@@ -291,4 +294,65 @@ define(
     _sdpa_backward_cpu,
     _fake_backward,
     cuda=_sdpa_backward_cuda,
+)
+
+
+def _tail_mask(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Which of the t keys each of the last s positions may look at [s, t] (True: attend)."""
+    s, t = q.shape[2], k.shape[2]
+    return torch.ones((s, t), dtype=torch.bool, device=q.device).tril_(t - s)
+
+
+def sdpa_tail(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e], s <= t -> (out [b, h, s, e], log-sum-exp [b, h, s])."""
+    found: tuple[torch.Tensor, torch.Tensor]
+    found = torch.ops.autoshard.sdpa(q, k, v, _tail_mask(q, k), False, scale)
+    return found
+
+
+def sdpa_tail_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> _Triple:
+    """Gradients of q, k, v of `sdpa_tail`; those of k and v are what these queries add to them."""
+    mask = _tail_mask(q, k)
+    found: _Triple = torch.ops.autoshard.sdpa_backward(grad, q, k, v, out, lse, mask, False, scale)
+    return found
+
+
+def _fake_tail(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(q, k, v, None, True, scale)
+
+
+def _fake_tail_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> _Triple:
+    return _fake_backward(grad, q, k, v, out, lse, None, True, scale)
+
+
+define(
+    "sdpa_tail(Tensor q, Tensor k, Tensor v, float scale) -> (Tensor, Tensor)",
+    sdpa_tail,
+    _fake_tail,
+)
+define(
+    "sdpa_tail_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
+    sdpa_tail_backward,
+    _fake_tail_backward,
 )

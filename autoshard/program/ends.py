@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
@@ -16,9 +17,10 @@ def uses_of(item: Instruction) -> tuple[str, ...]:
 
 
 def part_name(lowered: Lowered, part: Part) -> str:
-    """``forward`` where there is one stage, else ``forward_3``."""
+    """``forward`` where there is one stage, else ``forward_3``; ``forward_3_s1`` for its slice 1."""
     alone = all(p.stage == 0 for p in lowered.parts)
-    return part.phase if alone else f"{part.phase}_{part.stage}"
+    name = part.phase if alone else f"{part.phase}_{part.stage}"
+    return f"{name}_s{part.slice}" if part.slice else name
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ def returns_of(lowered: Lowered, results: Collection[str]) -> dict[Part, tuple[s
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A value that one stage makes and another uses. phase: in which it is made; into: is first used."""
+    """A value that one stage makes and another uses. phase: in which it is made; into: is first used.
+
+    slice, into_slice: of the sequence, of the same.
+    """
 
     value: str
     source: int
     phase: str
     target: int
     into: str
+    slice: int = 0
+    into_slice: int = 0
 
 
 def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
@@ -88,13 +95,15 @@ def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
                 continue
             if made:
                 source = min(made, key=lambda p: (p.stage > part.stage, abs(p.stage - part.stage)))
-                found[value, part.stage] = Wire(value, source.stage, source.phase, part.stage, part.phase)
+                found[value, part.stage] = Wire(
+                    value, source.stage, source.phase, part.stage, part.phase, source.slice, part.slice
+                )
     place = {(part.stage, v): k for part, end in ends.items() for k, v in enumerate(end.makes)}
-    at = {(p.stage, p.phase): k for k, p in enumerate(lowered.parts)}
+    at = {(str(p.phase), p.stage, p.slice): k for k, p in enumerate(lowered.parts)}
     return tuple(
         sorted(
             found.values(),
-            key=lambda w: (at[w.source, w.phase], place[w.source, w.value], w.target),  # type: ignore[index]
+            key=lambda w: (at[w.phase, w.source, w.slice], place[w.source, w.value], w.target),
         )
     )
 
@@ -106,35 +115,54 @@ def check_parts(lowered: Lowered) -> None:
     those of the weight phase and of ``reduce`` stay in their stage: whatever the schedule, none of them
     would come in time.
     """
-    phases: dict[int, set[str]] = {}
+    phases: dict[int, set[tuple[str, int]]] = {}
     for part in lowered.parts:
-        phases.setdefault(part.stage, set()).add(part.phase)
+        phases.setdefault(part.stage, set()).add((part.phase, part.slice))
     if sorted(phases) != list(range(len(phases))):
         raise _broken(f"its stages are {', '.join(map(str, sorted(phases)))}")
     for stage, own in phases.items():
         if own != phases[0]:
-            raise _broken(f"stage {stage} has not the parts of stage 0", ", ".join(sorted(own ^ phases[0])))
+            differ = ", ".join(f"{phase} of slice {part}" for phase, part in sorted(own ^ phases[0]))
+            raise _broken(f"stage {stage} has not the parts of stage 0", differ)
     ends = {part: ends_of(lowered, part) for part in lowered.parts}
     made: dict[int, set[str]] = {stage: set() for stage in phases}
     later = {stage: {v for p, e in ends.items() if p.stage == stage for v in e.makes} for stage in phases}
-    for part in sorted(lowered.parts, key=lambda p: _PHASES.index(p.phase)):
+    for part in sorted(lowered.parts, key=_turn):
         late = (later[part.stage] - made[part.stage]).intersection(ends[part].uses)
         if late:
             raise _broken(f"{part_name(lowered, part)} uses {min(late)} before its stage makes it")
         made[part.stage].update(ends[part].makes)
+    for part, end in ends.items():
+        both = _made_twice(ends, part.stage).intersection(end.uses) if part.phase != "reduce" else None
+        if both:
+            raise _broken(f"{part_name(lowered, part)} uses {min(both)}, to which several slices add")
     for wire in wires_of(lowered, ()):
         if not _in_time(wire):
             raise _broken(f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}")
 
 
+def _made_twice(ends: Mapping[Part, Ends], stage: int) -> set[str]:
+    """Values that several parts of a stage make: terms of a gradient, one per slice."""
+    counts = Counter(v for part, end in ends.items() if part.stage == stage for v in end.makes)
+    return {value for value, count in counts.items() if count > 1}
+
+
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
+
+
+def _turn(part: Part) -> tuple[int, int]:
+    """When a stage runs a part: forward slice after slice, back in reverse order."""
+    return _PHASES.index(part.phase), part.slice if part.phase == "forward" else -part.slice
 
 
 def _in_time(wire: Wire) -> bool:
     """Whether a value can arrive in every schedule before it is used."""
+    if wire.phase == "forward" and wire.into == "forward":
+        return wire.source < wire.target and wire.slice <= wire.into_slice
     if wire.phase == "forward":
-        return wire.into in ("backward", "weight") or (wire.into == "forward" and wire.source < wire.target)
-    return wire.phase == "backward" and wire.into in ("backward", "weight") and wire.source > wire.target
+        return wire.into in ("backward", "weight")
+    down = wire.source > wire.target and wire.slice >= wire.into_slice
+    return wire.phase == "backward" and wire.into in ("backward", "weight") and down
 
 
 def _broken(what: str, where: str = "") -> VerificationError:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import Wire, wires_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Action, Schedule
+
+#: stage, phase, slice
+_Part: TypeAlias = "tuple[int, str, int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +55,16 @@ class Traffic:
         for rank, actions in enumerate(schedule.actions):
             for action in actions:
                 for phase in phases_of(action, schedule):
-                    for value, receiver in leaving.get((action.stage, phase), ()):
+                    for value, receiver in leaving.get((action.stage, phase, action.slice), ()):
                         number = numbers.get((rank, receiver), 0)
                         numbers[rank, receiver] = number + 1
                         message = Message(rank, receiver, number, value, action.microbatch)
                         sent[receiver, action.microbatch, value] = message
                         sends.setdefault((rank, action), []).append(message)
-        entering: dict[tuple[int, str], list[str]] = {}
+        entering: dict[_Part, list[str]] = {}
         for wire in wires:
             if schedule.owner[wire.source] != schedule.owner[wire.target]:
-                entering.setdefault((wire.target, wire.into), []).append(wire.value)
+                entering.setdefault((wire.target, wire.into, wire.into_slice), []).append(wire.value)
         return tuple(
             self._rank(rank, actions, schedule, sends, sent, entering)
             for rank, actions in enumerate(schedule.actions)
@@ -73,7 +77,7 @@ class Traffic:
         schedule: Schedule,
         sends: Mapping[tuple[int, Action], list[Message]],
         sent: Mapping[tuple[int, int, str], Message],
-        entering: Mapping[tuple[int, str], list[str]],
+        entering: Mapping[_Part, list[str]],
     ) -> tuple[Move, ...]:
         moves = []
         have: set[Message] = set()
@@ -81,7 +85,7 @@ class Traffic:
             phases = phases_of(action, schedule)
             receives: list[Message] = []
             for phase in phases:
-                for value in entering.get((action.stage, phase), ()):
+                for value in entering.get((action.stage, phase, action.slice), ()):
                     message = sent[rank, action.microbatch, value]
                     if message not in have:
                         have.add(message)
@@ -104,13 +108,13 @@ def phases_of(action: Action, schedule: Schedule) -> tuple[Phase, ...]:
             return ("backward", "weight") if schedule.splits_backward else ("backward",)
 
 
-def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[tuple[int, str], list[tuple[str, int]]]:
-    """(stage, phase) -> (value, receiving rank) of what leaves it; a rank is sent a value once."""
-    found: dict[tuple[int, str], dict[tuple[str, int], None]] = {}
+def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[_Part, list[tuple[str, int]]]:
+    """Part -> (value, receiving rank) of what leaves it; a rank is sent a value once."""
+    found: dict[_Part, dict[tuple[str, int], None]] = {}
     for wire in wires:
         sender, receiver = schedule.owner[wire.source], schedule.owner[wire.target]
         if sender != receiver:
-            found.setdefault((wire.source, wire.phase), {})[wire.value, receiver] = None
+            found.setdefault((wire.source, wire.phase, wire.slice), {})[wire.value, receiver] = None
     return {part: list(values) for part, values in found.items()}
 
 

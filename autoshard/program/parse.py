@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import inf, nan
 from typing import NoReturn
 
@@ -25,13 +26,13 @@ from autoshard.ir import (
     ShardOf,
     TensorType,
 )
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Phase, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout, Partial, Placement, R, Shard
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
 _PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
-_PART = re.compile(r"^(gather|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?$")
+_PART = re.compile(r"^(gather|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?(?:_s([1-9]\d{0,4}))?$")
 _BEFORE = ("gather", "forward")
 _REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
@@ -270,34 +271,42 @@ def parse_program(
         else:
             _fail("only segments and inputs may stand at the top", item)
     found = {name: _part_of(name) for name in functions}
-    named = [(functions[name], *part) for name, part in found.items() if part is not None]
-    if not any(phase == "forward" for _, phase, _ in named):
+    named = [(functions[name], part) for name, part in found.items() if part is not None]
+    if not any(part.phase == "forward" for _, part in named):
         _fail("forward is missing")
-    backward_segments = {n for fn, phase, _ in named if phase not in _BEFORE for n in _called(fn)}
+    backward_segments = {n for fn, part in named if part.phase not in _BEFORE for n in _called(fn)}
     bodies = {name: fn for name, fn in functions.items() if found[name] is None}
     segments = {n: reader.segment(f, n in backward_segments) for n, f in bodies.items()}
     main: list[Instruction] = []
     parts: list[Part] = []
     returns: dict[Part, tuple[str, ...]] = {}
     made: dict[int, set[str]] = {}
-    for fn, phase, stage in named:
-        own = made.setdefault(stage, {p.name for p in ports})
-        items, ends = _main(fn, phase not in _BEFORE, reader, segments, values, own)
-        parts.append(Part(stage, phase, len(main), len(main) + len(items)))
+    back: dict[int, set[str]] = {}
+    for fn, part in named:
+        own = made.setdefault(part.stage, {p.name for p in ports})
+        if part.phase == "backward":
+            # every slice may add to the same gradient, under its name
+            own = own.copy()
+        elif part.phase not in _BEFORE:
+            own |= back.get(part.stage, set())
+        items, ends = _main(fn, part.phase not in _BEFORE, reader, segments, values, own)
+        if part.phase == "backward":
+            back.setdefault(part.stage, set()).update(own)
+        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
         main += items
         returns[parts[-1]] = ends
-    if len({(p.stage, p.phase) for p in parts}) < len(parts):
+    if len({(p.stage, p.phase, p.slice) for p in parts}) < len(parts):
         _fail("a part of the program stands there twice")
     lowered = Lowered(segments, tuple(main), values, (), tuple(parts))
     return lowered, tuple(ports), returns
 
 
-def _part_of(name: str) -> tuple[Phase, int] | None:
-    """(phase, stage) of a function that is a part of main, None for a segment."""
+def _part_of(name: str) -> Part | None:
+    """The part of main that a function is, still empty; None for a segment."""
     match = _PART.match(name)
     if match is None:
         return None
-    return match.group(1), int(match.group(2) or 0)  # type: ignore[return-value]
+    return Part(int(match.group(2) or 0), match.group(1), 0, 0, int(match.group(3) or 0))  # type: ignore[arg-type]
 
 
 def _called(fn: ast.FunctionDef) -> set[str]:

@@ -9,7 +9,7 @@ from autoshard.ir.lowered import Lowered
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)

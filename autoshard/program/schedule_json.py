@@ -11,7 +11,7 @@ from autoshard.program.program import Stages
 from autoshard.schedules.check import check
 from autoshard.schedules.schedule import Action, Schedule
 
-_ACTION = re.compile(r"^([FBIW])(\d{1,6})\.(\d{1,6})$")
+_ACTION = re.compile(r"^([FBIW])(\d{1,6})\.(\d{1,6})(?:/(\d{1,6}))?$")
 
 
 def schedule_to_json(stages: Stages) -> str:
@@ -20,6 +20,7 @@ def schedule_to_json(stages: Stages) -> str:
     document = {
         "name": schedule.name,
         "microbatches": schedule.microbatches,
+        "slices": schedule.slices,
         "position": stages.position,
         "owner": list(schedule.owner),
         "actions": [" ".join(map(str, actions)) for actions in schedule.actions],
@@ -33,7 +34,9 @@ def schedule_from_json(text: str) -> Stages:
         raw: dict[str, Any] = json.loads(text)
         actions = tuple(tuple(_action(word) for word in line.split()) for line in raw["actions"])
         owner = tuple(_number(rank) for rank in raw["owner"])
-        schedule = Schedule(str(raw["name"]), _number(raw["microbatches"]), owner, actions)
+        schedule = Schedule(
+            str(raw["name"]), _number(raw["microbatches"]), owner, actions, _number(raw["slices"])
+        )
         position = _number(raw["position"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise VerificationError(f"not a schedule: {error}", hint="compile the program again") from None
@@ -44,7 +47,7 @@ def schedule_from_json(text: str) -> Stages:
             hint="compile the program again",
         )
     # before anything is made for each of them
-    if schedule.microbatches * schedule.stages > sum(map(len, actions)):
+    if schedule.microbatches * schedule.slices * schedule.stages > sum(map(len, actions)):
         raise VerificationError(
             f"the schedule has too few actions for {schedule.microbatches} microbatches",
             hint="compile the program again",
@@ -64,4 +67,5 @@ def _action(word: str) -> Action:
     match = _ACTION.match(word)
     if match is None:
         raise ValueError(f"{word!r} is no action")
-    return Action(match.group(1), int(match.group(2)), int(match.group(3)))  # type: ignore[arg-type]
+    kind, stage, microbatch, part = match.groups()
+    return Action(kind, int(stage), int(microbatch), int(part or 0))  # type: ignore[arg-type]

@@ -220,7 +220,9 @@ def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int)
         raise VerificationError(
             f"pp cannot be axis {stages.position} of a mesh of {axes} others", hint=_RECOMPILE
         )
-    if stages.schedule.stages != count or stages.schedule.microbatches != microbatches:
+    slices = 1 + max(p.slice for p in lowered.parts)
+    made = (stages.schedule.stages, stages.schedule.microbatches, stages.schedule.slices)
+    if made != (count, microbatches, slices):
         raise VerificationError("the schedule is for other stages than the program's", hint=_RECOMPILE)
     split = any(p.phase == "weight" for p in lowered.parts)
     if stages.schedule.splits_backward != split:

@@ -126,9 +126,9 @@ def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
     received: dict[int, list[str]] = {}
     sent: dict[int, list[str]] = {}
     for wire in wires:
-        if (wire.target, wire.into) == (part.stage, part.phase):
+        if (wire.target, wire.into, wire.into_slice) == (part.stage, part.phase, part.slice):
             received.setdefault(wire.source, []).append(wire.value)
-        if (wire.source, wire.phase) == (part.stage, part.phase):
+        if (wire.source, wire.phase, wire.slice) == (part.stage, part.phase, part.slice):
             sent.setdefault(wire.target, []).append(wire.value)
     found = [f"from stage {stage}: {', '.join(values)}" for stage, values in received.items()]
     return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]

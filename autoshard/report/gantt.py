@@ -106,7 +106,8 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace format (JSON), for ui.perfetto.dev: a thread per rank, an arrow per send, and a
     counter of the bytes that each rank holds. Microseconds."""
     events: list[dict[str, Any]] = [_meta("process_name", 0, f"pipeline {timeline.name}")]
-    where: dict[tuple[str, int, int], Span] = {}
+    where: dict[tuple[str, int, int, int], Span] = {}
+    sliced = any(span.action.slice for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):
         stages = [s for s, owner in enumerate(timeline.owner) if owner == rank]
         some = ", ".join(map(str, stages))
@@ -116,7 +117,9 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
         for span in spans:
             where[_result(span.action)] = span
             events.append(_complete(str(span.action), _WORDS[span.action.kind], rank, span.start, span.end))
-            events[-1]["args"] = {"stage": span.action.stage, "microbatch": span.action.microbatch}
+            what = span.action
+            part = {"slice": what.slice} if sliced else {}
+            events[-1]["args"] = {"stage": what.stage, "microbatch": what.microbatch, **part}
         if timeline.update[rank]:
             start = spans[-1].end if spans else 0.0
             events.append(_complete("update", "update", rank, start, start + timeline.update[rank]))
@@ -242,8 +245,8 @@ def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _result(action: Action, onward: bool = False) -> tuple[str, int, int]:
+def _result(action: Action, onward: bool = False) -> tuple[str, int, int, int]:
     """What names an action whichever way backward is done; onward: the one that its result is sent to."""
     step = (1 if action.kind == "F" else -1) if onward else 0
     kind = "B" if action.kind == "I" else action.kind
-    return kind, action.stage + step, action.microbatch
+    return kind, action.stage + step, action.microbatch, action.slice

@@ -106,6 +106,7 @@ class PipelineRow:
     equal: float | None
     tried: dict[str, float | None]
     stages: tuple[PipeStage, ...]
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,8 @@ def _step(settled: Settled, staging: Staging | None) -> Step:
 
 
 def _pipeline(staging: Staging) -> PipelineRow:
-    pipeline, costs, timeline = staging.pipeline, staging.costs, staging.timeline
+    pipeline, timeline = staging.pipeline, staging.timeline
+    costs = staging.costs.per_microbatch(pipeline.slices)
     names = ["the input", *(_cut_name(c) for c in pipeline.cuts), "the output"]
     stages = tuple(
         PipeStage(rank, names[k], names[k + 1], costs.forward[k], costs.backward[k], costs.held[k])
@@ -293,6 +295,7 @@ def _pipeline(staging: Staging) -> PipelineRow:
         staging.equal,
         staging.tried,
         stages,
+        pipeline.slices,
     )
 
 

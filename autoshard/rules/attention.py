@@ -52,6 +52,32 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flop)
 
 
+def _tail_flops(q: TensorType, k: TensorType, v: TensorType) -> float:
+    """Each of the last s of t positions looks at t - s / 2 of them."""
+    s, t = q.shape[2], k.shape[2]
+    return flops(q, k, v, False) * (1 - s / (2 * t)) if t else 0.0
+
+
+def sdpa_tail(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e] -> (out [b, h, s, e], lse [b, h, s])."""
+    build, q, k, v, out, lse, _, fixed = _laid(node, ins, None, True)
+    flop = _tail_flops(*ins)
+    return Factored(tuple(build.sizes), (q, k, v), (out, lse), frozenset(fixed), kind="matmul", flops=flop)
+
+
+def sdpa_tail_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """grad, q, k, v, out, lse -> gradients of q, k, v."""
+    build, q, k, v, out, lse, _, fixed = _laid(node, ins[1:4], None, True)
+    flop = 2.5 * _tail_flops(*ins[1:4])
+    inputs = (out, q, k, v, out, lse)
+    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), (), ((0,),), "matmul", flop)
+
+
 RULES: Mapping[str, RuleFn] = MappingProxyType(
-    {"autoshard.sdpa.default": sdpa, "autoshard.sdpa_backward.default": sdpa_backward}
+    {
+        "autoshard.sdpa.default": sdpa,
+        "autoshard.sdpa_backward.default": sdpa_backward,
+        "autoshard.sdpa_tail.default": sdpa_tail,
+        "autoshard.sdpa_tail_backward.default": sdpa_tail_backward,
+    }
 )

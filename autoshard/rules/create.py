@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from autoshard.ir import Dtype, Node, TensorType
+from autoshard.errors import UsageError
+from autoshard.ir import Arg, Dtype, Node, TensorType
 from autoshard.rules.core import Builder, Factored, RuleFn, broadcast
 from autoshard.rules.local import LocalCall, shape_arg
 
@@ -53,8 +54,20 @@ def dropout(node: Node, ins: Sequence[TensorType]) -> Factored:
 
 
 def _local_dropout(call: LocalCall) -> Node:
-    rank = len(call.ins[0].shape)
-    return call.with_args({4: tuple(call.in_offset(0, d) for d in range(rank))})
+    before = call.node.args[4]
+    return call.with_args({4: tuple(_moved(x, call.in_offset(0, d)) for d, x in enumerate(before))})
+
+
+def _moved(before: Arg, offset: Arg) -> Arg:
+    """The offset of a part of what begins at ``before`` already, being a slice itself."""
+    if before == 0 or offset == 0:
+        return before or offset
+    if isinstance(before, int) and isinstance(offset, int):
+        return before + offset
+    raise UsageError(
+        "dropout cannot be divided along one dim over an axis of the mesh and into slices at once",
+        hint="pin what it takes whole on that axis, or use a schedule without slices",
+    )
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(

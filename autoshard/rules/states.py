@@ -43,7 +43,7 @@ class OpState:
 
 
 @dataclass(frozen=True, slots=True)
-class _AxisState:
+class AxisState:
     """What one axis does. factor, part: the factor it splits, and how, seen as a dim of its own.
 
     owners: the factor that it splits at the same time, if it exchanges rows.
@@ -76,14 +76,15 @@ def _place(
     return R
 
 
-def _split_state(
+def split_state(
     rule: Factored,
     ins: Sequence[TensorType],
     outs: Sequence[TensorType | None],
     factor: int,
     digit: Digit,
     ways: int,
-) -> _AxisState | None:
+) -> AxisState | None:
+    """What an axis of ``ways`` ranks does that splits a part of a factor; None if that cannot be."""
     reduce = dict(rule.reduce).get(factor)
     inputs: list[Placement] = []
     for dims, type_ in zip(rule.inputs, ins, strict=True):
@@ -105,7 +106,7 @@ def _split_state(
             placed = Partial(reduce)
         outputs.append(placed)
     part = shard_of_digit(rule.sizes[factor], 0, digit[0], digit[1], ways)
-    return _AxisState(tuple(inputs), tuple(outputs), factor, part)
+    return AxisState(tuple(inputs), tuple(outputs), factor, part)
 
 
 def _exchange_state(
@@ -115,7 +116,7 @@ def _exchange_state(
     pair: tuple[int, int],
     digit: Digit,
     ways: int,
-) -> _AxisState | None:
+) -> AxisState | None:
     """Rows split at ``digit`` and their owners in contiguous ranges; None if that cannot be."""
     rows, owners = pair
     whole: Digit = (1, rule.sizes[owners], -1)
@@ -134,7 +135,7 @@ def _exchange_state(
             return None
     part = shard_of_digit(rule.sizes[rows], 0, digit[0], digit[1], ways)
     inputs = tuple(p for p in placed[: len(ins)] if p is not None)
-    return _AxisState(inputs, tuple(placed[len(ins) :]), rows, part, owners)
+    return AxisState(inputs, tuple(placed[len(ins) :]), rows, part, owners)
 
 
 def _axis_states(
@@ -146,16 +147,16 @@ def _axis_states(
     ways: int,
     allowed: AxisFilter,
     must: bool,
-) -> list[_AxisState]:
+) -> list[AxisState]:
     whole: tuple[Placement | None, ...] = tuple(None if o is None else R for o in outs)
-    found: dict[_AxisState, frozenset[int]] = {_AxisState((R,) * len(ins), whole): frozenset()}
+    found: dict[AxisState, frozenset[int]] = {AxisState((R,) * len(ins), whole): frozenset()}
     if ways > 1:
         for factor in rule.shardable():
             # smaller parts first: where two parts give the same placement, the split cuts them both
             for digit in sorted(digits[factor], key=lambda d: (d[1], d[0])):
                 if factor in rule.contiguous and digit[0] > 1:
                     continue
-                state = _split_state(rule, ins, outs, factor, digit, ways)
+                state = split_state(rule, ins, outs, factor, digit, ways)
                 if state is not None:
                     found[state] = found.get(state, frozenset()) | {digit[2]}
         for pair in rule.exchange:
@@ -168,7 +169,7 @@ def _axis_states(
                 continue  # the sum of truth values is not one
             partial = tuple(P if k in group else R for k in range(len(ins)))
             sums: tuple[Placement | None, ...] = tuple(None if o is None else P for o in outs)
-            found[_AxisState(partial, sums)] = frozenset()
+            found[AxisState(partial, sums)] = frozenset()
     states = [s for s, classes in found.items() if not s.split or allowed(axis, classes)]
     split = [s for s in states if s.split]
     return split if must and split else states
@@ -232,14 +233,14 @@ def _combined(
     return list(found.values())
 
 
-def _one_exchange(combo: Sequence[_AxisState]) -> bool:
+def _one_exchange(combo: Sequence[AxisState]) -> bool:
     """Whether at most one axis exchanges rows, and then no other splits their owners."""
     owners = [s.owners for s in combo if s.owners is not None]
     return not owners or (len(owners) == 1 and all(s.factor != owners[0] for s in combo))
 
 
 def _nests(
-    rule: Factored, outside: frozenset[int], combo: Sequence[_AxisState], mesh_sizes: Sequence[int]
+    rule: Factored, outside: frozenset[int], combo: Sequence[AxisState], mesh_sizes: Sequence[int]
 ) -> bool:
     """Whether axes that split the same factor cut every tensor that has it at the same places.
 
@@ -275,7 +276,7 @@ def _with_inner(rule: Factored) -> frozenset[int]:
     return frozenset(f for dims in tensors for dim in dims for f in dim[:-1])
 
 
-def _join(combo: Sequence[_AxisState], index: int) -> Layout | None:
+def _join(combo: Sequence[AxisState], index: int) -> Layout | None:
     layout: list[Placement] = []
     for state in combo:
         placed = state.outputs[index]

@@ -17,8 +17,8 @@ from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
 
-#: (stage, phase)
-PartKey: TypeAlias = "tuple[int, Phase]"
+#: (stage, phase, slice)
+PartKey: TypeAlias = "tuple[int, Phase, int]"
 
 
 class Values(dict[str, Any]):
@@ -68,7 +68,7 @@ class RankProgram:
         self.keep = {r.value for r in program.signature.results}
         shared = Counter(v for p in parts for v in ends_of(lowered, p).uses)
         shared.update(sent)
-        self.parts = {(p.stage, p.phase): self._prepare(p, shared) for p in parts}
+        self.parts = {(p.stage, p.phase, p.slice): self._prepare(p, shared) for p in parts}
         self.left = {v: n for v, n in shared.items() if v not in self.keep}
 
     def _prepare(self, part: Part, shared: Mapping[str, int]) -> list[_Item]:

@@ -205,8 +205,8 @@ class Runner:
         """Run the forward part of a single stage; the values that backward needs."""
         env = self.entry([x.to_local() for x in params], inputs)
         self.enter_buffers(env, buffers, 0)
-        self.run(env, (0, "gather"))
-        self.run(env, (0, "forward"))
+        self.run(env, (0, "gather", 0))
+        self.run(env, (0, "forward", 0))
         return env
 
     def entry(self, params: Sequence[torch.Tensor], inputs: Sequence[Any], call: int = 0) -> Values:
@@ -293,7 +293,7 @@ class Runner:
     def backward(self, env: Values) -> dict[tuple[str, str], DTensor]:
         """Run everything behind forward on a single stage; gradients by kind and target."""
         for phase in ("backward", "weight", "reduce"):
-            self.run(env, (0, phase))
+            self.run(env, (0, phase, 0))
         found: dict[tuple[str, str], DTensor] = {}
         given: set[str] = set()
         for result in self.program.signature.results:

@@ -41,7 +41,8 @@ class StepLockstep:
         self.moves = moves_of(program)
         self.holders = holders_of(program)
         self.owner = program.stages.schedule.owner if program.stages is not None else (0,)
-        self.parts = {(p.stage, p.phase): p for p in program.lowered.parts}
+        self.slices = program.stages.schedule.slices if program.stages is not None else 1
+        self.parts = {(p.stage, p.phase, p.slice): p for p in program.lowered.parts}
 
     def ranks_of(self, port: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a port."""
@@ -82,7 +83,7 @@ class _Run:
     def _gather(self) -> dict[int, dict[str, list[Any]]]:
         """What lasts for the whole step, of the parameters as they are now, on every pipeline rank."""
         found: dict[int, dict[str, list[Any]]] = {rank: {} for rank in range(len(self.of.moves))}
-        for (stage, phase), part in self.of.parts.items():
+        for (stage, phase, _), part in self.of.parts.items():
             if phase == "gather":
                 rank = self.of.owner[stage]
                 env = {name: list(ranks[rank]) for name, ranks in self.state.items() if rank in ranks}
@@ -123,13 +124,14 @@ class _Run:
             env[message.value] = [x.clone() for x in self.sent.pop(message)]
         for name, ranks in self.state.items():
             # what forward read, backward reads again: later microbatches may have changed a buffer since
-            if rank in ranks and (action.kind == "F" or name not in env) and self._enters(name, action.stage):
+            begins = action.kind == "F" and action.slice == 0
+            if rank in ranks and (begins or name not in env) and self._enters(name, action.stage):
                 env[name] = list(ranks[rank])
         for phase in move.phases:
-            part = self.of.parts.get((action.stage, phase))
+            part = self.of.parts.get((action.stage, phase, action.slice))
             if part is not None:
                 self.of.lockstep.run_part(env, part)
-        if action.kind == "F":
+        if action.kind == "F" and action.slice == self.of.slices - 1:
             self._after_forward(env, action.stage, rank, action.microbatch)
         for value in self.wanted[action.stage]:
             if value in env:
@@ -160,7 +162,7 @@ class _Run:
         for (stage, value), shards in self.sums.items():
             made[stage][value] = shards
         for stage, env in made.items():
-            part = self.of.parts.get((stage, "reduce"))
+            part = self.of.parts.get((stage, "reduce", 0))
             if part is not None:
                 self.of.lockstep.run_part(env, part)
         params = {p.target: p.name for p in self.program.signature.ports if p.kind == "param"}

@@ -52,6 +52,9 @@ class Stepper:
             self.shared = shared_groups(runner)
             place = runner.place
             self.channels = Channels(self.moves, place.peers, self._describe, place.device, up, None)
+        self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
+        #: how many terms a gradient has in a step
+        self.terms = self.program.microbatches * self.slices
         #: the last action of every microbatch
         self.last = {m.action.microbatch: m.action for m in self.moves}
 
@@ -108,10 +111,10 @@ class _StepRun:
         """Make what lasts for the whole step, of the parameters as they are now."""
         runner = self.runner
         for stage in sorted(runner.place.stages):
-            made = runner.rank_program.made_by((stage, "gather"))
+            made = runner.rank_program.made_by((stage, "gather", 0))
             if made:
                 env = runner.entry(*self.given[0])
-                runner.run(env, (stage, "gather"))
+                runner.run(env, (stage, "gather", 0))
                 self.gathered.update((value, env[value]) for value in made)
 
     def moves(self) -> None:
@@ -137,13 +140,13 @@ class _StepRun:
         for message in move.receives:
             assert channels is not None
             env[message.value] = channels.take(message)
-        if action.kind == "F":
-            self.runner.enter_buffers(env, self.buffers, action.stage)
-        else:
+        if action.kind != "F":
             self._enter_tangents(env)
+        elif action.slice == 0:
+            self.runner.enter_buffers(env, self.buffers, action.stage)
         for phase in move.phases:
-            self.runner.run(env, (action.stage, phase))
-        if action.kind == "F":
+            self.runner.run(env, (action.stage, phase, action.slice))
+        if action.kind == "F" and action.slice == self.stepper.slices - 1:
             self._after_forward(env, action)
         self._accumulate(env, action.stage)
         if move.sends:
@@ -175,7 +178,7 @@ class _StepRun:
             key = (stage, value)
             known = self.sums.get(key)
             if known is None:
-                half = found.dtype in _HALF and self.program.microbatches > 1
+                half = found.dtype in _HALF and self.stepper.terms > 1
                 self.sums[key] = found.float() if half else found
             elif key in self.owned:
                 totals.append(known)
@@ -207,7 +210,7 @@ class _StepRun:
         self.sums.clear()
         self.owned.clear()
         for stage, values in env.items():
-            self.runner.run(values, (stage, "reduce"))
+            self.runner.run(values, (stage, "reduce", 0))
         owned = {p.target: p for p in self.runner.params}
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         given: set[int] = set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 from autoshard.errors import VerificationError
 from autoshard.schedules.schedule import Action, Schedule
 
@@ -26,19 +29,27 @@ def check(schedule: Schedule) -> None:
                 continue
             key = ("F" if action.kind == "F" else "B", action.stage)
             expected = following.get(key, 0)
-            if action.microbatch != expected:
-                due = Action(action.kind, action.stage, expected)
-                gone = expected >= schedule.microbatches
+            gone = expected >= schedule.microbatches * schedule.slices
+            due = action if gone else _due(schedule, action, expected)
+            if gone or action != due:
                 raise _wrong(schedule, rank, action, "is there again" if gone else f"comes before {due}")
             following[key] = expected + 1
     _check_complete(schedule, seen)
     _check_runs(schedule)
 
 
+def _due(schedule: Schedule, action: Action, number: int) -> Action:
+    """The action of this kind and stage that comes after ``number`` others of them."""
+    microbatch, part = divmod(number, schedule.slices)
+    part = part if action.kind == "F" else schedule.slices - 1 - part
+    return Action(action.kind, action.stage, microbatch, part)
+
+
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per rank, the most (stage, microbatch) pairs it holds at once: from their F to the end of B or W.
 
-    What has arrived from another rank and waits to be used is not counted.
+    With slices, (stage, microbatch, slice). What has arrived from another rank and waits to be used is not
+    counted.
     """
     peaks = []
     for row in schedule.actions:
@@ -56,7 +67,8 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 def in_flight_of_stages(schedule: Schedule, ends: str = "BW") -> tuple[int, ...]:
     """Per stage, the most microbatches between the start of their F and the end of an action in ``ends``.
 
-    ends: ``BW`` for what is held until the weight gradient, ``BI`` for what the input gradient frees.
+    With slices, the most slices of microbatches. ends: ``BW`` for what is held until the weight gradient,
+    ``BI`` for what the input gradient frees.
     """
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for row in schedule.actions:
@@ -75,8 +87,8 @@ def _wrong(schedule: Schedule, rank: int, action: Action, what: str) -> Verifica
 
 def _check_owners(schedule: Schedule) -> None:
     where = f"schedule {schedule.name}"
-    if schedule.microbatches < 1 or not schedule.owner or not schedule.actions:
-        raise VerificationError("a schedule needs a microbatch, a stage and a rank", where=where)
+    if min(schedule.microbatches, schedule.slices) < 1 or not schedule.owner or not schedule.actions:
+        raise VerificationError("a schedule needs a microbatch, a slice, a stage and a rank", where=where)
     for stage, rank in enumerate(schedule.owner):
         if not 0 <= rank < schedule.ranks:
             raise VerificationError(
@@ -91,6 +103,8 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
         raise _wrong(schedule, rank, action, f"is of none of the {schedule.stages} stages")
     if not 0 <= action.microbatch < schedule.microbatches:
         raise _wrong(schedule, rank, action, f"is of none of the {schedule.microbatches} microbatches")
+    if not 0 <= action.slice < schedule.slices:
+        raise _wrong(schedule, rank, action, f"is of none of the {schedule.slices} slices")
     if schedule.owner[action.stage] != rank:
         owner = schedule.owner[action.stage]
         raise _wrong(schedule, rank, action, f"belongs on rank {owner}, which owns stage {action.stage}")
@@ -98,8 +112,8 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
 
 def _check_complete(schedule: Schedule, seen: dict[Action, int]) -> None:
     for stage, rank in enumerate(schedule.owner):
-        for m in range(schedule.microbatches):
-            f, b, i, w = (Action(kind, stage, m) for kind in ("F", "B", "I", "W"))
+        for m, part in product(range(schedule.microbatches), range(schedule.slices)):
+            f, b, i, w = (Action(kind, stage, m, part) for kind in ("F", "B", "I", "W"))
             if f not in seen:
                 raise _wrong(schedule, rank, f, "is missing")
             if b in seen and (i in seen or w in seen):
@@ -112,7 +126,8 @@ def _check_complete(schedule: Schedule, seen: dict[Action, int]) -> None:
 
 def _check_runs(schedule: Schedule) -> None:
     """Run the lists with a queue of ranks that may go on; a rank that cannot waits for one action."""
-    m, last = schedule.microbatches, schedule.stages - 1
+    m, last = schedule.microbatches * schedule.slices, schedule.stages - 1
+    behind = schedule.slices - 1
     forward, backward = bytearray(schedule.stages * m), bytearray(schedule.stages * m)
     split = bytearray(schedule.stages * m)
     at = [0] * schedule.ranks
@@ -122,7 +137,7 @@ def _check_runs(schedule: Schedule) -> None:
         row, k = schedule.actions[rank], at[rank]
         while k < len(row):
             action = row[k]
-            here = action.stage * m + action.microbatch
+            here = action.stage * m + schedule.unit(action)
             wakes = -1
             if action.kind == "F":
                 if action.stage and not forward[here - m]:
@@ -133,7 +148,8 @@ def _check_runs(schedule: Schedule) -> None:
                 if not split[here]:
                     break
             else:
-                if not forward[here] or (action.stage < last and not backward[here + m]):
+                whole = forward[here - action.slice + behind]
+                if not whole or (action.stage < last and not backward[here + m]):
                     break
                 backward[here] = 1
                 split[here] = action.kind == "I"
@@ -149,17 +165,20 @@ def _check_runs(schedule: Schedule) -> None:
         return
     stuck = [(rank, schedule.actions[rank][at[rank]]) for rank in sorted(waiting)]
     # Whoever waits for its own rank waits for something later in its list, and the others for that.
-    rank, action = min(stuck, key=lambda s: schedule.owner[_missing(s[1], forward, m)[0]] != s[0])
-    raise _wrong(schedule, rank, action, f"waits for {_missing(action, forward, m)[1]}, which never comes")
+    rank, action = min(stuck, key=lambda s: schedule.owner[_missing(schedule, s[1], forward)[0]] != s[0])
+    missing = _missing(schedule, action, forward)[1]
+    raise _wrong(schedule, rank, action, f"waits for {missing}, which never comes")
 
 
-def _missing(action: Action, forward: bytearray, m: int) -> tuple[int, str]:
+def _missing(schedule: Schedule, action: Action, forward: bytearray) -> tuple[int, str]:
     """What an action that cannot run waits for: its stage, and its name."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":
-        return stage - 1, str(Action("F", stage - 1, microbatch))
+        return stage - 1, str(replace(action, stage=stage - 1))
     if action.kind == "W":
-        return stage, str(Action("I", stage, microbatch))
-    if not forward[stage * m + microbatch]:
-        return stage, str(Action("F", stage, microbatch))
-    return stage + 1, f"the backward of stage {stage + 1}, microbatch {microbatch}"
+        return stage, str(replace(action, kind="I"))
+    last = Action("F", stage, microbatch, schedule.slices - 1)
+    if not forward[stage * schedule.microbatches * schedule.slices + schedule.unit(last)]:
+        return stage, str(last)
+    part = f", slice {action.slice}" if schedule.slices > 1 else ""
+    return stage + 1, f"the backward of stage {stage + 1}, microbatch {microbatch}{part}"

@@ -16,6 +16,7 @@ def ideal_bubble(
     microbatches: int,
     chunks: int = 1,
     *,
+    slices: int = 1,
     forward: float = 1.0,
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
@@ -23,6 +24,7 @@ def ideal_bubble(
     """Idle seconds per rank of a named schedule; None where there is no formula.
 
     - gpipe (Huang et al., 2019, section 2.3), 1f1b (Megatron SC'21, section 2.2.1): (p-1)(F+B).
+    - seq1f1b (Sun et al., 2024, section 3.2): (p-1)(F+B)/k with k equal slices, as 1F1B of them.
     - interleaved (Megatron SC'21, section 2.2.2), breadth-first (Lamy-Poirier, 2023):
       (p-1)(F+B)/v, with at least p microbatches.
     - zb-h1 (Qi et al., 2023, sections 2.1 and 2.3): (p-1)(F+I-W), with at least p microbatches. The paper's
@@ -35,6 +37,8 @@ def ideal_bubble(
     hops = ranks - 1
     if name in ("gpipe", "1f1b"):
         return hops * (f + i + w)
+    if name == "seq1f1b":
+        return hops * (f + i + w) / slices
     if name in ("interleaved", "breadth-first"):
         return hops * (f + i + w) / chunks if microbatches >= ranks or chunks == 1 else None
     if name == "zb-h1":
@@ -51,6 +55,7 @@ def ideal_bubble_fraction(
     microbatches: int,
     chunks: int = 1,
     *,
+    slices: int = 1,
     forward: float = 1.0,
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
@@ -61,6 +66,7 @@ def ideal_bubble_fraction(
         ranks,
         microbatches,
         chunks,
+        slices=slices,
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,

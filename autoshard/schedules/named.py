@@ -16,10 +16,14 @@ from autoshard.schedules.zb_v import zb_v
 
 @dataclass(frozen=True)
 class Named:
-    """make: (ranks, microbatches, chunks) to schedule. chunks: stages per rank that it takes; None: any."""
+    """make: (ranks, microbatches, chunks) to schedule. chunks: stages per rank that it takes; None: any.
+
+    sliced: (ranks, microbatches, chunks, slices) to schedule, for those that divide the sequence.
+    """
 
     make: Callable[[int, int, int], Schedule]
     chunks: int | None = None
+    sliced: Callable[[int, int, int, int], Schedule] | None = None
 
 
 NAMED = {

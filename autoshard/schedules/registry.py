@@ -8,8 +8,13 @@ from autoshard.errors import UsageError
 from autoshard.schedules.named import NAMED, Named
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.searched import searched
+from autoshard.schedules.seq1f1b import seq1f1b
 
-SCHEDULES = {**NAMED, "searched": Named(searched)}
+SCHEDULES = {
+    **NAMED,
+    "searched": Named(searched),
+    "seq1f1b": Named(seq1f1b, chunks=1, sliced=seq1f1b),
+}
 
 
 def names() -> tuple[str, ...]:
@@ -37,9 +42,29 @@ def lookup(name: str) -> Named:
     return SCHEDULES[name]
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """A schedule by name; chunks: stages per rank.
+def check_slices(name: str, slices: int) -> None:
+    """Raises UsageError for an unknown name, or more than one slice where the schedule has no slices."""
+    if lookup(name).sliced is None and slices != 1:
+        able = ", ".join(n for n, found in SCHEDULES.items() if found.sliced)
+        raise UsageError(
+            f"{name} does not divide sequences, and slices={slices} was asked for",
+            where=f"schedule {name}",
+            hint=f"leave slices out, or use {able}",
+        )
 
-    Raises UsageError for an unknown name, a size below 1, or chunks that the schedule cannot have.
+
+def default_slices(name: str) -> int:
+    """Slices of a sequence where nobody says. Raises UsageError for an unknown name."""
+    return 1 if lookup(name).sliced is None else 2
+
+
+def make(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
+    """A schedule by name; chunks: stages per rank; slices: of the sequence of a microbatch.
+
+    Raises UsageError for an unknown name, a size below 1, or chunks or slices that the schedule cannot have.
     """
-    return lookup(name).make(ranks, microbatches, chunks)
+    check_slices(name, slices)
+    found = lookup(name)
+    if found.sliced is not None:
+        return found.sliced(ranks, microbatches, chunks, slices)
+    return found.make(ranks, microbatches, chunks)

@@ -7,6 +7,12 @@ Computing only: what is sent and received follows from which rank owns which sta
 - W(s, m): I(s, m)
 
 A stage takes its microbatches in order, forward and backward (B or I); weight gradients (W) may come later.
+
+Where a microbatch is divided into slices of its sequence, 0 to k-1, all of this holds slice by slice, and a
+stage takes them in order going forward and in reverse order going back, when all of them have gone forward:
+
+- F(s, m, c): F(s, m, c-1) as well
+- B(s, m, c): F(s, m, k-1) and B(s, m, c+1) as well
 """
 
 from __future__ import annotations
@@ -20,27 +26,34 @@ Kind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One stage computing one microbatch, forward or backward; ``F3.0`` is stage 3, microbatch 0."""
+    """One stage computing one microbatch, or a slice of it, forward or backward.
+
+    ``F3.0`` is stage 3, microbatch 0; ``F3.0/2`` its slice 2.
+    """
 
     kind: Kind
     stage: int
     microbatch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.microbatch}"
+        part = f"/{self.slice}" if self.slice else ""
+        return f"{self.kind}{self.stage}.{self.microbatch}{part}"
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The order of work of a pipeline.
 
-    owner: the pipeline rank of each stage. actions: per pipeline rank, in order.
+    owner: the pipeline rank of each stage. actions: per pipeline rank, in order. slices: into how many parts
+    of its sequence every microbatch is divided.
     """
 
     name: str
     microbatches: int
     owner: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    slices: int = 1
 
     @property
     def ranks(self) -> int:
@@ -49,6 +62,10 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.owner)
+
+    def unit(self, action: Action) -> int:
+        """The number of an action's slice among all slices of all microbatches."""
+        return action.microbatch * self.slices + action.slice
 
     @property
     def splits_backward(self) -> bool:

@@ -86,7 +86,7 @@ def explain(
 
 def _pipeline(pipe: Pipe) -> Pipeline | None:
     """The pipeline, as yet uncut."""
-    return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, ())
+    return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, (), pipe.slices)
 
 
 def _apart(settled: Settled, budget: int | None) -> Untied:

@@ -19,13 +19,14 @@ TRIED: dict[str, tuple[int, ...]] = {
 class Pipe:
     """ranks: of the pp axis, 1 for no pipeline. schedule, chunks: as in `autoshard.schedules`.
 
-    hop: seconds to send what one microbatch hands from stage to stage.
+    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence.
     """
 
     ranks: int = 1
     schedule: str = ""
     chunks: int = 1
     hop: float = 0.0
+    slices: int = 1
 
     @property
     def hops(self) -> float:
@@ -46,6 +47,8 @@ class Pipe:
                 return waits / 6
             case "interleaved" | "breadth-first":
                 return waits / self.chunks
+            case "seq1f1b":
+                return waits / self.slices
         return float(waits)
 
     def in_flight(self, microbatches: int) -> float:
@@ -54,16 +57,21 @@ class Pipe:
             return 1.0
         if self.schedule in ("gpipe", "breadth-first"):
             return float(microbatches)
+        if self.schedule == "seq1f1b":
+            return min(float(microbatches), (self.ranks + self.slices - 1) / self.slices)
         most = self.ranks + (self.ranks - 1) / self.chunks if self.schedule == "interleaved" else self.ranks
         return float(min(microbatches, most))
 
     def __str__(self) -> str:
         chunks = f" x {self.chunks}" if self.chunks > 1 else ""
-        return f"pp={self.ranks} {self.schedule}{chunks}"
+        slices = f", {self.slices} slices" if self.slices > 1 else ""
+        return f"pp={self.ranks} {self.schedule}{chunks}{slices}"
 
 
-def pipes_of(ranks: int, layers: int, schedule: str = "", chunks: int | None = None) -> list[Pipe]:
-    """The pipelines worth trying on so many ranks; schedule, chunks: what is decided already.
+def pipes_of(
+    ranks: int, layers: int, schedule: str = "", chunks: int | None = None, slices: int = 1
+) -> list[Pipe]:
+    """The pipelines worth trying on so many ranks; schedule, chunks, slices: what is decided already.
 
     layers: calls of layers; there are no more stages than those. Raises UsageError if nothing is left.
     """
@@ -72,7 +80,7 @@ def pipes_of(ranks: int, layers: int, schedule: str = "", chunks: int | None = N
     if schedule:
         from autoshard.schedules.registry import default_chunks
 
-        return [Pipe(ranks, schedule, chunks or default_chunks(schedule))]
+        return [Pipe(ranks, schedule, chunks or default_chunks(schedule), slices=slices)]
     found = [
         Pipe(ranks, name, count)
         for name, counts in TRIED.items()

@@ -96,7 +96,8 @@ class Pipeline:
     """How the model is cut into stages and in which order they run.
 
     ranks: size of the pp axis. position: its place among the axes of the mesh. schedule: by its name in
-    `autoshard.schedules`. chunks: stages per rank. cuts: the ends of all stages but the last.
+    `autoshard.schedules`. chunks: stages per rank. cuts: the ends of all stages but the last. slices: into
+    how many parts of its sequence every microbatch is divided.
     """
 
     ranks: int
@@ -104,6 +105,7 @@ class Pipeline:
     schedule: str
     chunks: int
     cuts: tuple[Cut, ...]
+    slices: int = 1
 
     @property
     def stages(self) -> int:

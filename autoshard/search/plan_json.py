@@ -11,7 +11,7 @@ from autoshard.rules.states import OpState
 from autoshard.search.plan import Cut, Pipeline, Plan, Proof, Recompute, Why
 from autoshard.search.variables import ParamState
 
-SCHEMA = 3
+SCHEMA = 4
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -97,15 +97,15 @@ def _pipeline_out(pipeline: Pipeline | None) -> list[Any] | None:
     if pipeline is None:
         return None
     cuts = [[c.call, c.value, c.label] for c in pipeline.cuts]
-    return [pipeline.ranks, pipeline.position, pipeline.schedule, pipeline.chunks, cuts]
+    return [pipeline.ranks, pipeline.position, pipeline.schedule, pipeline.chunks, cuts, pipeline.slices]
 
 
 def _pipeline_in(raw: list[Any] | None) -> Pipeline | None:
     if raw is None:
         return None
-    ranks, position, schedule, chunks, cuts = raw
+    ranks, position, schedule, chunks, cuts, slices = raw
     made = tuple(Cut(int(call), str(value), str(label)) for call, value, label in cuts)
-    return Pipeline(int(ranks), int(position), str(schedule), int(chunks), made)
+    return Pipeline(int(ranks), int(position), str(schedule), int(chunks), made, int(slices))
 
 
 def _recompute(policy: str, calls: int) -> Recompute:

@@ -121,13 +121,12 @@ class Ops:
         return Product(1, rows, columns, max(1, round(flop / (2 * rows * columns))), dtype, moved)
 
     def _attention(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str) -> list[Work]:
-        backward = node.op == "autoshard.sdpa_backward.default"
-        q, k, v = (self.shape(p) for p in (ins[1:4] if backward else ins[:3]))
-        causal = bool(node.args[7 if backward else 4])
-        flop = attention.flops(_typed(q, dtype), _typed(k, dtype), _typed(v, dtype), causal)
+        backward = "backward" in node.op
+        q, k = (self.shape(p) for p in (ins[1:3] if backward else ins[:2]))
+        types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
+        flop = attention.RULES[node.op](node, types).flops
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
-        scale = 2.5 if backward else 1.0
-        fused = Attention(q[0] * q[1], q[2], k[2], q[3], backward, dtype, scale * flop, moved)
+        fused = Attention(q[0] * q[1], q[2], k[2], q[3], backward, dtype, flop, moved)
         if self.behaviour.attention == "flash":
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)
@@ -136,7 +135,7 @@ class Ops:
         """Bytes that an op needs while it runs, beside what it takes and makes."""
         if node.op not in attention.RULES or self.behaviour.attention == "flash":
             return 0.0
-        backward = node.op == "autoshard.sdpa_backward.default"
+        backward = "backward" in node.op
         names = list(refs_of(node))
         q, k = (self.shape(values[name]) for name in (names[1:3] if backward else names[:2]))
         width = DTYPES[values[names[0]].type.dtype][1]
@@ -201,10 +200,6 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
         product(s, d, t),
         product(t, d, s),
     ]
-
-
-def _typed(shape: tuple[int, ...], dtype: str) -> TensorType:
-    return TensorType(shape, dtype)
 
 
 def product_of(node: Node) -> Node:

@@ -64,27 +64,25 @@ class Parts:
         return made
 
     @cached_property
-    def all(self) -> Mapping[tuple[int, Phase], Played]:
-        """(stage, phase) -> what it takes to run it once."""
+    def all(self) -> Mapping[tuple[int, Phase, int], Played]:
+        """(stage, phase, slice) -> what it takes to run it once."""
         lowered = self.program.lowered
-        found = {(p.stage, p.phase): self.play(lowered.of(p)) for p in lowered.parts}
+        found = {(p.stage, p.phase, p.slice): self.play(lowered.of(p)) for p in lowered.parts}
         if self.behaviour.products_again:
             for part in lowered.parts:
-                if part.phase == "forward" and (part.stage, "backward") in found:
-                    found[part.stage, "backward"] += self._products(part)
+                key: tuple[int, Phase, int] = (part.stage, "backward", part.slice)
+                if part.phase == "forward" and key in found:
+                    found[key] += self._products(part)
         if self.behaviour.whole_recompute:
             for part in lowered.parts:
                 if part.phase == "backward":
-                    found[part.stage, "backward"] += self._rest(part)
+                    found[part.stage, "backward", part.slice] += self._rest(part)
         return found
 
-    def of(self, stage: int, *phases: Phase) -> Played:
-        """Some phases of a stage, one after the other; nothing where it has none of them."""
-        found = NOTHING
-        for phase in phases:
-            if (stage, phase) in self.all:
-                found += self.all[stage, phase]
-        return found
+    def of(self, stage: int, *phases: Phase, slice: int = 0) -> Played:
+        """Some phases of a stage, or of a slice in it, one after the other; nothing where it has none."""
+        keys = ((stage, phase, slice) for phase in phases)
+        return sum((self.all[key] for key in keys if key in self.all), NOTHING)
 
     def around(self, stage: int) -> Played:
         """What gathering once a step and reducing once a step add to it.
@@ -92,7 +90,9 @@ class Parts:
         Where gradients are reduced while more are computed, that is the last backward; where parameters are
         gathered before they are needed, the first forward.
         """
-        of = {p.phase: self.program.lowered.of(p) for p in self.program.lowered.parts if p.stage == stage}
+        # the first slice is the first forward and the last backward
+        parts = [p for p in self.program.lowered.parts if p.stage == stage and p.slice == 0]
+        of = {p.phase: self.program.lowered.of(p) for p in parts}
         last = of.get("weight") or of.get("backward", ())
         first = of.get("forward", ())
         reduce, gather = of.get("reduce", ()), of.get("gather", ())
@@ -133,7 +133,7 @@ class Parts:
         forward = [
             i
             for p in lowered.parts
-            if p.stage == part.stage and p.phase == "forward"
+            if (p.stage, p.phase, p.slice) == (part.stage, "forward", part.slice)
             for i in lowered.of(p)
             if isinstance(i, Call) and i.label in labels
         ]

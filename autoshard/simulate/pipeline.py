@@ -15,6 +15,9 @@ from autoshard.schedules.schedule import Action, Schedule
 class StageCosts:
     """Seconds and bytes of the stages of a pipeline, for one microbatch each.
 
+    Of a schedule with slices, for one slice each: slice c of stage s stands at s * slices + c, as does what
+    is sent from and to stage s for it.
+
     forward, backward, backward_input, backward_weight: seconds per stage.
     send_forward: seconds from stage s to s+1; send_backward: from s+1 to s; one less than stages each.
     Between stages of one rank nothing is sent, whatever stands here.
@@ -48,17 +51,38 @@ class StageCosts:
         backward_weight: float = 1.0,
         send: float = 0.0,
         held: float = 1.0,
+        slices: int = 1,
     ) -> StageCosts:
-        """Equal stages. Seconds and bytes are those of a whole rank: each of its chunks has its share.
+        """Equal stages. Seconds and bytes are those of a whole rank: its chunks and slices have equal shares.
 
         A whole backward takes as long as its two parts; a send takes `send` seconds whatever the chunks.
         All of `held` is kept until the weight gradient. No base, no update.
         """
-        n = ranks * chunks
+        n, parts = ranks * chunks * slices, chunks * slices
         whole = backward_input + backward_weight
-        f, b, i, w, h = ((x / chunks,) * n for x in (forward, whole, backward_input, backward_weight, held))
-        sends, nothing = (send,) * (n - 1), (0.0,) * ranks
+        f, b, i, w, h = ((x / parts,) * n for x in (forward, whole, backward_input, backward_weight, held))
+        sends, nothing = (send,) * (n - slices), (0.0,) * ranks
         return cls(f, b, i, w, sends, sends, held=h, held_weight=h, base=nothing, update=nothing)
+
+    def per_microbatch(self, slices: int) -> StageCosts:
+        """The same per stage, all slices of a microbatch together; messages one after the other."""
+
+        def summed(x: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(sum(x[k : k + slices]) for k in range(0, len(x), slices))
+
+        return StageCosts(
+            summed(self.forward),
+            summed(self.backward),
+            summed(self.backward_input),
+            summed(self.backward_weight),
+            summed(self.send_forward),
+            summed(self.send_backward),
+            summed(self.held),
+            summed(self.held_weight),
+            self.base,
+            self.update,
+            summed(self.made_weight),
+        )
 
 
 class Span(NamedTuple):
@@ -139,10 +163,10 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     ends = _play(schedule, costs, starts, sends)
     seconds = _seconds(costs)
     spans = tuple(
-        tuple(Span(a, t, t + seconds[a.kind][a.stage]) for a, t in zip(row, at, strict=True))
+        tuple(Span(a, t, t + seconds[a.kind][_at(schedule, a)]) for a, t in zip(row, at, strict=True))
         for row, at in zip(schedule.actions, starts, strict=True)
     )
-    curves = tuple(_curve(row, costs, base) for row, base in zip(spans, costs.base, strict=True))
+    curves = tuple(_curve(schedule, row, costs, base) for row, base in zip(spans, costs.base, strict=True))
     return Timeline(
         name=schedule.name,
         owner=schedule.owner,
@@ -150,7 +174,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
         sends=tuple(sends),
         makespan=max(ends),
         busy=tuple(
-            sum(seconds[s.action.kind][s.action.stage] for s in row) + update
+            sum(seconds[s.action.kind][_at(schedule, s.action)] for s in row) + update
             for row, update in zip(spans, costs.update, strict=True)
         ),
         update=costs.update,
@@ -169,9 +193,11 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
 
     A rank computes all microbatches of its stages, which it cannot begin before the first one has come down
     to its first stage; from its last action on, unless that is a weight gradient, a gradient has to go up.
-    Raises UsageError if the costs do not suit the schedule.
+    Of slices of a sequence nothing is known (0). Raises UsageError if the costs do not suit the schedule.
     """
     _check_costs(schedule, costs)
+    if schedule.slices > 1:
+        return 0.0
     owner = schedule.owner
     whole = back = costs.backward
     if schedule.splits_backward:  # some stages may split it, others not
@@ -199,30 +225,38 @@ def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     the order alone, not on when. Raises UsageError if the costs do not suit the schedule."""
     _check_costs(schedule, costs)
     return tuple(
-        max(base, base + max(_steps(row, costs), default=0.0))
+        max(base, base + max(_steps(schedule, row, costs), default=0.0))
         for row, base in zip(schedule.actions, costs.base, strict=True)
     )
 
 
-def _steps(row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
+def _at(schedule: Schedule, action: Action) -> int:
+    """Where the costs of an action stand."""
+    return action.stage * schedule.slices + action.slice
+
+
+def _steps(schedule: Schedule, row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
     """Bytes in flight after each change, in order: at the start of a forward, at the end of the others."""
     held, now = costs.held, 0.0
     made = costs.made_weight or (0.0,) * len(held)
     kept = [a + b for a, b in zip(costs.held_weight, made, strict=True)]
     for action in row:
+        at = _at(schedule, action)
         if action.kind == "F":
-            now += held[action.stage]
+            now += held[at]
         elif action.kind == "B":
-            now -= held[action.stage]
+            now -= held[at]
         elif action.kind == "I":
-            now -= held[action.stage] - kept[action.stage]
+            now -= held[at] - kept[at]
         else:
-            now -= kept[action.stage]
+            now -= kept[at]
         yield now
 
 
-def _curve(row: Sequence[Span], costs: StageCosts, base: float) -> tuple[tuple[float, float], ...]:
-    steps = _steps([span.action for span in row], costs)
+def _curve(
+    schedule: Schedule, row: Sequence[Span], costs: StageCosts, base: float
+) -> tuple[tuple[float, float], ...]:
+    steps = _steps(schedule, [span.action for span in row], costs)
     changes = (
         (s.start if s.action.kind == "F" else s.end, base + b) for s, b in zip(row, steps, strict=True)
     )
@@ -240,11 +274,12 @@ def _seconds(costs: StageCosts) -> dict[str, tuple[float, ...]]:
 
 def _check_costs(schedule: Schedule, costs: StageCosts) -> None:
     stages, ranks = schedule.stages, schedule.ranks
+    units, hops = stages * schedule.slices, (stages - 1) * schedule.slices
     expected = dict.fromkeys(
-        ("forward", "backward", "backward_input", "backward_weight", "held", "held_weight"), stages
+        ("forward", "backward", "backward_input", "backward_weight", "held", "held_weight"), units
     )
-    expected |= {"send_forward": stages - 1, "send_backward": stages - 1, "base": ranks, "update": ranks}
-    expected |= {"made_weight": stages} if costs.made_weight else {}
+    expected |= {"send_forward": hops, "send_backward": hops, "base": ranks, "update": ranks}
+    expected |= {"made_weight": units} if costs.made_weight else {}
     for name, length in expected.items():
         if len(getattr(costs, name)) != length:
             raise UsageError(
@@ -272,7 +307,8 @@ def _play(
     Every rank goes on until it needs something that has no time yet; whoever gives it wakes the rank.
     """
     _check_costs(schedule, costs)
-    m, owner, last = schedule.microbatches, schedule.owner, schedule.stages - 1
+    owner, last, slices = schedule.owner, schedule.stages - 1, schedule.slices
+    m = schedule.microbatches * slices
     ranks, seconds = schedule.ranks, _seconds(costs)
     # When F(s, m) may start for what comes from before, B or I likewise; below zero: not known yet.
     # Stage 0 and the loss have nothing to wait for.
@@ -292,22 +328,24 @@ def _play(
         while k < len(row):
             action = row[k]
             kind, stage = action.kind, action.stage
-            here = stage * m + action.microbatch
+            here = stage * m + action.microbatch * slices + action.slice
+            unit = stage * slices + action.slice
             if kind == "F":
                 ready = inputs[here]
                 target, there, table, wire = stage + 1, here + m, inputs, costs.send_forward
-                link = stage
+                link = unit
             elif kind == "W":
                 ready = 0.0 if split[here] else -1.0
                 target = -1
             else:
-                ready = grads[here] if forwarded[here] else -1.0
+                # backward begins when all slices have gone forward
+                ready = grads[here] if forwarded[here - action.slice + slices - 1] else -1.0
                 target, there, table, wire = stage - 1, here - m, grads, costs.send_backward
-                link = stage - 1
+                link = unit - slices
             if ready < 0.0:
                 break
             start = ready if ready > now else now
-            now = start + seconds[kind][stage]
+            now = start + seconds[kind][unit]
             if mine is not None:
                 mine.append(start)
             if kind == "F":

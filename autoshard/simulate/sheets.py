@@ -8,7 +8,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Node, refs_of
 from autoshard.ir.lowered import Placed
 from autoshard.program.program import Program
-from autoshard.rules import pointwise
+from autoshard.rules import attention, pointwise
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import VIEWS, Ops, collective_kind, kept_scores, placed_of
 from autoshard.simulate.work import Sheet, Task
@@ -107,7 +107,7 @@ class Sheets:
         made = self.program.lowered.segments[segment]
         values = placed_of(made)
         for node in made.graph.nodes:
-            if node.op == "autoshard.sdpa.default":
+            if node.op in attention.RULES and "backward" not in node.op:
                 q, k = (self.ops.shape(values[name]) for name in list(refs_of(node))[:2])
                 found += kept_scores(q[0] * q[1] * q[2] * k[2], values, node, self.behaviour)
         return found

@@ -108,14 +108,16 @@ class StagePrices:
 
     @cached_property
     def costs(self) -> StageCosts:
-        count = self.schedule.stages
-        kept = [self.kept[s] for s in range(count)]
+        """For one microbatch each, or one slice of it, of which each keeps as much."""
+        count, slices = self.schedule.stages, self.schedule.slices
+        kept = [self.kept[s] for s in range(count) for _ in range(slices)]
         up, down = self.sends
 
         ahead, back = self.waits
 
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
-            return tuple(self.parts.of(s, *phases).seconds + waits[s] for s in range(count))
+            units = ((s, c) for s in range(count) for c in range(slices))
+            return tuple(self.parts.of(s, *phases, slice=c).seconds + waits[s] for s, c in units)
 
         return StageCosts(
             forward=each(ahead, "forward"),
@@ -124,11 +126,11 @@ class StagePrices:
             backward_weight=each((0.0,) * count, "weight"),
             send_forward=up,
             send_backward=down,
-            held=tuple(k.held for k in kept),
-            held_weight=tuple(k.weight for k in kept),
+            held=tuple(k.held / slices for k in kept),
+            held_weight=tuple(k.weight / slices for k in kept),
             base=tuple(state.total for state in self.states),
             update=tuple(end.total for end in self.ends),
-            made_weight=tuple(k.made for k in kept),
+            made_weight=tuple(k.made / slices for k in kept),
         )
 
     @cached_property
@@ -162,8 +164,12 @@ class StagePrices:
 
     @cached_property
     def crossing(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes per microbatch that leave a rank, from stage s to s + 1, and from s + 1 to s."""
-        owner, hops = self.schedule.owner, self.schedule.stages - 1
+        """Bytes per microbatch that leave a rank, from stage s to s + 1, and from s + 1 to s.
+
+        With slices, per slice: slice c of hop s stands at s * slices + c.
+        """
+        owner, slices = self.schedule.owner, self.schedule.slices
+        hops = (self.schedule.stages - 1) * slices
         up, down = [0.0] * hops, [0.0] * hops
         sent: set[tuple[int, str, str, int]] = set()
         for wire in wires_of(self.program.lowered, {p.name for p in self.program.signature.ports}):
@@ -174,10 +180,12 @@ class StagePrices:
             sent.add(key)
             if wire.target > source:
                 way = range(source, wire.target)
-                up[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+                hop = next(s for s in way if owner[s] != owner[s + 1])
+                up[hop * slices + wire.slice] += self.size(wire.value)
             else:
                 way = range(source - 1, wire.target - 1, -1)
-                down[next(s for s in way if owner[s] != owner[s + 1])] += self.size(wire.value)
+                hop = next(s for s in way if owner[s] != owner[s + 1])
+                down[hop * slices + wire.slice] += self.size(wire.value)
         return tuple(up), tuple(down)
 
     @cached_property
@@ -188,6 +196,7 @@ class StagePrices:
         links = [
             None if owner[s] == owner[s + 1] else self.link((owner[s], owner[s + 1]))
             for s in range(self.schedule.stages - 1)
+            for _ in range(self.schedule.slices)
         ]
 
         def each(sizes: Sequence[float]) -> tuple[float, ...]:

@@ -9,9 +9,11 @@ from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
+from autoshard.program.messages import phases_of
 from autoshard.program.program import Program
 from autoshard.report.layers import layers_of_stages
 from autoshard.schedules.check import in_flight_of_stages
+from autoshard.schedules.schedule import Action
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.ops import placed_of
@@ -138,7 +140,7 @@ class _Step:
         possible = self.timeline.makespan * world * device.peak_flops.get(dtype, device.peak_flops["f32"])
         return StepEstimate(
             self.timeline,
-            self.prices.costs,
+            self.prices.costs.per_microbatch(self.schedule.slices),
             self._spent(),
             tuple(self._stages()),
             tuple(self._rank(r) for r in range(self.schedule.ranks)),
@@ -150,12 +152,12 @@ class _Step:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
         at_once = makespan(self.schedule, self._without_sends(costs))
-        often = Counter((a.kind, a.stage) for row in self.schedule.actions for a in row)
-        run = [(self._played(kind, stage), n) for (kind, stage), n in often.items()]
+        often = Counter(replace(a, microbatch=0) for row in self.schedule.actions for a in row)
+        run = [(self._played(action), n) for action, n in often.items()]
         around = sum(end.reduce - sum(end.axes) for end in ends)
         ahead, back = self.prices.waits
         waits = {"F": ahead, "B": back, "I": back}
-        waited = sum(n * waits[kind][stage] for (kind, stage), n in often.items() if kind in waits)
+        waited = sum(n * waits[a.kind][a.stage] for a, n in often.items() if a.kind in waits)
         mesh = self.prices.pricer.mesh
         axes = [
             sum(p.exposed[k] * n for p, n in run if p.exposed) + sum(end.axes[k] for end in ends if end.axes)
@@ -174,8 +176,9 @@ class _Step:
 
     def _without_sends(self, costs: StageCosts) -> StageCosts:
         """The costs if messages between stages took no time."""
-        nothing = (0.0,) * (self.schedule.stages - 1)
-        ahead, back = self.prices.waits
+        nothing = (0.0,) * len(costs.send_forward)
+        slices = self.schedule.slices
+        ahead, back = ([w for w in side for _ in range(slices)] for side in self.prices.waits)
         return replace(
             costs,
             send_forward=nothing,
@@ -185,20 +188,13 @@ class _Step:
             backward_input=tuple(a - b for a, b in zip(costs.backward_input, back, strict=True)),
         )
 
-    def _played(self, kind: str, stage: int) -> Played:
-        match kind:
-            case "F":
-                return self.prices.parts.of(stage, "forward")
-            case "B":
-                return self.prices.parts.of(stage, "backward", "weight")
-            case "I":
-                return self.prices.parts.of(stage, "backward")
-            case _:
-                return self.prices.parts.of(stage, "weight")
+    def _played(self, action: Action) -> Played:
+        return self.prices.parts.of(action.stage, *phases_of(action, self.schedule), slice=action.slice)
 
     def _stages(self) -> Iterable[StageRow]:
-        layers, costs = layers_of_stages(self.program), self.prices.costs
-        flying = in_flight_of_stages(self.schedule, "BI")
+        layers, slices = layers_of_stages(self.program), self.schedule.slices
+        costs = self.prices.costs.per_microbatch(slices)
+        flying = [-(-n // slices) for n in in_flight_of_stages(self.schedule, "BI")]
         for stage, owner in enumerate(self.schedule.owner):
             yield StageRow(
                 stage,

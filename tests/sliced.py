@@ -1,0 +1,66 @@
+"""Pipelines whose microbatches are divided along their sequence, for the tests in lockstep and on gloo."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from families import FAMILIES, Family, family
+from pipelines import PIECE, cuts_of
+from torch import nn
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.passes.capture import capture
+from autoshard.program.program import Program
+from autoshard.search.plan import Pipeline
+
+SEQ = 32
+
+
+def family_of(name: str) -> Family:
+    return {f.name: f for f in FAMILIES}.get(name) or family(name)
+
+
+def model_and_batch(name: str, microbatches: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and the batch of a step, 32 positions each; some labels count for nothing.
+
+    name: of a family, with ``+padding`` if some positions at the end of some sequences are none.
+    """
+    model, inputs = family_of(name.removesuffix("+padding")).make()
+    torch.manual_seed(11)
+    top = int(inputs["input_ids"].max())
+    shape = (PIECE * microbatches, SEQ)
+    ids, labels = torch.randint(3, top, shape), torch.randint(3, top, shape)
+    # every microbatch ignores as many, so that the mean of their losses is that of the batch
+    labels[:, 5:9] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if name.endswith("+padding"):
+        batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
+        for piece in range(microbatches):
+            batch["attention_mask"][PIECE * piece + 1, 20:] = 0
+            labels[PIECE * piece + 1, 20:] = -100
+    return model, batch
+
+
+@functools.cache
+def analysed(name: str) -> Analysis:
+    model, batch = model_and_batch(name, 1)
+    return analyse(capture(model, (), batch))
+
+
+@functools.cache
+def planned(name: str, mesh: str) -> Planned:
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+
+
+def program_of(
+    name: str, ranks: int, mesh: str, slices: int, microbatches: int, **changes: object
+) -> Program:
+    found = planned(name, mesh)
+    cuts = cuts_of(found.analysis.folded, ranks)
+    pipeline = Pipeline(ranks, 0, "seq1f1b", 1, cuts, slices)
+    plan = replace(found.plan, pipeline=pipeline, microbatches=microbatches, **changes)  # type: ignore[arg-type]
+    return compile_analysed(replace(found, plan=plan))
