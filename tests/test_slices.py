@@ -24,6 +24,7 @@ from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError, VerificationError
+from autoshard.ir import Node, Origin, Ref
 from autoshard.ir.lowered import Part
 from autoshard.program.ends import check_parts, ends_of
 from autoshard.program.program import Program
@@ -288,6 +289,31 @@ def test_a_slice_must_not_use_what_comes_later() -> None:
 
     with pytest.raises(VerificationError, match="before its stage makes it"):
         check_parts(replace(lowered, parts=tuple(map(exchanged, lowered.parts))))
+
+
+def test_only_gradients_are_made_by_several_slices() -> None:
+    program = program_of("llama-deep", 2, "dp=2", 2, 2)
+    lowered = program.lowered
+    made: dict[str, set[int]] = {}
+    for part in lowered.parts:
+        for value in ends_of(lowered, part).makes if part.phase == "backward" else ():
+            made.setdefault(value, set()).add(part.slice)
+    shared = {value for value, slices in made.items() if len(slices) > 1}
+    reduced = {v for p in lowered.parts if p.phase == "reduce" for v in ends_of(lowered, p).uses}
+    assert shared == reduced
+    # whoever used one of them would see a part of it
+    back = next(p for p in lowered.parts if p.phase == "backward" and p.slice == 0 and p.stage == 1)
+    value = min(shared & set(ends_of(lowered, back).makes))
+    use = Node(
+        "aten.neg.default", (Ref(value),), (), ("wrong",), (lowered.values[value].type,), Origin(), True
+    )
+    main = (*lowered.main[: back.stop], use, *lowered.main[back.stop :])
+    parts = [
+        replace(p, start=p.start + (p.start >= back.stop), stop=p.stop + (p.stop >= back.stop))
+        for p in lowered.parts
+    ]
+    with pytest.raises(VerificationError, match="to which several slices add"):
+        check_parts(replace(lowered, main=main, parts=tuple(parts)))
 
 
 def test_the_simulated_step_counts_every_slice() -> None:

@@ -113,7 +113,8 @@ def check_parts(lowered: Lowered) -> None:
 
     Values of forward may be sent up, and to any later phase; values of backward are only sent down, and
     those of the weight phase and of ``reduce`` stay in their stage: whatever the schedule, none of them
-    would come in time.
+    would come in time. With slices, forward only takes from the same slice and those before it, backward from
+    the same and those behind it; to a gradient of a parameter each of them may add a term of its own.
     """
     phases: dict[int, set[tuple[str, int]]] = {}
     for part in lowered.parts:
@@ -132,9 +133,10 @@ def check_parts(lowered: Lowered) -> None:
         if late:
             raise _broken(f"{part_name(lowered, part)} uses {min(late)} before its stage makes it")
         made[part.stage].update(ends[part].makes)
-    for part, end in ends.items():
-        both = _made_twice(ends, part.stage).intersection(end.uses) if part.phase != "reduce" else None
-        if both:
+    twice = {stage: _made_twice(ends, stage) for stage in phases}
+    for part in lowered.parts if any(twice.values()) else ():
+        both = {v for item in lowered.of(part) for v in uses_of(item)} & twice[part.stage]
+        if both and part.phase != "reduce":
             raise _broken(f"{part_name(lowered, part)} uses {min(both)}, to which several slices add")
     for wire in wires_of(lowered, ()):
         if not _in_time(wire):

@@ -272,9 +272,9 @@ class StagePrices:
         return Held(sum(self.size(p.name) for p in held) + copies, gradients, optimizer, 0.0)
 
     def _sum_bytes(self, value: str) -> float:
-        """Bytes of a gradient while it is summed over microbatches: in f32 if it is of half precision."""
+        """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision."""
         dtype = self.program.lowered.values[value].type.dtype
-        wide = dtype in _HALF and self.program.microbatches > 1
+        wide = dtype in _HALF and self.program.microbatches * self.schedule.slices > 1
         return self.size(value) * (_SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
 
     @cached_property
