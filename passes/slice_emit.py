@@ -10,6 +10,7 @@ from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, ref
 from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement
 from autoshard.passes.insert_collectives import collective_node
+from autoshard.passes.slice_attention import attend, attend_backward
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, Way
 from autoshard.passes.slice_values import cut, join, sliced_value, total, whole_along
 from autoshard.placement import Layout, Placement, R, Shard, local_extent
@@ -105,18 +106,19 @@ class Emitter:
     def run(self, way: Way, number: int | None) -> None:
         """The statement itself; number: of the slice, unless it runs once."""
         if not way.divided or number is None:
-            names = iter([self.whole(n, v) for n, v in self._uses()])
-            self._node(substitute(self.node, lambda _: Ref(next(names))))
+            names = iter([self.whole(n, v) for n, v in self.uses()])
+            self.emit(substitute(self.node, lambda _: Ref(next(names))))
             for inner, value, placed in zip(self.node.outs, self.statement.makes, way.outputs, strict=True):
-                self._made(inner, value, None if placed is None else self.of.values[value])
+                self.mark(inner, value, None if placed is None else self.of.values[value])
         elif self.node.op == ATTENTION and way.inputs[1] == POSITIONS:
-            self._attention(number)
+            attend(self, number)
         elif self.node.op == ATTENTION_BACKWARD and way.inputs[2] == POSITIONS:
-            self._attention_backward(number)
+            attend_backward(self, number)
         else:
             self._slice(way, number)
 
-    def _uses(self) -> list[tuple[str, str]]:
+    def uses(self) -> list[tuple[str, str]]:
+        """(name in the segment, value) of what the statement takes, in order."""
         return list(zip(refs_of(self.node), self.statement.uses, strict=True))
 
     # -- values ------------------------------------------------------------------------------------------
@@ -125,12 +127,12 @@ class Emitter:
         """The name, in the group, of all of a value: put together of its slices if it is divided."""
         placed = self.of.place(value)
         if inner in self.group.made or placed == R or value in self.have:
-            return self._given(inner, value, self.of.values[value])
+            return self.given(inner, value, self.of.values[value])
         parts = [self.own(inner, value, k) for k in range(self.of.slices)]
         made = self.of.values[value]
 
         def add(op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
-            return self._added(inner, value, op, args, what, f"_whole{end}" if end else "")
+            return self.added(inner, value, op, args, what, f"_whole{end}" if end else "")
 
         self.have.add(value)
         if not isinstance(placed, Shard):
@@ -142,7 +144,7 @@ class Emitter:
         gathered = [self._move(p, have, part, inner, value, f"_all{k}") for k, p in enumerate(parts)]
 
         def beside(op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
-            return self._added(inner, value, op, args, what, f"_whole{end}_all")
+            return self.added(inner, value, op, args, what, f"_whole{end}_all")
 
         return self._move(join(gathered, part, placed, bare, beside), bare, made, inner, value, "")
 
@@ -151,7 +153,7 @@ class Emitter:
         placed = self.of.place(value)
         end = f"_s{number}"
         name = value if value in self.of.summed else self.of.outer(value, end)
-        return self._given(self.inner(inner, end), name, self.of.sliced(value, placed))
+        return self.given(self.inner(inner, end), name, self.of.sliced(value, placed))
 
     def piece(self, inner: str, value: str, placed: Placement, number: int) -> str:
         """A value as a slice takes it: its own part, or all of it."""
@@ -174,7 +176,7 @@ class Emitter:
         deep = "" if bare == have else "_all"
 
         def add(op: str, args: tuple[Arg, ...], what: Placed, part: str) -> str:
-            return self._added(inner, value, op, args, what, end + part + deep)
+            return self.added(inner, value, op, args, what, end + part + deep)
 
         whole = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
         as_cut = self.of.sliced_as(bare, placed, value)
@@ -197,12 +199,12 @@ class Emitter:
                 layouts = (at, target)
                 node = collective_node(self.of.mesh, kind, k, name, have.type, layouts, own, origin, backward)
                 self.group.nodes.append(node)
-                self._made(own, self.of.outer(value, last), Placed(have.type, target))
+                self.mark(own, self.of.outer(value, last), Placed(have.type, target))
             name, at = own, target
         assert at == want.layout, (at, want.layout)
         return name
 
-    def _given(self, inner: str, value: str, what: Placed) -> str:
+    def given(self, inner: str, value: str, what: Placed) -> str:
         """A value that is there: made in this group, or given to it; under its name there."""
         if value not in self.group.names:
             self.group.names[value] = inner
@@ -210,23 +212,25 @@ class Emitter:
             self.group.values[inner] = what
         return self.group.names[value]
 
-    def _made(self, inner: str, value: str, what: Placed | None) -> None:
+    def mark(self, inner: str, value: str, what: Placed | None) -> None:
+        """A value that this group makes, by its names inside and in main; what: None if it is no tensor."""
         self.group.made[inner] = value
         self.group.names[value] = inner
         if what is not None:
             self.group.values[inner] = what
 
-    def _node(self, node: Node) -> None:
+    def emit(self, node: Node) -> None:
+        """The node of the statement, with the reason for how it runs."""
         self.group.nodes.append(node)
         if self.why:
             self.group.why[node.name] = self.why
 
-    def _added(self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
+    def added(self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
         """A node beside the statement's own, which makes a value named after another."""
         name = self.inner(inner, end)
         origin, backward = self.node.origin, self.statement.backward
         self.group.nodes.append(Node(op, args, (), (name,), (what.type,), origin, backward))
-        self._made(name, self.of.outer(value, end), what)
+        self.mark(name, self.of.outer(value, end), what)
         return name
 
     # -- one slice ---------------------------------------------------------------------------------------
@@ -234,7 +238,7 @@ class Emitter:
     def _slice(self, way: Way, number: int) -> None:
         """The statement on the parts of its inputs, as its rule says."""
         names: dict[str, str] = {}
-        for (inner, value), wanted in zip(self._uses(), way.inputs, strict=True):
+        for (inner, value), wanted in zip(self.uses(), way.inputs, strict=True):
             name = self.piece(inner, value, wanted, number)
             if names.setdefault(inner, name) != name:
                 raise UsageError(
@@ -250,13 +254,13 @@ class Emitter:
             outs.append(name)
             if placed is None:
                 types.append(None)
-                self._made(name, self.of.outer(value, f"_s{number}"), None)
+                self.mark(name, self.of.outer(value, f"_s{number}"), None)
                 continue
             what = self.of.sliced(value, placed)
             types.append(what.type)
-            self._made(name, value if value in self.of.summed else self.of.outer(value, f"_s{number}"), what)
+            self.mark(name, value if value in self.of.summed else self.of.outer(value, f"_s{number}"), what)
         origin, backward = self.node.origin, self.statement.backward
-        self._node(Node(local.op, local.args, local.kwargs, tuple(outs), tuple(types), origin, backward))
+        self.emit(Node(local.op, local.args, local.kwargs, tuple(outs), tuple(types), origin, backward))
 
     def _local(self, way: Way, number: int) -> Node:
         """The call as it is for a slice: its sizes and offsets."""
@@ -294,123 +298,6 @@ class Emitter:
         return collective_node(
             self.of.mesh, kind, axis, inner, after.type, layouts, made, node.origin, node.backward
         )
-
-    # -- attention ---------------------------------------------------------------------------------------
-
-    def _seen(self, inner: str, value: str, number: int) -> str:
-        """Keys or values up to a slice."""
-        if value in self.of.again:
-            # what backward makes again of a slice comes too late for the slices behind it
-            inner, value = self.inner(inner, "_kept"), self.of.again[value]
-        if number == 0:
-            return self.piece(inner, value, POSITIONS, 0)
-        end = f"_to{number}"
-        name = self.inner(inner, end)
-        if name in self.group.made:
-            return name
-        parts = [self.piece(inner, value, POSITIONS, k) for k in range(number + 1)]
-        args = (tuple(Ref(p) for p in parts), POSITIONS.dim)
-        return self._added(inner, value, "aten.cat.default", args, self._up_to(value, number), end)
-
-    def _up_to(self, value: str, number: int) -> Placed:
-        """What the slices of a value up to one are."""
-        whole, one = self.of.values[value], self.of.sliced(value, POSITIONS)
-        shape = list(one.type.shape)
-        shape[POSITIONS.dim] *= number + 1
-        return Placed(TensorType(tuple(shape), whole.type.dtype), one.layout)
-
-    def _mask(self, inner: str, value: str, number: int) -> str:
-        """The part of a mask [..., s, s] for the queries of a slice and the keys up to it."""
-        end = f"_to{number}"
-        name = self.inner(inner, end)
-        if name in self.group.made:
-            return name
-        dim = len(self.of.values[value].type.shape) - 2
-        rows = self.piece(inner, value, Shard(dim), number)
-        what = self.of.sliced(value, Shard(dim))
-        seen = what.type.shape[-2] * (number + 1)
-        made = Placed(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
-        return self._added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
-
-    def _attention(self, number: int) -> None:
-        (q, query), (k, key), (v, value), *masks = self._uses()
-        args: tuple[Arg, ...] = (
-            Ref(self.piece(q, query, POSITIONS, number)),
-            Ref(self._seen(k, key, number)),
-            Ref(self._seen(v, value, number)),
-        )
-        mask = tuple(Ref(self._mask(*m, number)) for m in masks)
-        if mask:
-            self._attend(self.node.op, (*args, *mask, *self.node.args[4:]), number)
-        elif number == 0:
-            self._attend(self.node.op, (*args, *self.node.args[3:]), number)
-        else:
-            self._attend("autoshard.sdpa_tail.default", (*args, self.node.args[5]), number)
-
-    def _attend(self, op: str, args: tuple[Arg, ...], number: int) -> None:
-        end = f"_s{number}"
-        outs = tuple(self.inner(o, end) for o in self.node.outs)
-        whats = [self.of.sliced(value, POSITIONS) for value in self.statement.makes]
-        for out, value, what in zip(outs, self.statement.makes, whats, strict=True):
-            self._made(out, self.of.outer(value, end), what)
-        types = tuple(w.type for w in whats)
-        self._node(Node(op, args, (), outs, types, self.node.origin, self.statement.backward))
-
-    def _attention_backward(self, number: int) -> None:
-        """Gradients of a slice's queries, and what they add to those of the keys and values they see."""
-        (g, grad), (q, query), (k, key), (v, value), (o, out), (e, lse), *masks = self._uses()
-        args: list[Arg] = [
-            Ref(self.piece(g, grad, POSITIONS, number)),
-            Ref(self.piece(q, query, POSITIONS, number)),
-            Ref(self._seen(k, key, number)),
-            Ref(self._seen(v, value, number)),
-            Ref(self.piece(o, out, POSITIONS, number)),
-            Ref(self.piece(e, lse, POSITIONS, number)),
-        ]
-        first, *rest = zip(self.node.outs, self.statement.makes, strict=True)
-        own = self.inner(first[0], f"_s{number}")
-        end = f"_sum{number}" if number == self.of.slices - 1 else f"_by{number}"
-        added = [self.inner(inner, end) for inner, _ in rest]
-        whats = [self._up_to(value, number) for _, value in rest]
-        self._made(own, self.of.outer(first[1], f"_s{number}"), self.of.sliced(first[1], POSITIONS))
-        for name, (_, value_), what in zip(added, rest, whats, strict=True):
-            self._made(name, self.of.outer(value_, end), what)
-        types = (self.of.sliced(first[1], POSITIONS).type, *(w.type for w in whats))
-        op, last = ATTENTION_BACKWARD, self.node.args[6:]
-        if masks:
-            last = (Ref(self._mask(*masks[0], number)), *self.node.args[7:])
-        elif number:
-            op, last = "autoshard.sdpa_tail_backward.default", (self.node.args[8],)
-        origin = self.node.origin
-        self._node(Node(op, (*args, *last), (), (own, *added), types, origin, self.statement.backward))
-        for name, (inner, value_), what in zip(added, rest, whats, strict=True):
-            self._gathered(name, inner, value_, what, number)
-
-    def _gathered(self, name: str, inner: str, value: str, what: Placed, number: int) -> None:
-        """The gradients of keys up to a slice, with what later slices have added: its own are complete."""
-        size = what.type.shape[POSITIONS.dim] // (number + 1)
-        if number < self.of.slices - 1:
-            before = self._given(
-                self.inner(inner, f"_sum{number + 1}"),
-                self.of.outer(value, f"_sum{number + 1}"),
-                self._up_to(value, number + 1),
-            )
-            span = (POSITIONS.dim, 0, size * (number + 1))
-            rest = self._added(
-                inner, value, "aten.slice.Tensor", (Ref(before), *span), what, f"_before{number}"
-            )
-            name = self._added(
-                inner,
-                value,
-                "aten.add.Tensor",
-                (Ref(rest), Ref(name)),
-                what,
-                f"_sum{number}" if number else "_s0",
-            )
-        if number:
-            span = (POSITIONS.dim, size * number, size * (number + 1))
-            one = self.of.sliced(value, POSITIONS)
-            self._added(inner, value, "aten.slice.Tensor", (Ref(name), *span), one, f"_s{number}")
 
 
 def _numbers(arg: Arg, slices: int, number: int) -> Arg:
