@@ -137,25 +137,34 @@ class _Round:
         """
         made = Counter((stage, out) for stage, _, _, out in self._made())
         several = [row for row in self._made() if made[row[0], row[3]] > 1]
-        # in main every slice has its own name for what it reduces
-        barred = {out for _, item, _, out in several if isinstance(item, Node)}
+        reads: dict[tuple[int, str], set[tuple[str, ...]]] = {}
+        for stage, item, _, out in several:
+            if isinstance(item, Node):
+                reads.setdefault((stage, out), set()).add(tuple(refs_of(item)))
+        # slices that reduce values of their own in main would each have to wait for another
+        barred = {out for (_, out), sources in reads.items() if len(sources) > 1}
 
         def waits(item: Instruction, inner: str) -> bool:
-            return isinstance(item, Call) and inner in found[item.segment]
+            if isinstance(item, Call):
+                return inner in found[item.segment]
+            return self._main_waits(item) and inner not in barred
 
         while several:
             ways: dict[tuple[int, str], set[bool]] = {}
             for stage, item, inner, out in several:
                 ways.setdefault((stage, out), set()).add(waits(item, inner))
             mixed = [
-                (item.segment, inner)
+                (item, inner)
                 for stage, item, inner, out in several
-                if isinstance(item, Call) and len(ways[stage, out]) > 1 and waits(item, inner)
+                if len(ways[stage, out]) > 1 and waits(item, inner)
             ]
             if not mixed:
                 break
-            for segment, inner in mixed:
-                found[segment].pop(inner, None)
+            for item, inner in mixed:
+                if isinstance(item, Call):
+                    found[item.segment].pop(inner, None)
+                else:
+                    barred.update(item.outs)
         return found, frozenset(barred)
 
     def _made(self) -> Iterator[tuple[int, Instruction, str, str]]:
