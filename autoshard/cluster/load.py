@@ -67,6 +67,7 @@ _KERNELS: Schema = {
     "small": (_NUMBER, False),
     "narrow": (_NUMBER, False),
     "dispatch": (_NUMBER, False),
+    "clock": (_NUMBER, False),
     "source": _SOURCE,
 }
 _MEASURED: Schema = {

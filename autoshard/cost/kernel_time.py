@@ -6,11 +6,15 @@ from math import ceil
 
 from autoshard.cluster.cluster import Device
 from autoshard.cost.compute import flop_rate
+from autoshard.ir import DTYPES
 
 #: (rows, columns) of smaller tiles as parts of the largest, with the part of its rate that they reach: each
 #: byte that a tile reads serves fewer products. Assumed; NVIDIA, "Matrix multiplication background user's
 #: guide", section 3.1, has the reason.
 _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.92), (0.5, 0.5, 0.75), (0.25, 0.5, 0.55))
+
+#: bytes that rows are aligned to, and what a large product that is not keeps of its rate
+_WORD, _UNALIGNED = 16, 0.4
 
 
 def product_seconds(
@@ -24,12 +28,27 @@ def product_seconds(
     The tile size is the one that does best. Never below the time for the traffic.
     """
     kernels = device.kernels
-    rate = flop_rate(dtype, device, matmul=True) * (kernels.narrow if dtype == "f8" else 1.0)
+    rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
+    rate *= _aligned(batch, columns, depth, dtype, device)
     best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
     filled = depth / (depth + kernels.depth) if depth else 1.0
     work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0
+
+
+def _aligned(batch: int, columns: int, depth: int, dtype: str, device: Device) -> float:
+    """Part of the rate where rows do not lie in memory at whole 16 bytes, as matrix units want them (NVIDIA,
+    "Matrix multiplication background user's guide", section 3.1).
+
+    Of many small products at once the vector units do them; a large one keeps, as is assumed, two fifths.
+    """
+    vector = device.peak_flops["f32"]
+    peak = device.peak_flops.get(dtype, vector)
+    width = DTYPES[dtype][1] if dtype in DTYPES else 1
+    if peak <= vector or not (columns * width % _WORD or depth * width % _WORD):
+        return 1.0
+    return vector / peak if batch > 1 else max(_UNALIGNED, vector / peak)
 
 
 def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
@@ -57,7 +76,7 @@ def attention_seconds(flop: float, nbytes: float, dtype: str, backward: bool, de
     kernels = device.kernels
     part = kernels.attention_backward if backward else kernels.attention
     peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
-    busy = max(flop / (peak * part), traffic_seconds(nbytes, device, launch=False))
+    busy = max(flop / (peak * part * kernels.clock), traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead
 
 

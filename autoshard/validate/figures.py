@@ -22,7 +22,7 @@ class Figures:
     traffic: float = 0.8
     attention: float = 0.55
     attention_backward: float = 0.45
-    narrow: float = 0.75
+    narrow: float = 0.85
     dispatch: float = 6e-6
     overlap: float = 0.8
     inside: float = 0.75

@@ -73,6 +73,7 @@ def _gpt2(shape: Architecture) -> Any:
         n_inner=shape.ffn,
         vocab_size=shape.vocab,
         n_positions=shape.positions,
+        activation_function="gelu",
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
