@@ -11,9 +11,11 @@ import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, print_json, print_table, reporting, stdout, table
+from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.validate.rows import Unsupported
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.validate.rows import Run, Unsupported
     from autoshard.validate.score import Scored, Summary
 
 RowsArgument = Annotated[
@@ -25,6 +27,7 @@ StudyOption = Annotated[
 MachineOption = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME|FILE", help="for all runs, in place of their own")
 ]
+FitOption = Annotated[bool, typer.Option("--fit", help="fit figures of devices and links to the runs")]
 #: notes of a kind that are shown with all their runs
 _SHOWN = 3
 
@@ -33,11 +36,21 @@ def validate_command(
     rows: RowsArgument,
     study: StudyOption = None,
     cluster: MachineOption = None,
+    fit: FitOption = False,
+    out: opt.MaybeOut = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Rebuild measured runs as programs and compare their simulated steps with what was measured."""
+    """Rebuild measured runs as programs and compare their simulated steps with what was measured.
+
+    With --fit, the figures of devices and links are fitted to the runs, each study is predicted by figures
+    that were fitted to the others, and cluster files are written.
+    """
     with reporting(debug):
+        if (out is not None) != fit:
+            raise UsageError(
+                "--fit and --out go together", hint="--fit -o DIR writes the cluster files to DIR"
+            )
         from autoshard.cluster import load_cluster
         from autoshard.simulate.step import estimate_step
         from autoshard.validate.rebuild import rebuilt
@@ -49,6 +62,10 @@ def validate_command(
         given = read_rows(rows, study or ())
         order = {row.id: number for number, row in enumerate(given)}
         unsupported = [row for row in given if isinstance(row, Unsupported)]
+        if fit:
+            assert out is not None
+            _calibrate(given, say, machine, out, json)
+            return
         found: list[Scored] = []
         for made in rebuilt([row for row in given if isinstance(row, Run)], say, machine):
             if isinstance(made, Unsupported):
@@ -62,6 +79,46 @@ def validate_command(
             print_json(document(found, unsupported))
         else:
             _print(found, unsupported)
+
+
+def _calibrate(
+    given: Sequence[Run | Unsupported], say: Progress, machine: Cluster | None, out: Path, json: bool
+) -> None:
+    """Fit, print the errors of every study, write the files."""
+    from autoshard.cluster.write import write_all
+    from autoshard.validate.fit import fit
+    from autoshard.validate.fit_files import cluster_files, errors_by_study
+    from autoshard.validate.rebuild import Rebuilt, rebuilt
+    from autoshard.validate.rows import Run
+
+    timed = [row for row in given if isinstance(row, Run) and row.seconds is not None and not row.oom]
+    runs = [made for made in rebuilt(timed, say, machine) if isinstance(made, Rebuilt)]
+    fitted = fit(runs, say)
+    errors = errors_by_study(runs, fitted)
+    files = cluster_files(runs, fitted, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {out}", why=error.strerror or str(error)) from error
+    write_all(files)
+    if json:
+        print_json(
+            {
+                "command": "validate --fit",
+                "figures": asdict(fitted.figures),
+                "studies": {name: asdict(one) for name, one in errors.items()},
+                "written": [str(path) for path in files],
+            }
+        )
+        return
+    made = table("study", "runs", "fitted to all", "held out", "worst", right=(1, 2, 3, 4))
+    for name, one in errors.items():
+        made.add_row(
+            name, str(one.rows), _plain(one.fitted), _plain(one.held_out), _plain(one.held_out_worst)
+        )
+    print_table(made)
+    for path in files:
+        stdout().print(f"written {path}", markup=False)
 
 
 def document(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> dict[str, Any]:

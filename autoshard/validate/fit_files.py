@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 from autoshard.cluster import load_cluster
 from autoshard.cluster.write import cluster_text
@@ -22,7 +23,7 @@ def cluster_files(runs: Sequence[Rebuilt], fitted: Fitted, folder: Path) -> dict
     runs: those that were fitted.
     """
     studies = len({r.run.study for r in runs})
-    error = held_out(runs, fitted)
+    error = errors_by_study(runs, fitted)["all"].held_out
     why = f"autoshard validate --fit: {len(runs)} runs of {studies} studies, {error:.1f} % held out"
     found: dict[Path, str] = {}
     for name in sorted({n for r in runs if (n := catalog_name(r.run.gpu)) is not None}):
@@ -37,11 +38,29 @@ def cluster_files(runs: Sequence[Rebuilt], fitted: Fitted, folder: Path) -> dict
     return found
 
 
-def held_out(runs: Sequence[Rebuilt], fitted: Fitted) -> float:
-    """Mean absolute error in per cent of runs predicted without their own study."""
-    errors = [
-        abs(seconds / run.run.seconds - 1)
-        for run, seconds in zip(runs, fitted.held_out, strict=True)
-        if run.run.seconds
-    ]
-    return 100 * sum(errors) / len(errors)
+@dataclass(frozen=True)
+class StudyErrors:
+    """Absolute errors in per cent of a study's steps.
+
+    fitted: mean, with figures fitted to all runs. held_out, held_out_worst: with figures fitted to others.
+    """
+
+    rows: int
+    fitted: float
+    held_out: float
+    held_out_worst: float
+
+
+def errors_by_study(runs: Sequence[Rebuilt], fitted: Fitted) -> dict[str, StudyErrors]:
+    """The errors of every study, and of all runs under ``all``."""
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for run, seconds, without in zip(runs, fitted.seconds, fitted.held_out, strict=True):
+        if run.run.seconds:
+            pair = tuple(100 * abs(s / run.run.seconds - 1) for s in (seconds, without))
+            for name in (run.run.study, "all"):
+                rows.setdefault(name, []).append((pair[0], pair[1]))
+    rows["all"] = rows.pop("all", [])
+    return {
+        name: StudyErrors(len(p), mean(a for a, _ in p), mean(b for _, b in p), max(b for _, b in p))
+        for name, p in rows.items()
+    }

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from statistics import mean
 
 from autoshard.cluster.cluster import usable_memory
+from autoshard.validate.counted import GIB, counted
 from autoshard.validate.rebuild import Rebuilt
-
-#: bytes of the GiB that rows count memory in
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
         None if run.oom else run.seconds,
         seconds,
         run.gib,
-        peak_bytes / GIB,
+        counted(peak_bytes, run.memory_kind) / GIB,
         run.oom,
         peak_bytes > usable_memory(rebuilt.cluster.device),
         rebuilt.notes,
