@@ -75,7 +75,7 @@ def _lines(
     yield f"memory_bandwidth = {_number(device.memory_bandwidth)}"
     yield f"matmul_efficiency = {_number(device.matmul_efficiency)}"
     yield f"launch_overhead = {_number(device.launch_overhead)}"
-    if device.overlap != OVERLAP:
+    if device.overlap != OVERLAP or "overlap" in device_source:
         yield f"overlap = {_number(device.overlap)}"
     yield from _table("\n[device.source]", device_source)
     yield from _kernels(device.kernels)
@@ -87,7 +87,7 @@ def _lines(
         yield f"latency = {_number(level.latency)}"
         yield f"bandwidth = {_number(level.bandwidth)}"
         yield f"shared_by = {level.shared_by}"
-        if level.efficiency != 1:
+        if level.efficiency != 1 or "efficiency" in source:
             yield f"efficiency = {_number(level.efficiency)}"
         yield from _table("\n[level.source]", source)
     if links:
