@@ -21,11 +21,12 @@ class Behaviour:
     fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
     "" for that of the program. gradients_overlap: whether they are reduced while backward computes, or after
     it. gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
-    collectives of activations run in parts beside their products. blocking_sends: whether a stage waits for
-    its messages before it computes on. scattered_sends: whether what goes between stages is sent in a part
-    per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose
-    masks of one byte are kept, 0 for none. product_dtype: of the large products, "" for that of the
-    parameters. name: of what the figures are for.
+    collectives of activations run in parts beside their products. backward_overlap: whether those of backward
+    run beside ops that do not need them, as the products for weight gradients. blocking_sends: whether a
+    stage waits for its messages before it computes on. scattered_sends: whether what goes between stages is
+    sent in a part per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout:
+    probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products, "" for
+    that of the parameters. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -39,6 +40,7 @@ class Behaviour:
     gradients_overlap: bool = False
     gathers_overlap: bool = False
     tensor_overlap: bool = False
+    backward_overlap: bool = False
     blocking_sends: bool = False
     scattered_sends: bool = False
     dropout: float = 0.0

@@ -171,7 +171,7 @@ class Parts:
 
     def _step(self, item: Instruction) -> Step:
         args = item.args if isinstance(item, Call) else tuple(dict.fromkeys(refs_of(item)))
-        return Step(self.sheet(item), args, item.outs)
+        return Step(self.sheet(item), args, item.outs, item.backward and self.behaviour.backward_overlap)
 
     def scores(self, stage: int) -> float:
         """Bytes of scores that unfused attention of a stage keeps for backward."""

@@ -20,11 +20,15 @@ Price = Callable[[Work], float]
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a part: a sheet, the values it takes, and those it gives, by name."""
+    """One call of a part: a sheet, the values it takes, and those it gives, by name.
+
+    loose: messages of activations in it stand in the way of nothing but what needs them.
+    """
 
     sheet: Sheet
     args: tuple[str, ...]
     outs: tuple[str, ...]
+    loose: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,10 +226,10 @@ class _Run:
                     if not habits.behind:
                         self.late.append((number, k, stream, cost))
                         continue
-                else:
+                elif not step.loose:
                     cost, start = task.as_activation, max(start, free[0])
             end[k] = self._runs(number, k, stream, cost, start)
-            if stream and not (habits.ahead if pure[k] else k in last):
+            if stream and not (habits.ahead if pure[k] else k in last or step.loose):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):
