@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -127,14 +128,23 @@ def _gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     size = {"n_layer": 8, "n_head": 8, "n_embd": 256, "vocab_size": VOCAB, "n_positions": 128}
-    return GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **size))
+    return GPT2LMHeadModel(
+        GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **size)
+    )
 
 
 def _t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    size = {"num_layers": 4, "num_decoder_layers": 4, "num_heads": 8, "d_model": 256, "d_kv": 32, "d_ff": 1024}
+    size = {
+        "num_layers": 4,
+        "num_decoder_layers": 4,
+        "num_heads": 8,
+        "d_model": 256,
+        "d_kv": 32,
+        "d_ff": 1024,
+    }
     config = T5Config(vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False, **size)
     return T5ForConditionalGeneration(config)
 
@@ -158,7 +168,7 @@ class Convolutions(nn.Module):
         super().__init__()
         widths = (3, 32, 32, 64, 64, 128, 128)
         layers: list[nn.Module] = []
-        for k, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        for k, (before, after) in enumerate(pairwise(widths)):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if k in (1, 3) else []
         self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))

@@ -16,6 +16,7 @@ class Kernels:
     rows and columns of the largest tile. depth: length of the summed dim at which a product reaches half of
     its rate. attention, attention_backward: part of the peak that fused attention reaches. traffic: part of
     the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
+    cache: bytes of what an op moves that stay in caches, which it moves ``cached`` times as fast.
     """
 
     multiprocessors: int = 0
@@ -25,6 +26,8 @@ class Kernels:
     attention_backward: float = 0.5
     traffic: float = 0.85
     small: float = 0.0
+    cache: float = 0.0
+    cached: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("attention", "attention_backward", "traffic"):
@@ -33,9 +36,11 @@ class Kernels:
                 raise UsageError(
                     f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
                 )
-        for name in ("multiprocessors", "depth", "small"):
+        for name in ("multiprocessors", "depth", "small", "cache"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")
+        if not (isfinite(self.cached) and self.cached >= 1):
+            raise UsageError(f"cached is {self.cached}", where="kernels", why="it must be 1 or more")
         if len(self.tile) != 2 or min(self.tile) < 1:
             raise UsageError(f"tile is {self.tile}", where="kernels", why="it is rows and columns, 1 or more")

@@ -64,6 +64,8 @@ _KERNELS: Schema = {
     "attention_backward": (_NUMBER, False),
     "traffic": (_NUMBER, False),
     "small": (_NUMBER, False),
+    "cache": (_NUMBER, False),
+    "cached": (_NUMBER, False),
     "source": _SOURCE,
 }
 _LEVEL: Schema = {

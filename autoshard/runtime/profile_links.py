@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from autoshard.errors import UsageError
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
-_WINDOW = 2e-3
+_WINDOW = MappingProxyType({"cpu": 2e-2, "cuda": 2e-3})
 _SMALLEST = 1024
 #: sizes grow by this factor
 _GROWTH = 8
@@ -232,12 +233,13 @@ def _world_times(call: Callable[[], object] | None, device: torch.device, repeat
         return (time.perf_counter() - start) / times
 
     run(1)
-    slowest = _slowest([run(1)], device)[0]
-    times = max(1, ceil(_WINDOW / slowest))
-    return _slowest([run(times) for _ in range(repeats)], device)
+    first = slowest(device, [run(1)])[0]
+    times = max(1, ceil(_WINDOW[device.type] / first))
+    return slowest(device, [run(times) for _ in range(repeats)])
 
 
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """Each of these on the rank where it is largest. Collective."""
     held = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return [float(value) for value in held.cpu()]
