@@ -134,6 +134,7 @@ def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_device, "_COPIED", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(profile_device, "_WINDOW", {"cpu": 1e-4, "cuda": 1e-4})
     monkeypatch.setattr(profile_links, "_WINDOW", {"cpu": 2e-3, "cuda": 2e-3})
+    monkeypatch.setattr(profile_links, "_SIDE", 8)
     monkeypatch.setattr(profile_kernels, "_SIZES", {"small": 2**14, "large": 2**16})
 
 

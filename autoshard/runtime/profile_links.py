@@ -19,7 +19,9 @@ from autoshard.errors import UsageError
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
-_WINDOW = MappingProxyType({"cpu": 2e-2, "cuda": 2e-3})
+_WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
+#: products of this side, and how many of them, come before each collective on the CPU
+_SIDE, _PRODUCTS = 256, 4
 _SMALLEST = 1024
 #: sizes grow by this factor
 _GROWTH = 8
@@ -172,7 +174,8 @@ def _level(
     lengths = sorted({t.nbytes for t in timings})
     how = (
         f"measured: least squares of a + n/b over {', '.join(FITTED)}, {lengths[0]} to {lengths[-1]} bytes, "
-        f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}; off by up to {fit.worst:.0%}"
+        f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}, on the CPU "
+        f"of what they add to computing; off by up to {fit.worst:.0%}"
     )
     by_size = {} if size is None else {"size": "ranks with the same host name"}
     level = Level(name, size, fit.latency, fit.bandwidth, shared_by)
@@ -197,8 +200,8 @@ def _timings(
             call = None if mine is None else _collective(kind, part, ranks, device, mine)
             with warnings.catch_warnings():  # the names these collectives had in older torch still serve
                 warnings.simplefilter("ignore", FutureWarning)
-                times = _world_times(call, device, repeats)
-            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, median(times)))
+                taken = _in_programs(call, device, repeats)
+            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -216,6 +219,31 @@ def _collective(
     if kind == "all_gather":
         return lambda: dist.all_gather_into_tensor(whole, piece, group=group)
     return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+
+
+def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
+    """Seconds that a call adds to a program.
+
+    On the CPU it comes after computing, as in programs: ranks that share cores are then late for each other.
+    At least what it takes back to back, by which any disturbance of the difference is bounded.
+    """
+    plain = median(_world_times(call, device, repeats))
+    if device.type != "cpu":
+        return plain
+    square = torch.ones(_SIDE, _SIDE)
+
+    def computes() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(square, square)
+
+    def both() -> None:
+        assert call is not None
+        computes()
+        call()
+
+    alone = median(_world_times(computes, device, repeats))
+    together = median(_world_times(None if call is None else both, device, repeats))
+    return max(plain, together - alone)
 
 
 def _world_times(call: Callable[[], object] | None, device: torch.device, repeats: int) -> list[float]:

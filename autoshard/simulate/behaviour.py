@@ -18,13 +18,14 @@ class Behaviour:
     with ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not.
     fused: whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in
     fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
-    "" for that of the program. gradients_overlap: whether they are reduced while backward computes, or after
-    it. gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
-    collectives of activations run in parts beside their products. blocking_sends: whether a stage waits for
-    its messages before it computes on. scattered_sends: whether what goes between stages is sent in a part
-    per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1). dropout: probability, whose
-    masks of one byte are kept, 0 for none. product_dtype: of the large products, "" for that of the
-    parameters. name: of what the figures are for.
+    "" for that of the program. gradient_buffers: whether gradients lie in buffers that are there all the
+    time, or in tensors that backward makes. gradients_overlap: whether they are reduced while backward
+    computes, or after it. gathers_overlap: whether parameters are gathered while something computes.
+    tensor_overlap: whether collectives of activations run in parts beside their products. blocking_sends:
+    whether a stage waits for its messages before it computes on. scattered_sends: whether what goes between
+    stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1).
+    dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products,
+    "" for that of the parameters. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -34,6 +35,7 @@ class Behaviour:
     fused_loss: bool = False
     recipe: Recipe = field(default=ADAMW)
     gradient_dtype: str = ""
+    gradient_buffers: bool = False
     gradients_overlap: bool = False
     gathers_overlap: bool = False
     tensor_overlap: bool = False

@@ -39,9 +39,8 @@ def frameworks() -> tuple[Framework, ...]:
         multiple = entry.pop("vocab_multiple")
         entry.pop("source")
         recipe = Recipe(name, **entry.pop("recipe"))
-        found.append(
-            Framework(name, match, until, Behaviour(**entry, recipe=recipe, name=name), multiple, not match)
-        )
+        behaviour = Behaviour(**{"gradient_buffers": True, **entry}, recipe=recipe, name=name)
+        found.append(Framework(name, match, until, behaviour, multiple, not match))
     return tuple(found)
 
 
