@@ -131,6 +131,7 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
 def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and copies that take no time; their rates mean nothing."""
     monkeypatch.setattr(profile_device, "_SIDES", (32, 64))
+    monkeypatch.setattr(profile_device, "_LAYERS", ((32, 32, 32),))
     monkeypatch.setattr(profile_device, "_COPIED", {"cpu": 2**16, "cuda": 2**16})
     monkeypatch.setattr(profile_device, "_WINDOW", {"cpu": 1e-4, "cuda": 1e-4})
     monkeypatch.setattr(profile_links, "_WINDOW", {"cpu": 2e-3, "cuda": 2e-3})

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from autoshard.bench.estimates_cases import RANKS, cases, program_of
 from autoshard.cluster import load_cluster
@@ -21,7 +22,9 @@ from autoshard.simulate.step import estimate_step
 
 #: the clock stops before the optimizer, whose state is in memory all the same
 WITHOUT_UPDATE = Behaviour(recipe=Recipe("adamw, its update not timed", touched=0))
-CLUSTER, RESULTS = "measured.toml", "steps.json"
+RESULTS = "steps.json"
+#: the machine is measured so often, each time before a part of the rounds of steps
+PROFILES = 3
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class StepMeasured:
 
 @dataclass(frozen=True)
 class EstimateRow:
-    """A program, what was measured, and what was predicted of the same."""
+    """A program, what was measured, and what was predicted of the same.
+
+    seconds: the median over the profiles of the machine.
+    """
 
     name: str
     measured: StepMeasured
@@ -79,21 +85,26 @@ def run(folder: Path) -> None:
         raise UsageError("the processes that run the steps have failed", why=f"exit code {done.returncode}")
 
 
+def cluster_file(folder: Path, number: int) -> Path:
+    """Where a profile of the machine lies."""
+    return folder / f"measured-{number}.toml"
+
+
 def rows_of(folder: Path) -> list[EstimateRow]:
     """Predictions on the measured machine beside what was measured."""
-    cluster = load_cluster(folder / CLUSTER)
+    clusters = [load_cluster(cluster_file(folder, number)) for number in range(PROFILES)]
     steps = [StepMeasured(**step) for step in json.loads((folder / RESULTS).read_text())]
     programs = [load_program(folder / str(number), only_read=True) for number in range(len(steps))]
     return [
-        predicted(case.text, program, cluster, step)
+        predicted(case.text, program, clusters, step)
         for case, program, step in zip(cases(), programs, steps, strict=True)
     ]
 
 
-def predicted(name: str, program: Program, cluster: Cluster, step: StepMeasured) -> EstimateRow:
+def predicted(name: str, program: Program, clusters: Sequence[Cluster], step: StepMeasured) -> EstimateRow:
     """A row of a step that was measured."""
-    found = estimate_step(program, cluster, behaviour=WITHOUT_UPDATE)
-    return EstimateRow(name, step, found.seconds, found.fullest.peak)
+    found = [estimate_step(program, cluster, behaviour=WITHOUT_UPDATE) for cluster in clusters]
+    return EstimateRow(name, step, median(each.seconds for each in found), found[0].fullest.peak)
 
 
 def mean_error(errors: Sequence[float]) -> float:

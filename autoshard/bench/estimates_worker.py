@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.bench.estimates import CLUSTER, RESULTS, StepMeasured
+from autoshard.bench.estimates import PROFILES, RESULTS, StepMeasured, cluster_file
 from autoshard.bench.estimates_cases import Inputs, cases
 from autoshard.bench.live_bytes import LiveBytes
 from autoshard.bench.ranks import worst_of
@@ -27,7 +27,8 @@ from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.profile import Effort, measure
 from autoshard.runtime.train import accumulate
 
-WARM_UP, ROUNDS = 2, 9
+#: of steps, after each profile
+ROUNDS = 4
 
 
 class Measured:
@@ -63,22 +64,31 @@ class Measured:
         return [x.to_local() if isinstance(x, DTensor) else x for x in held if isinstance(x, torch.Tensor)]
 
 
+def profiled(path: Path) -> None:
+    """Measure the machine with all ranks, and write it as a cluster file."""
+    first = dist.get_rank() == 0
+    profile = measure("measured", Effort(), lambda text: print(text, file=sys.stderr) if first else None)
+    if first:
+        write_all(profile.texts(path))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder, first = Path(sys.argv[1]), dist.get_rank() == 0
-    profile = measure("measured", Effort(), lambda text: print(text, file=sys.stderr) if first else None)
-    if first:
-        write_all(profile.texts(folder / CLUSTER))
+    folder = Path(sys.argv[1])
     runs = [
         Measured(autoshard.load(folder / str(number), case.model()), case.step_batch())
         for number, case in enumerate(cases())
     ]
-    times = [[run.timed() for run in runs] for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
+    times: list[list[float]] = []
+    for number in range(PROFILES):
+        profiled(cluster_file(folder, number))
+        # the first round makes what lasts, and warms up what the profile has left cold
+        times += [[run.timed() for run in runs] for _ in range(1 + ROUNDS)][1:]
     steps = [
         StepMeasured(statistics.median(row[k] for row in times), run.peak()) for k, run in enumerate(runs)
     ]
-    if first:
+    if dist.get_rank() == 0:
         (folder / RESULTS).write_text(json.dumps([asdict(step) for step in steps]))
     dist.destroy_process_group()
 

@@ -31,13 +31,16 @@ _WINDOW = MappingProxyType({"cpu": 2e-2, "cuda": 5e-3})
 _SIDES, _LONGEST = (256, 512, 1024, 2048, 4096, 8192), 0.05
 #: bytes copied to measure memory: beyond caches, on the CPU those of a share of a server
 _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
+#: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
+#: are, so that the caches do not hold them all
+_LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
 _LAUNCHES = 200
 
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix products of one dtype: FLOP/s of the fastest single timing, what the shape that is fastest
-    sustains, and that shape (m, k, n)."""
+    """Matrix products of one dtype: FLOP/s of the fastest single timing, what is sustained, and the shape
+    (m, k, n) that sustains it."""
 
     peak: float
     sustained: float
@@ -59,8 +62,8 @@ def measure_device(
 
     agree: gives all ranks the times of the slowest, so that all work at the same time and find the same;
     alone, times stay as they are. Processes that share cores are measured as they run together.
-    matmul_efficiency is what is sustained at the best shape as a share of the fastest product seen, the
-    median over dtypes, so that it is at most 1; peak_flops times matmul_efficiency is what is sustained.
+    matmul_efficiency is what is sustained (at the best shape; on the CPU by layers) as a share of the
+    fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is sustained.
     Dtypes that torch cannot multiply on the device are left out, and said. On the CPU the kernels are
     measured, too. Raises UsageError if f32 is among them.
     """
@@ -87,9 +90,9 @@ def measure_device(
     sources = {
         "memory_bytes": memory_source,
         "peak_flops": "measured: what torch's matrix products, m x k x n, sustain over matmul_efficiency; "
-        f"best shapes: {shapes}",
+        f"{'layers with their gradients, such as' if device.type == 'cpu' else 'best shapes'}: {shapes}",
         "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, {how}",
-        "matmul_efficiency": f"measured: {how} at the best shape over the fastest, median of dtypes",
+        "matmul_efficiency": f"measured: {how} of these products over the fastest of all, median of dtypes",
         "launch_overhead": f"measured: a product of 8 elements and a view of it, {how}",
     }
     measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
@@ -143,7 +146,10 @@ class Clock:
 
 
 def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
-    """The best over square products and ones with a wide inside; None if torch has none of this dtype."""
+    """The best over square products and ones with a wide inside; None if torch has none of this dtype.
+
+    On the CPU, whose rate depends on how matrices lie in memory, what layers sustain instead of the best.
+    """
     device = clock.device
     if clock.agree([float(not _multiplies(dtype, device))])[0]:
         return None
@@ -162,7 +168,26 @@ def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
             longest = max(longest, typical)
         if longest > _LONGEST:
             break
+    if device.type == "cpu":
+        sustained, best = min(fastest, _layers(clock, dtype)), _LAYERS[0]
     return Products(fastest, sustained, best)
+
+
+def _layers(clock: Clock, dtype: torch.dtype) -> float:
+    """FLOP/s of linear layers one after the other: their products, and those of their gradients."""
+    made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for rows, inputs, outputs in _LAYERS * _COPIES:
+        shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
+        x, weight, grad = (torch.randn(shape).to(dtype) for shape in shapes)
+        made.append((x, weight, grad))
+
+    def run() -> None:
+        for x, weight, grad in made:
+            torch.mm(x, weight.t())
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), x)
+
+    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in made) / clock.seconds(run)
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

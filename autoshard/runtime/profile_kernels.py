@@ -12,7 +12,7 @@ from autoshard.cluster.kernels import Kernels
 #: bytes of the tensors that elementwise kernels are timed on: activations in caches, and beyond any
 _SIZES = MappingProxyType({"small": 2**18, "large": 2**24})
 #: (sequences, heads, positions, channels) of the attention that is timed
-_ATTENTION = (2, 8, 128, 32)
+_ATTENTION = (4, 8, 96, 32)
 #: seconds of a call
 Seconds = Callable[[Callable[[], object]], float]
 
@@ -37,7 +37,7 @@ def measure_kernels(seconds: Seconds, peak: float, bandwidth: float) -> tuple[Ke
     sizes = " and ".join(f"{size >> 10} KiB" for size in _SIZES.values())
     shape = "x".join(map(str, _ATTENTION))
     return kernels, (
-        f"measured: five elementwise ops and reductions on {sizes}, the border assumed between them; "
+        f"measured: six elementwise ops and reductions on {sizes}, the border assumed between them; "
         f"causal attention of {shape}"
     )
 
@@ -56,6 +56,7 @@ def _elementwise(seconds: Seconds, nbytes: int) -> float:
     calls: Sequence[tuple[float, Callable[[], object]]] = (
         (3.0, lambda: aten.mul.Tensor(x, y)),
         (2.0, lambda: aten.silu.default(x)),
+        (3.0, lambda: aten.gelu_backward.default(y, x)),
         (2.0, lambda: aten.native_layer_norm.default(x, [256], weight, weight, 1e-5)),
         (2.0, lambda: aten._softmax.default(x, -1, False)),
         (2.0, lambda: x.view(-1, 8, 8, 32).transpose(1, 2).contiguous()),

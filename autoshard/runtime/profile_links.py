@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -198,9 +197,7 @@ def _timings(
         for asked in sizes:
             part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
             call = None if mine is None else _collective(kind, part, ranks, device, mine)
-            with warnings.catch_warnings():  # the names these collectives had in older torch still serve
-                warnings.simplefilter("ignore", FutureWarning)
-                taken = _in_programs(call, device, repeats)
+            taken = _in_programs(call, device, repeats)
             found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -211,14 +208,15 @@ def _timings(
 def _collective(
     kind: str, part: int, ranks: int, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """A call of the collective; the whole tensor has ``part * ranks`` elements of float32."""
+    """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
     whole = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
+    ops, name = torch.ops._c10d_functional, group.group_name
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: ops.wait_tensor(ops.all_reduce_(whole, "sum", name))
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, piece, group=group)
-    return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+        return lambda: ops.wait_tensor(ops.all_gather_into_tensor(piece, ranks, name))
+    return lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, name))
 
 
 def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
