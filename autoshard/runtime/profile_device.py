@@ -63,9 +63,9 @@ def measure_device(
     agree: gives all ranks the times of the slowest, so that all work at the same time and find the same;
     alone, times stay as they are. Processes that share cores are measured as they run together.
     matmul_efficiency is what is sustained (at the best shape; on the CPU by layers) as a share of the
-    fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is sustained.
-    Dtypes that torch cannot multiply on the device are left out, and said. On the CPU the kernels are
-    measured, too. Raises UsageError if f32 is among them.
+    fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is
+    sustained. Dtypes that torch cannot multiply on the device are left out, and said;
+    UsageError if f32 is among them. On the CPU the kernels are measured, too.
     """
     clock = Clock(device, repeats, agree)
     products: dict[str, Products] = {}
