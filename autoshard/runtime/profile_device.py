@@ -34,7 +34,7 @@ _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
 #: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
 #: are, so that the caches do not hold them all
 _LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
-_LAUNCHES = 200
+_LAUNCHES = 40
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure_device(
         f"{'layers with their gradients, such as' if device.type == 'cpu' else 'best shapes'}: {shapes}",
         "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, {how}",
         "matmul_efficiency": f"measured: {how} of these products over the fastest of all, median of dtypes",
-        "launch_overhead": f"measured: a product of 8 elements and a view of it, {how}",
+        "launch_overhead": f"measured: five ops on 64 elements, each with a view of its result, {how}",
     }
     measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
     if device.type == "cpu":
@@ -210,15 +210,20 @@ def _memory_bandwidth(clock: Clock, nbytes: int) -> float:
 
 def _launch_overhead(clock: Clock) -> float:
     """Seconds of an op that has next to nothing to do, as programs run: with a new result, and a view of it,
-    as most ops have one."""
-    small = torch.ones(8, device=clock.device)
-    multiply, view = torch.ops.aten.mul.Tensor, torch.ops.aten.view.default
+    as most ops have one; the mean over a few kinds of ops."""
+    small = torch.ones(8, 8, device=clock.device)
+    aten = torch.ops.aten
+    turned, view = aten.t.default(small), aten.view.default
 
     def launches() -> None:
         for _ in range(_LAUNCHES):
-            view(multiply(small, small), [2, 4])
+            view(aten.mul.Tensor(small, small), [64])
+            view(aten.mm.default(small, turned), [64])
+            view(aten.sum.dim_IntList(small, [1], True), [8])
+            view(aten.clone.default(turned, memory_format=torch.contiguous_format), [64])
+            view(aten.cat.default([small, small], 1), [128])
 
-    return clock.seconds(launches) / _LAUNCHES
+    return clock.seconds(launches) / (5 * _LAUNCHES)
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from autoshard.cluster.cluster import Level
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
+from autoshard.runtime.collectives import reduce_scatter
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
@@ -216,7 +217,7 @@ def _collective(
         return lambda: ops.wait_tensor(ops.all_reduce_(whole, "sum", name))
     if kind == "all_gather":
         return lambda: ops.wait_tensor(ops.all_gather_into_tensor(piece, ranks, name))
-    return lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, name))
+    return lambda: reduce_scatter(whole, ranks, name)
 
 
 def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
