@@ -97,7 +97,7 @@ def test_predicted_peaks_are_those_of_the_runtime(case: EstimateCase, tmp_path: 
     run = Measured(autoshard.load(tmp_path / "program", case.model()), case.step_batch())
     run.timed()  # makes the optimizer's state
     predicted = estimate_step(program, CPU, behaviour=WITHOUT_UPDATE).fullest
-    assert predicted.peak == pytest.approx(run.peak(), rel=0.03)
+    assert predicted.peak == pytest.approx(run.peak(), rel=0.05)
     assert 0 <= predicted.peak - predicted.at_peak.total < predicted.peak
 
 
@@ -119,7 +119,7 @@ def test_cases_are_told_apart() -> None:
     assert len(set(texts)) == len(texts) == 10
     assert "gpt2 pp=4,dp=1, 8 microbatches" in texts
     with pytest.raises(UsageError, match="no layers that are alike"):
-        program_of(replace(cases()[-1], again=True))
+        program_of(replace(_case("dp=4", again=True), model=lambda: bench_llama(1, 128, 512)))
 
 
 def test_rows_as_a_table() -> None:

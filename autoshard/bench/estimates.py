@@ -20,8 +20,8 @@ from autoshard.runtime.launch import torchrun
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.step import estimate_step
 
-#: the clock stops before the optimizer, whose state is in memory all the same
-WITHOUT_UPDATE = Behaviour(recipe=Recipe("adamw, its update not timed", touched=0))
+#: our runtime on the CPU; the clock stops before the optimizer, whose state is in memory all the same
+WITHOUT_UPDATE = Behaviour(recipe=Recipe("adamw, its update not timed", touched=0), exchanged_sums=True)
 RESULTS = "steps.json"
 #: the machine is measured so often, each time before a part of the rounds of steps
 PROFILES = 3

@@ -25,7 +25,8 @@ class Behaviour:
     whether a stage waits for its messages before it computes on. scattered_sends: whether what goes between
     stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21, section 4.1).
     dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products,
-    "" for that of the parameters. name: of what the figures are for.
+    "" for that of the parameters. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
+    afterwards, as our runtime does on the CPU; it then holds both at once. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -43,4 +44,5 @@ class Behaviour:
     scattered_sends: bool = False
     dropout: float = 0.0
     product_dtype: str = ""
+    exchanged_sums: bool = False
     name: str = ""

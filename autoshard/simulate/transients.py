@@ -135,7 +135,8 @@ class Transients:
             case "all_gather":
                 return 0.0 if whole else given + (taken if bucket else 0.0)
             case "reduce_scatter":
-                return 0.0 if whole else taken
+                got = taken if self.sheets.behaviour.exchanged_sums else 0.0
+                return got + (0.0 if whole else taken)
             case "all_to_all":
                 return 2 * taken
             case _:
