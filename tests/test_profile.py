@@ -21,7 +21,7 @@ from autoshard.cluster.write import cluster_text, matrix_text, write_all
 from autoshard.cost import AxisLink, link_of, seconds
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
-from autoshard.runtime import profile, profile_device
+from autoshard.runtime import profile, profile_device, profile_kernels, profile_links
 from autoshard.runtime.launch import torchrun
 from autoshard.runtime.profile_links import node_size, sizes_to
 
@@ -131,8 +131,12 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
 def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and copies that take no time; their rates mean nothing."""
     monkeypatch.setattr(profile_device, "_SIDES", (32, 64))
+    monkeypatch.setattr(profile_device, "_LAYERS", ((32, 32, 32),))
     monkeypatch.setattr(profile_device, "_COPIED", {"cpu": 2**16, "cuda": 2**16})
-    monkeypatch.setattr(profile_device, "_WINDOW", 1e-4)
+    monkeypatch.setattr(profile_device, "_WINDOW", {"cpu": 1e-4, "cuda": 1e-4})
+    monkeypatch.setattr(profile_links, "_WINDOW", {"cpu": 2e-3, "cuda": 2e-3})
+    monkeypatch.setattr(profile_links, "_SIDE", 8)
+    monkeypatch.setattr(profile_kernels, "_SIZES", {"small": 2**14, "large": 2**16})
 
 
 def test_one_device_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

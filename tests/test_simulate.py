@@ -176,6 +176,16 @@ def test_overlap_never_takes_longer(mesh: str) -> None:
     assert whole.seconds == pytest.approx(plain.seconds)
 
 
+def test_what_fits_in_caches_is_moved_faster() -> None:
+    plain = CPU.device
+    near = replace(plain, kernels=replace(plain.kernels, cache=1e6, cached=4.0))
+    slow, fast = (lambda n, d=d: traffic_seconds(n, d, launch=False) for d in (plain, near))
+    assert fast(1e6) == pytest.approx(slow(1e6) / 4)
+    assert fast(3e6) == pytest.approx(slow(2e6) + slow(1e6) / 4)
+    with pytest.raises(UsageError, match="cached is"):
+        replace(plain.kernels, cached=0.5)
+
+
 def test_a_layer_that_runs_again_whole_takes_longer() -> None:
     found = planned("llama-deep", "dp=1")
     segments = [c.segment for c in found.analysis.folded.calls if not c.backward and c.label]

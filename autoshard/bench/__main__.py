@@ -1,6 +1,7 @@
-"""``python -m autoshard.bench [planning|steps|quality|schedules|pipelines|cuts ...]``, or ``published PATH``.
+"""``python -m autoshard.bench [NAME ...]``, or ``published PATH``.
 
-Runs benchmarks and prints their tables; without a name, planning and steps.
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts. Runs benchmarks and
+prints their tables; without a name, planning, steps and estimates.
 """
 
 from __future__ import annotations
@@ -58,6 +59,14 @@ def steps() -> None:
     CONSOLE.print(table)
 
 
+def estimates() -> None:
+    """Predicted steps of small programs against measured ones: 4 gloo processes, one thread each; minutes."""
+    from autoshard.bench.estimates import measured_rows
+    from autoshard.bench.estimates_table import print_estimates
+
+    print_estimates(CONSOLE, measured_rows())
+
+
 def quality() -> None:
     """Small cases against trying everything; some minutes."""
     from autoshard.bench.quality import SMALL, quality_of
@@ -109,12 +118,13 @@ def published(args: Sequence[str]) -> None:
 BENCHMARKS = {
     "planning": planning,
     "steps": steps,
+    "estimates": estimates,
     "quality": quality,
     "schedules": schedules,
     "pipelines": pipelines,
     "cuts": cuts,
 }
-DEFAULT = ("planning", "steps")
+DEFAULT = ("planning", "steps", "estimates")
 
 
 def main(args: Sequence[str]) -> None:

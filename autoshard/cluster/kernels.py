@@ -19,6 +19,7 @@ class Kernels:
     narrow: part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
     dispatch: seconds that the host takes to issue an op, which it does ahead of the device. clock: of
     products, as a part of what the peak is stated for, where less power than usual is allowed.
+    cache: bytes of what an op moves that stay in caches, which it moves ``cached`` times as fast.
     """
 
     multiprocessors: int = 0
@@ -31,6 +32,8 @@ class Kernels:
     narrow: float = 0.75
     dispatch: float = 0.0
     clock: float = 1.0
+    cache: float = 0.0
+    cached: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("attention", "attention_backward", "traffic", "narrow", "clock"):
@@ -39,9 +42,11 @@ class Kernels:
                 raise UsageError(
                     f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
                 )
-        for name in ("multiprocessors", "depth", "small", "dispatch"):
+        for name in ("multiprocessors", "depth", "small", "cache", "dispatch"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")
+        if not (isfinite(self.cached) and self.cached >= 1):
+            raise UsageError(f"cached is {self.cached}", where="kernels", why="it must be 1 or more")
         if len(self.tile) != 2 or min(self.tile) < 1:
             raise UsageError(f"tile is {self.tile}", where="kernels", why="it is rows and columns, 1 or more")

@@ -81,9 +81,15 @@ def attention_seconds(flop: float, nbytes: float, dtype: str, backward: bool, de
 
 
 def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> float:
-    """Seconds of a kernel that moves nbytes, at kernels.traffic of the bandwidth, or half (small)."""
+    """Seconds of a kernel that moves nbytes, at kernels.traffic of the bandwidth, or half (small).
+
+    What fits in caches (kernels.cache) is moved faster.
+    """
     if not nbytes:
         return 0.0
     kernels = device.kernels
-    busy = (nbytes + kernels.small) / (device.memory_bandwidth * kernels.traffic)
+    near = min(nbytes, kernels.cache)
+    busy = (nbytes - near + near / kernels.cached + kernels.small) / (
+        device.memory_bandwidth * kernels.traffic
+    )
     return busy + (device.launch_overhead if launch else 0.0)

@@ -69,13 +69,13 @@ def parts_of(found: StepEstimate) -> list[tuple[str, float]]:
 def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
     """(name, bytes) of what the fullest rank holds at its peak."""
     row = found.fullest
-    held = row.held
+    held = row.at_peak
     return [
         ("parameters", held.parameters),
         ("gradients", held.gradients),
         ("optimizer", held.optimizer),
         ("activations", held.activations),
-        ("inside a part", max(0.0, row.peak - held.total)),
+        ("inside a part", row.peak - held.total),
     ]
 
 

@@ -41,8 +41,7 @@ class GroupCollectives:
         return _wait(out)
 
     def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
-        out = _FUNCTIONAL.reduce_scatter_tensor(x.contiguous(), "sum", ways, self.groups[axis])
-        return _wait(out)
+        return reduce_scatter(x.contiguous(), ways, self.groups[axis])
 
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> torch.Tensor:
         if op == "lse":
@@ -190,6 +189,19 @@ class GroupCollectives:
     ) -> torch.Tensor:
         # contiguous: kernels such as layer norm's backward misread strided statistics without a word
         return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
+
+
+def reduce_scatter(x: torch.Tensor, ways: int, group: str) -> torch.Tensor:
+    """This rank's part, along dim 0, of the sum of the tensors of all ranks of a group. x: contiguous.
+
+    On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own reduce-scatter
+    takes as long as its all-reduce, twice as long as this.
+    """
+    if x.device.type != "cpu":
+        return _wait(_FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group))
+    counts = [x.numel() // ways] * ways
+    got = _wait(_FUNCTIONAL.all_to_all_single(x.view(-1), counts, counts, group))
+    return got.view(ways, -1).sum(0).view(x.shape[0] // ways, *x.shape[1:])
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

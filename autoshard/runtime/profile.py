@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,14 @@ from autoshard.cluster.load import parse_cluster
 from autoshard.cluster.write import cluster_text, matrix_text
 from autoshard.errors import UsageError
 from autoshard.runtime.profile_device import Measured, measure_device
-from autoshard.runtime.profile_links import MeasuredLevel, measure_levels, measure_pairs, node_size, sizes_to
+from autoshard.runtime.profile_links import (
+    MeasuredLevel,
+    measure_levels,
+    measure_pairs,
+    node_size,
+    sizes_to,
+    slowest,
+)
 
 T = TypeVar("T")
 
@@ -83,9 +91,9 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     per_node = node_size(hosts)
     say(f"measuring {world} {'device' if world == 1 else 'devices at once'}, {per_node} on each node")
     sizes = sizes_to(effort.largest or (256 if device.type == "cuda" else 16) * 2**20)
-    mine = measure_device(device, per_node, effort.repeats, say)
+    mine = measure_device(device, per_node, effort.repeats, say, list if alone else partial(slowest, device))
     every: list[Measured] = [mine] if alone else _gathered(mine)
-    slowest = bounding([each.device for each in every])
+    bound = bounding([each.device for each in every])
     _check_kinds([each.device for each in every])
     sources = dict(mine.sources)
     if world > 1:
@@ -95,10 +103,10 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     where = f"devices: {world}, nodes: {world // per_node}, torch {torch.__version__}, {platform.platform()}"
     description = f"measured by autoshard profile: {where}"
     if world == 1:
-        cluster = Cluster(name, 1, slowest, ())
+        cluster = Cluster(name, 1, bound, ())
         return Profile(cluster, f"{description}; one device, so that no links were measured", sources, ())
     levels = measure_levels(device, per_node, sizes, effort.repeats, say)
-    cluster = Cluster(name, world, slowest, tuple(each.level for each in levels))
+    cluster = Cluster(name, world, bound, tuple(each.level for each in levels))
     profile = Profile(cluster, description, sources, tuple(levels))
     if not effort.pairs:
         return profile

@@ -5,35 +5,42 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
-from statistics import median
+from statistics import mean, median
 from types import MappingProxyType
 
 import torch
 
 from autoshard.cluster.cluster import Device
 from autoshard.errors import UsageError
+from autoshard.runtime.profile_kernels import measure_kernels
 
 Say = Callable[[str], None]
+#: seconds that something took here -> what it took on the slowest rank; all ranks ask at the same time
+Agree = Callable[[Sequence[float]], "list[float]"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 )
-#: a timing covers as many calls as take this long, in seconds: far more than the clock and a launch take
-_WINDOW = 5e-3
+#: a timing covers as many calls as take this long, in seconds: far more than the clock and a launch take,
+#: and on the CPU than the turns take in which processes share a core
+_WINDOW = MappingProxyType({"cpu": 2e-2, "cuda": 5e-3})
 #: sides of matrix products; larger ones follow only while a product takes less than this many seconds
 _SIDES, _LONGEST = (256, 512, 1024, 2048, 4096, 8192), 0.05
 #: bytes copied to measure memory: beyond caches, on the CPU those of a share of a server
 _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
-_LAUNCHES = 1000
+#: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
+#: are, so that the caches do not hold them all
+_LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
+_LAUNCHES = 40
 
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix products of one dtype: FLOP/s of the fastest single timing, the median rate of the shape that
-    was fastest by median, and that shape (m, k, n)."""
+    """Matrix products of one dtype: FLOP/s of the fastest single timing, what is sustained, and the shape
+    (m, k, n) that sustains it."""
 
     peak: float
     sustained: float
@@ -48,16 +55,22 @@ class Measured:
     sources: Mapping[str, str]
 
 
-def measure_device(device: torch.device, sharing: int, repeats: int, say: Say) -> Measured:
+def measure_device(
+    device: torch.device, sharing: int, repeats: int, say: Say, agree: Agree = list
+) -> Measured:
     """Measure a device; this takes seconds. sharing: processes among which the memory of a CPU is divided.
 
-    peak_flops is the fastest product seen, so that matmul_efficiency, what is sustained at the best shape as
-    a share of it (the median over dtypes), is at most 1. Dtypes that torch cannot multiply on the
-    device are left out, and said. Raises UsageError if f32 is among them.
+    agree: gives all ranks the times of the slowest, so that all work at the same time and find the same;
+    alone, times stay as they are. Processes that share cores are measured as they run together.
+    matmul_efficiency is what is sustained (at the best shape; on the CPU by layers) as a share of the
+    fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is
+    sustained. Dtypes that torch cannot multiply on the device are left out, and said;
+    UsageError if f32 is among them. On the CPU the kernels are measured, too.
     """
+    clock = Clock(device, repeats, agree)
     products: dict[str, Products] = {}
     for name, dtype in DTYPES.items():
-        found = _products(device, dtype, repeats)
+        found = _products(clock, dtype)
         if found is None:
             say(f"no matrix product in {name} on {device.type}")
             continue
@@ -66,21 +79,28 @@ def measure_device(device: torch.device, sharing: int, repeats: int, say: Say) -
     if "f32" not in products:
         raise UsageError("matrix products in f32 do not run", where=str(device))
     copied = _COPIED[device.type]
-    bandwidth = _memory_bandwidth(device, copied, repeats)
-    overhead = _launch_overhead(device, repeats)
+    bandwidth = _memory_bandwidth(clock, copied)
+    overhead = _launch_overhead(clock)
     say(f"memory {bandwidth / 1e9:.4g} GB/s, launch of an op {overhead * 1e6:.3g} us")
     shapes = ", ".join(f"{name} {'x'.join(map(str, p.shape))}" for name, p in products.items())
     efficiency = median(p.sustained / p.peak for p in products.values())
     memory, memory_source = _memory_bytes(device, sharing)
-    peaks = {name: p.peak for name, p in products.items()}
-    measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
+    peaks = {name: p.sustained / efficiency for name, p in products.items()}
+    how = clock.how
     sources = {
         "memory_bytes": memory_source,
-        "peak_flops": f"measured: fastest of torch's matrix products, m x k x n; best shapes: {shapes}",
-        "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, median of {repeats}",
-        "matmul_efficiency": f"measured: median of {repeats} at the best shape over peak, median of dtypes",
-        "launch_overhead": f"measured: torch.add on 8 elements, mean of {_LAUNCHES}, median of {repeats}",
+        "peak_flops": "measured: what torch's matrix products, m x k x n, sustain over matmul_efficiency; "
+        f"{'layers with their gradients, such as' if device.type == 'cpu' else 'best shapes'}: {shapes}",
+        "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, {how}",
+        "matmul_efficiency": f"measured: {how} of these products over the fastest of all, median of dtypes",
+        "launch_overhead": f"measured: five ops on 64 elements, each with a view of its result, {how}",
     }
+    measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
+    if device.type == "cpu":
+        kernels, sources["kernels"] = measure_kernels(clock.seconds, peaks["f32"], bandwidth)
+        say(f"elementwise ops reach {kernels.traffic:.2g} of it, {kernels.cached:.3g} times that in caches")
+        sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
+        measured = replace(measured, kernels=kernels, overlap=0.0)
     return Measured(measured, sources)
 
 
@@ -90,24 +110,49 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _clock(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds per call, one entry per repeat; each repeats the call until the clock is good enough."""
+class Clock:
+    """Times calls on a device, on all ranks at once."""
 
-    def run(times: int) -> float:
-        synchronize(device)
+    def __init__(self, device: torch.device, repeats: int, agree: Agree) -> None:
+        self.device, self.repeats, self.agree = device, repeats, agree
+
+    @property
+    def how(self) -> str:
+        """What `seconds` gives."""
+        return f"{'mean' if self.device.type == 'cpu' else 'median'} of {self.repeats}"
+
+    def times(self, call: Callable[[], object]) -> list[float]:
+        """Seconds per call, one entry per repeat; each repeats the call until the clock is good enough."""
+        self._run(call, 1)
+        first = self.agree([self._run(call, 1)])[0]
+        count = max(1, ceil(_WINDOW[self.device.type] / first))
+        return self.agree([self._run(call, count) for _ in range(self.repeats)])
+
+    def typical(self, times: Sequence[float]) -> float:
+        """The median; on the CPU the mean, as waiting for a turn on a core that others use, too, counts."""
+        return mean(times) if self.device.type == "cpu" else median(times)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Typical seconds per call."""
+        return self.typical(self.times(call))
+
+    def _run(self, call: Callable[[], object], count: int) -> float:
+        synchronize(self.device)
         start = time.perf_counter()
-        for _ in range(times):
+        for _ in range(count):
             call()
-        synchronize(device)
-        return (time.perf_counter() - start) / times
-
-    run(1)
-    times = max(1, ceil(_WINDOW / run(1)))
-    return [run(times) for _ in range(repeats)]
+        synchronize(self.device)
+        return (time.perf_counter() - start) / count
 
 
-def _products(device: torch.device, dtype: torch.dtype, repeats: int) -> Products | None:
-    """The best over square products and ones with a wide inside; None if torch has none of this dtype."""
+def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
+    """The best over square products and ones with a wide inside; None if torch has none of this dtype.
+
+    On the CPU, whose rate depends on how matrices lie in memory, what layers sustain instead of the best.
+    """
+    device = clock.device
+    if clock.agree([float(not _multiplies(dtype, device))])[0]:
+        return None
     fastest, sustained, best = 0.0, 0.0, (0, 0, 0)
     for side in _SIDES:
         longest = 0.0
@@ -115,38 +160,70 @@ def _products(device: torch.device, dtype: torch.dtype, repeats: int) -> Product
             a = torch.randn(m, k, device=device).to(dtype)
             b = torch.randn(k, n, device=device).to(dtype)
             out = torch.empty(m, n, device=device, dtype=dtype)
-            try:
-                times = _clock(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, repeats)  # type: ignore[misc]
-            except RuntimeError as error:
-                if "not implemented" in str(error):
-                    return None
-                raise
-            flop = 2.0 * m * k * n
+            times = clock.times(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+            flop, typical = 2.0 * m * k * n, clock.typical(times)
             fastest = max(fastest, flop / min(times))
-            if flop / median(times) > sustained:
-                sustained, best = flop / median(times), (m, k, n)
-            longest = max(longest, median(times))
+            if flop / typical > sustained:
+                sustained, best = flop / typical, (m, k, n)
+            longest = max(longest, typical)
         if longest > _LONGEST:
             break
+    if device.type == "cpu":
+        sustained, best = min(fastest, _layers(clock, dtype)), _LAYERS[0]
     return Products(fastest, sustained, best)
 
 
-def _memory_bandwidth(device: torch.device, nbytes: int, repeats: int) -> float:
-    source = torch.ones(nbytes // 4, device=device)
+def _layers(clock: Clock, dtype: torch.dtype) -> float:
+    """FLOP/s of linear layers one after the other: their products, and those of their gradients."""
+    made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for rows, inputs, outputs in _LAYERS * _COPIES:
+        shapes = ((rows, inputs), (outputs, inputs), (rows, outputs))
+        x, weight, grad = (torch.randn(shape).to(dtype) for shape in shapes)
+        made.append((x, weight, grad))
+
+    def run() -> None:
+        for x, weight, grad in made:
+            torch.mm(x, weight.t())
+            torch.mm(grad, weight)
+            torch.mm(grad.t(), x)
+
+    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in made) / clock.seconds(run)
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch has matrix products of a dtype."""
+    x = torch.ones(8, 8, device=device).to(dtype)
+    try:
+        torch.mm(x, x)
+    except RuntimeError as error:
+        if "not implemented" in str(error):
+            return False
+        raise
+    return True
+
+
+def _memory_bandwidth(clock: Clock, nbytes: int) -> float:
+    source = torch.ones(nbytes // 4, device=clock.device)
     target = torch.empty_like(source)
-    return 2 * nbytes / median(_clock(lambda: target.copy_(source), device, repeats))
+    return 2 * nbytes / clock.seconds(lambda: target.copy_(source))
 
 
-def _launch_overhead(device: torch.device, repeats: int) -> float:
-    """Seconds of an op that has next to nothing to do, one after the other."""
-    small = torch.ones(8, device=device)
-    out = torch.empty_like(small)
+def _launch_overhead(clock: Clock) -> float:
+    """Seconds of an op that has next to nothing to do, as programs run: with a new result, and a view of it,
+    as most ops have one; the mean over a few kinds of ops."""
+    small = torch.ones(8, 8, device=clock.device)
+    aten = torch.ops.aten
+    turned, view = aten.t.default(small), aten.view.default
 
     def launches() -> None:
         for _ in range(_LAUNCHES):
-            torch.add(small, small, out=out)
+            view(aten.mul.Tensor(small, small), [64])
+            view(aten.mm.default(small, turned), [64])
+            view(aten.sum.dim_IntList(small, [1], True), [8])
+            view(aten.clone.default(turned, memory_format=torch.contiguous_format), [64])
+            view(aten.cat.default([small, small], 1), [128])
 
-    return median(_clock(launches, device, repeats)) / _LAUNCHES
+    return clock.seconds(launches) / (5 * _LAUNCHES)
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:

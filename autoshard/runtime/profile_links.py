@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,13 @@ import torch.distributed as dist
 from autoshard.cluster.cluster import Level
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
+from autoshard.runtime.collectives import reduce_scatter
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
-_WINDOW = 2e-3
+_WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
+#: products of this side, and how many of them, come before each collective on the CPU
+_SIDE, _PRODUCTS = 256, 4
 _SMALLEST = 1024
 #: sizes grow by this factor
 _GROWTH = 8
@@ -171,7 +174,8 @@ def _level(
     lengths = sorted({t.nbytes for t in timings})
     how = (
         f"measured: least squares of a + n/b over {', '.join(FITTED)}, {lengths[0]} to {lengths[-1]} bytes, "
-        f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}; off by up to {fit.worst:.0%}"
+        f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}, on the CPU "
+        f"of what they add to computing; off by up to {fit.worst:.0%}"
     )
     by_size = {} if size is None else {"size": "ranks with the same host name"}
     level = Level(name, size, fit.latency, fit.bandwidth, shared_by)
@@ -194,10 +198,8 @@ def _timings(
         for asked in sizes:
             part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
             call = None if mine is None else _collective(kind, part, ranks, device, mine)
-            with warnings.catch_warnings():  # the names these collectives had in older torch still serve
-                warnings.simplefilter("ignore", FutureWarning)
-                times = _world_times(call, device, repeats)
-            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, median(times)))
+            taken = _in_programs(call, device, repeats)
+            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -207,14 +209,40 @@ def _timings(
 def _collective(
     kind: str, part: int, ranks: int, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """A call of the collective; the whole tensor has ``part * ranks`` elements of float32."""
+    """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
     whole = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
+    ops, name = torch.ops._c10d_functional, group.group_name
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: ops.wait_tensor(ops.all_reduce_(whole, "sum", name))
     if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, piece, group=group)
-    return lambda: dist.reduce_scatter_tensor(piece, whole, group=group)
+        return lambda: ops.wait_tensor(ops.all_gather_into_tensor(piece, ranks, name))
+    return lambda: reduce_scatter(whole, ranks, name)
+
+
+def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
+    """Seconds that a call adds to a program.
+
+    On the CPU it comes after computing, as in programs: ranks that share cores are then late for each other.
+    At least what it takes back to back, by which any disturbance of the difference is bounded.
+    """
+    plain = median(_world_times(call, device, repeats))
+    if device.type != "cpu":
+        return plain
+    square = torch.ones(_SIDE, _SIDE)
+
+    def computes() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(square, square)
+
+    def both() -> None:
+        assert call is not None
+        computes()
+        call()
+
+    alone = median(_world_times(computes, device, repeats))
+    together = median(_world_times(None if call is None else both, device, repeats))
+    return max(plain, together - alone)
 
 
 def _world_times(call: Callable[[], object] | None, device: torch.device, repeats: int) -> list[float]:
@@ -232,12 +260,13 @@ def _world_times(call: Callable[[], object] | None, device: torch.device, repeat
         return (time.perf_counter() - start) / times
 
     run(1)
-    slowest = _slowest([run(1)], device)[0]
-    times = max(1, ceil(_WINDOW / slowest))
-    return _slowest([run(times) for _ in range(repeats)], device)
+    first = slowest(device, [run(1)])[0]
+    times = max(1, ceil(_WINDOW[device.type] / first))
+    return slowest(device, [run(times) for _ in range(repeats)])
 
 
-def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """Each of these on the rank where it is largest. Collective."""
     held = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return [float(value) for value in held.cpu()]

@@ -76,6 +76,19 @@ def kept_by(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[in
     return found
 
 
+def storages_of(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[str, Storage]:
+    """The storage of every value that the stages of one pipeline rank make or are sent; see `kept_by`."""
+    rank = _Rank(program, size_of)
+    ordered = sorted(stages)
+    for stage in ordered:
+        rank.run(stage, ("gather", "forward"))
+    for stage in reversed(ordered):
+        rank.run(stage, ("backward", "weight"))
+    for stage in ordered:
+        rank.run(stage, ("reduce",))
+    return rank.storage
+
+
 def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -> float:
     """Bytes of the copies of parameters that a stage gathers once and keeps for the whole step.
 

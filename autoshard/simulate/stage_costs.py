@@ -265,11 +265,17 @@ class StagePrices:
             for p in held
             if p.target in self._trained
         )
-        gradients = sum(
-            self._sum_bytes(v) for stage in self.stages_of[rank] for v in accumulated(self.program, stage)
-        )
+        gradients = sum(self.gradients_of[rank].values())
         copies = sum(gathered_bytes(self.program, stage, self.size) for stage in self.stages_of[rank])
         return Held(sum(self.size(p.name) for p in held) + copies, gradients, optimizer, 0.0)
+
+    @cached_property
+    def gradients_of(self) -> tuple[Mapping[int, float], ...]:
+        """Per pipeline rank, stage -> bytes of its gradients as they are summed up."""
+        return tuple(
+            {s: sum(self._sum_bytes(v) for v in accumulated(self.program, s)) for s in stages}
+            for stages in self.stages_of
+        )
 
     def _sum_bytes(self, value: str) -> float:
         """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision."""

@@ -46,8 +46,8 @@ class StageRow:
 class RankRow:
     """One pipeline rank.
 
-    busy, idle: seconds of a step. held: most bytes between its parts. peak: bytes where it holds most at all,
-    with what lives within a part.
+    busy, idle: seconds of a step. held: most bytes between its parts, all gradients counted. peak: bytes
+    where it holds most at all, with what lives within a part; at_peak: what it held as that part began.
     """
 
     rank: int
@@ -56,6 +56,7 @@ class RankRow:
     idle: float
     held: Held
     peak: float
+    at_peak: Held
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def simulated(
 
 class _Step:
     def __init__(self, program: Program, cluster: Cluster, rank: int, behaviour: Behaviour) -> None:
-        self.program, self.cluster = program, cluster
+        self.program, self.cluster, self.behaviour = program, cluster, behaviour
         self.prices = StagePrices(program, cluster, rank, behaviour)
         self.transients = Transients(program, self.prices.sheets)
         self.schedule = self.prices.schedule
@@ -210,19 +211,34 @@ class _Step:
         state, timeline = self.prices.states[rank], self.timeline
         busy = timeline.busy[rank]
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
-        peak = self._peak(rank)
-        return RankRow(rank, self.prices.stages_of[rank], busy, timeline.makespan - busy, held, peak)
+        at_peak, peak = self._peak(rank)
+        stages = self.prices.stages_of[rank]
+        return RankRow(rank, stages, busy, timeline.makespan - busy, held, peak, at_peak)
 
-    def _peak(self, rank: int) -> float:
-        """Bytes where the rank holds most, with what lives within parts.
+    def _peak(self, rank: int) -> tuple[Held, float]:
+        """(what the rank holds as the part begins in which it holds most, bytes at that point).
 
-        What a forward keeps counts from its start, what a backward frees until its end.
+        Gradients are there from the first backward of their stage on, unless they lie in buffers that are
+        always there.
         """
-        before = most = self.prices.states[rank].total
+        state = self.prices.states[rank]
+        missing = {} if self.behaviour.gradient_buffers else dict(self.prices.gradients_of[rank])
+        found: list[tuple[float, Held]] = []
+
+        def note(level: float, rise: float) -> None:
+            gradients = state.gradients - sum(missing.values())
+            held = replace(state, gradients=gradients, activations=level - state.total)
+            found.append((held.total + rise, held))
+
+        before = state.total
         for span, (_, after) in zip(self.timeline.spans[rank], self.timeline.curve[rank][1:], strict=True):
-            during = self.transients.of(span.action.stage, span.action.kind)
-            most, before = max(most, max(before, after) + during), after
-        return most
+            note(before, self.transients.of(span.action.stage, span.action.kind))
+            if span.action.kind in "BW":
+                missing.pop(span.action.stage, None)
+            before = after
+        note(before, self.transients.end(rank))
+        peak, held = max(found, key=lambda entry: entry[0])
+        return held, peak
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:

@@ -1,96 +1,107 @@
-"""Bytes that live within a part of a program: made in it, and gone when it ends or before."""
+"""Bytes that come and go within the actions of a step: what a part makes, and when what was kept is freed."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import cached_property
 
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Instruction, LoweredSegment, Part
+from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
+from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
-from autoshard.simulate.kept import view_roots
-from autoshard.simulate.ops import VIEWS, placed_of
+from autoshard.simulate.kept import Storage, storages_of, view_roots
+from autoshard.simulate.ops import collective_kind, placed_of
 from autoshard.simulate.sheets import Sheets
 
 _PHASES = {"F": ("forward",), "B": ("backward", "weight"), "I": ("backward",), "W": ("weight",)}
 
 
 class Transients:
-    """Peaks of what the parts of a program hold beside what is kept from one part to another."""
+    """How far the bytes of a rank rise within the actions of its program, as the executor makes and frees.
+
+    The arguments of a call live until it ends, as do its results; inside it, values live until they are last
+    used.
+    """
 
     def __init__(self, program: Program, sheets: Sheets) -> None:
         self.program, self.sheets = program, sheets
+        stages = program.stages
+        self.owner = (0,) if stages is None else stages.schedule.owner
         self._known: dict[tuple[int, str], float] = {}
         self._alike: dict[Hashable, float] = {}
-        self._peaks: dict[tuple[str, frozenset[str]], float] = {}
-        results = zip(program.lowered.results, program.signature.results, strict=True)
-        self.gradients = {value for value, result in results if result.kind == "grad"}
-        #: value -> the parts that use it
-        self.users: dict[str, set[Part]] = {}
-        for part in program.lowered.parts:
-            for item in program.lowered.of(part):
-                for value in _uses(item):
-                    self.users.setdefault(value, set()).add(part)
+        self._inside: dict[str, float] = {}
+        self._storages: dict[int, Mapping[str, Storage]] = {}
+        self.results = set(program.lowered.results)
 
     def of(self, stage: int, kind: str) -> float:
-        """Bytes at the peak of an action (F, B, I or W) of a stage."""
+        """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
         key = (stage, kind)
         if key not in self._known:
             parts = [p for p in self.program.lowered.parts if p.stage == stage and p.phase in _PHASES[kind]]
-            self._known[key] = max((self._part(p) for p in parts), default=0.0)
+            self._known[key] = self._rise(parts, kind) if parts else 0.0
         return self._known[key]
 
-    def _part(self, part: Part) -> float:
-        items = self.program.lowered.of(part)
-        outside = self._used_elsewhere(part)
-        key = likeness(items, self.program.lowered.values, lambda v: (v in outside, v in self.gradients))
+    def end(self, rank: int) -> float:
+        """Bytes that a pipeline rank holds more while it reduces gradients, after all its microbatches."""
+        parts = [p for p in self.program.lowered.parts if p.phase == "reduce" and self.owner[p.stage] == rank]
+        return self._rise(parts, "end") if parts else 0.0
+
+    # -- one action ------------------------------------------------------------------------------------
+
+    def _rise(self, parts: Sequence[Part], kind: str) -> float:
+        lowered = self.program.lowered
+        items = [item for part in parts for item in lowered.of(part)]
+        storage = self._storages_of(self.owner[parts[0].stage])
+        staying = self._staying(parts, kind, storage)
+        there, arriving = self._entering(parts, kind, storage)
+        numbers: dict[Storage, int] = {}
+
+        def marks(value: str) -> Hashable:
+            own = storage[value]
+            return numbers.setdefault(own, len(numbers)), own[1], own in staying, own in arriving
+
+        key = (kind == "F", likeness(items, lowered.values, marks))
         if key not in self._alike:
-            self._alike[key] = self._walk(items, outside)
+            freed = there if kind != "F" else frozenset[Storage]()
+            self._alike[key] = self._walk(items, storage, staying, freed, arriving)
         return self._alike[key]
 
-    def _walk(self, items: Sequence[Instruction], outside: frozenset[str]) -> float:
-        last = {v: k for k, item in enumerate(items) for v in _uses(item)}
-        live: dict[str, float] = {}
-        peak = 0.0
+    def _walk(
+        self,
+        items: Sequence[Instruction],
+        storage: Mapping[str, Storage],
+        staying: Collection[Storage],
+        there: Collection[Storage],
+        arriving: Collection[Storage],
+    ) -> float:
+        """there: storages that the rank holds as the items begin, which are freed after their last use."""
+        last = {storage[v]: k for k, item in enumerate(items) for v in (*uses_of(item), *item.outs)}
+        dying: dict[int, list[Storage]] = {}
+        for each, k in last.items():
+            if each not in staying:
+                dying.setdefault(k, []).append(each)
+        live = {*there, *arriving}
+        level = peak = sum(size for _, size in arriving)
         for k, item in enumerate(items):
-            staying = frozenset(v for v in item.outs if v in last or v in outside)
-            inner = self._inner(item, frozenset(v for v in item.outs if v in outside))
-            peak = max(peak, sum(live.values()) + inner)
-            for value in item.outs:
-                # what other parts read is counted as kept, gradients where they are summed
-                if value in staying and value not in outside and value not in self.gradients:
-                    live[value] = self._main_bytes(item, value)
-            for value in [v for v in live if last.get(v, -1) <= k]:
-                del live[value]
+            peak = max(peak, level + self._inner(item, storage, live))
+            made = {storage[v] for v in item.outs} - live
+            gone = [each for each in dying.get(k, ()) if each in live or each in made]
+            live |= made
+            level += sum(size for _, size in made) - sum(size for _, size in gone)
+            live.difference_update(gone)
         return peak
 
-    def _used_elsewhere(self, part: Part) -> frozenset[str]:
-        made = (v for item in self.program.lowered.of(part) for v in item.outs)
-        return frozenset(v for v in made if self.users.get(v, set()) - {part})
-
-    def _main_bytes(self, item: Instruction, value: str) -> float:
+    def _inner(self, item: Instruction, storage: Mapping[str, Storage], live: Collection[Storage]) -> float:
+        """Peak inside one instruction, its results counted."""
         if isinstance(item, Call):
-            segment = self.program.lowered.segments[item.segment]
-            inner = segment.graph.outputs[item.outs.index(value)]
-            if view_roots(segment).get(inner, inner) in {n for n, _ in segment.graph.inputs}:
-                return 0.0
-        elif item.op in VIEWS:
-            return 0.0
-        return self.sheets.ops.nbytes(self.program.lowered.values[value])
+            if item.segment not in self._inside:
+                self._inside[item.segment] = self._segment(self.program.lowered.segments[item.segment])
+            return self._inside[item.segment]
+        made = {storage[v] for v in item.outs if storage[v] not in live}
+        return sum(size for _, size in made) + self._workspace(item, self.program.lowered.values)
 
-    def _inner(self, item: Instruction, counted: frozenset[str]) -> float:
-        """Peak inside one instruction, of what it makes and is not counted elsewhere."""
-        if isinstance(item, Node):
-            return sum(self._main_bytes(item, v) for v in item.outs if v not in counted)
-        segment = self.program.lowered.segments[item.segment]
-        outer = dict(zip(segment.graph.outputs, item.outs, strict=True))
-        inside = frozenset(v for v, name in outer.items() if name in counted or name in self.gradients)
-        key = (item.segment, inside)
-        if key not in self._peaks:
-            self._peaks[key] = self._segment(segment, inside)
-        return self._peaks[key]
-
-    def _segment(self, segment: LoweredSegment, counted: frozenset[str]) -> float:
+    def _segment(self, segment: LoweredSegment) -> float:
         nodes, values = segment.graph.nodes, placed_of(segment)
         roots = view_roots(segment)
         fused = self.sheets.inside(nodes, segment.graph.outputs)
@@ -101,18 +112,83 @@ class Transients:
                 last[roots.get(name, name)] = k
         for name in segment.graph.outputs:
             last[roots.get(name, name)] = len(nodes)
-        skip = {roots.get(n, n) for n in counted} | inputs
         live: dict[str, float] = {}
         peak = 0.0
         for k, node in enumerate(nodes):
             for name in node.outs:
-                if name in values and name not in roots and name not in skip and name not in fused:
+                if name in values and name not in roots and name not in inputs and name not in fused:
                     live[name] = self.sheets.ops.nbytes(values[name])
-            peak = max(peak, sum(live.values()) + self.sheets.ops.workspace(node, values))
+            peak = max(peak, sum(live.values()) + self._workspace(node, values))
             for name in [n for n in live if last.get(n, k) <= k]:
                 del live[name]
         return peak
 
+    def _workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
+        """Bytes that an op needs while it runs: of collectives, messages that are packed or unpacked."""
+        nbytes = self.sheets.ops.nbytes
+        kind = collective_kind(node)
+        bucket = node.op.startswith("comm.") and node.op.split(".")[1].endswith("_bucket")
+        whole = not bucket and not any(node.args[2:3])  # lies in memory as it is sent
+        taken = sum(nbytes(values[n]) for n in refs_of(node)) if kind else 0.0
+        given = sum(nbytes(values[n]) for n in node.outs if n in values) if kind else 0.0
+        match kind:
+            case "all_gather":
+                return 0.0 if whole else given + (taken if bucket else 0.0)
+            case "reduce_scatter":
+                got = taken if self.sheets.behaviour.exchanged_sums else 0.0
+                return got + (0.0 if whole else taken)
+            case "all_to_all":
+                return 2 * taken
+            case _:
+                return self.sheets.ops.workspace(node, values)
 
-def _uses(item: Instruction) -> Sequence[str]:
-    return item.args if isinstance(item, Call) else tuple(refs_of(item))
+    # -- what is there before and after ----------------------------------------------------------------
+
+    def _storages_of(self, rank: int) -> Mapping[str, Storage]:
+        if rank not in self._storages:
+            stages = [s for s, owner in enumerate(self.owner) if owner == rank]
+            self._storages[rank] = storages_of(self.program, stages, self.sheets.ops.bytes_of)
+        return self._storages[rank]
+
+    @cached_property
+    def _uses(self) -> Mapping[Part, tuple[str, ...]]:
+        return {part: ends_of(self.program.lowered, part).uses for part in self.program.lowered.parts}
+
+    @cached_property
+    def _makes(self) -> Mapping[Part, tuple[str, ...]]:
+        return {part: ends_of(self.program.lowered, part).makes for part in self.program.lowered.parts}
+
+    def _staying(
+        self, parts: Sequence[Part], kind: str, storage: Mapping[str, Storage]
+    ) -> frozenset[Storage]:
+        """What is still needed when the action has ended: results, what is sent, what later parts read.
+
+        Backward goes from the last stage to the first.
+        """
+        stage = parts[0].stage
+        needed = set(self.results)
+        for part, uses in self._uses.items():
+            if part in parts:
+                continue
+            over = kind != "F" and (
+                part.phase in ("forward", "gather") or (part.phase == "backward" and part.stage > stage)
+            )
+            if self.owner[part.stage] != self.owner[stage] or not over:
+                needed.update(uses)
+        made = {v for part in parts for v in (*self._makes[part], *self._uses[part])}
+        return frozenset(storage[v] for v in made & needed)
+
+    def _entering(
+        self, parts: Sequence[Part], kind: str, storage: Mapping[str, Storage]
+    ) -> tuple[frozenset[Storage], frozenset[Storage]]:
+        """(what the rank holds as the action begins, what arrives from other ranks), of what it reads."""
+        own = self.owner[parts[0].stage]
+        mine = [p for p in self.program.lowered.parts if self.owner[p.stage] == own and p not in parts]
+        held = {v for p in mine for v in self._makes[p]}
+        if kind != "F":
+            held |= {v for p in mine if p.phase == "forward" for v in self._uses[p]}
+        held |= {p.name for p in self.program.signature.ports}
+        uses = {v for part in parts for v in self._uses[part]}
+        made = {storage[v] for part in parts for v in self._makes[part]}
+        there = frozenset(storage[v] for v in uses & held)
+        return there - made, frozenset(storage[v] for v in uses - held) - there - made

@@ -45,7 +45,7 @@ def frameworks() -> tuple[Framework, ...]:
         multiple = entry.pop("vocab_multiple")
         entry.pop("source")
         recipe = Recipe(name, **entry.pop("recipe"))
-        behaviour = Behaviour(**entry, recipe=recipe, name=name)
+        behaviour = Behaviour(**{"gradient_buffers": True, **entry}, recipe=recipe, name=name)
         found.append(Framework(name, match, precision, until, behaviour, multiple, assumed=not match))
     return tuple(found)
 
