@@ -18,7 +18,8 @@ class Kernels:
     the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
     narrow: part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
     dispatch: seconds that the host takes to issue an op, which it does ahead of the device. clock: of
-    products, as a part of what the peak is stated for, where less power than usual is allowed.
+    products, as a part of what the peak is stated for, where less power than usual is allowed. best: part of
+    the peak that the best product alone reaches, from which calibration starts; 0: not known.
     cache: bytes of what an op moves that stay in caches, which it moves ``cached`` times as fast.
     """
 
@@ -32,6 +33,7 @@ class Kernels:
     narrow: float = 0.75
     dispatch: float = 0.0
     clock: float = 1.0
+    best: float = 0.0
     cache: float = 0.0
     cached: float = 1.0
 
@@ -42,7 +44,7 @@ class Kernels:
                 raise UsageError(
                     f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
                 )
-        for name in ("multiprocessors", "depth", "small", "cache", "dispatch"):
+        for name in ("multiprocessors", "depth", "small", "cache", "dispatch", "best"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")

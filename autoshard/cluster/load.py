@@ -68,6 +68,7 @@ _KERNELS: Schema = {
     "narrow": (_NUMBER, False),
     "dispatch": (_NUMBER, False),
     "clock": (_NUMBER, False),
+    "best": (_NUMBER, False),
     "cache": (_NUMBER, False),
     "cached": (_NUMBER, False),
     "source": _SOURCE,

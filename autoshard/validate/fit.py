@@ -60,7 +60,8 @@ def fit(runs: Sequence[Rebuilt], progress: Progress = lambda _: None) -> Fitted:
 class _Fit:
     def __init__(self, runs: Sequence[Rebuilt], progress: Progress) -> None:
         self.runs, self.progress = runs, progress
-        self.start = Figures({r.cluster.device.name: r.cluster.device.matmul_efficiency for r in runs})
+        devices = [r.cluster.device for r in runs]
+        self.start = Figures({d.name: d.kernels.best or d.matmul_efficiency for d in devices})
         self.names = names_of(self.start)
         self.measured = np.array([_measured(r) for r in runs])
         self.prices = [StagePrices(r.program, r.cluster, behaviour=r.behaviour) for r in runs]
