@@ -34,8 +34,7 @@ class Parts:
         self.program, self.sheets, self.behaviour = program, sheets, behaviour
         grads = (p.type.dtype for p in program.signature.ports if p.kind == "param" and p.type.is_float)
         own, wanted = next(grads, "f32"), behaviour.gradient_dtype
-        widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
-        self.widen = widen
+        self.widen = DTYPES[wanted][1] / DTYPES[own][1] if wanted else 1.0
         self.player = self._player(price, device)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")

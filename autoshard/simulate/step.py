@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
@@ -153,7 +154,9 @@ class _Step:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
         at_once = makespan(self.schedule, self._without_sends(costs))
-        often = Counter(replace(a, microbatch=0) for row in self.schedule.actions for a in row)
+        # counted by plain tuples: there are as many actions as microbatches times stages
+        kinds = Counter((a.kind, a.stage, a.slice) for row in self.schedule.actions for a in row)
+        often = {Action(kind, stage, 0, slice): n for (kind, stage, slice), n in kinds.items()}
         run = [(self._played(action), n) for action, n in often.items()]
         around = sum(end.reduce - sum(end.axes) for end in ends)
         ahead, back = self.prices.waits
@@ -223,12 +226,13 @@ class _Step:
         """
         state = self.prices.states[rank]
         missing = {} if self.behaviour.gradient_buffers else dict(self.prices.gradients_of[rank])
-        found: list[tuple[float, Held]] = []
+        most, level, absent = -inf, state.total, 0.0
 
-        def note(level: float, rise: float) -> None:
-            gradients = state.gradients - sum(missing.values())
-            held = replace(state, gradients=gradients, activations=level - state.total)
-            found.append((held.total + rise, held))
+        def note(before: float, rise: float) -> None:
+            nonlocal most, level, absent
+            without = sum(missing.values())
+            if before - without + rise > most:
+                most, level, absent = before - without + rise, before, without
 
         before = state.total
         for span, (_, after) in zip(self.timeline.spans[rank], self.timeline.curve[rank][1:], strict=True):
@@ -237,8 +241,8 @@ class _Step:
                 missing.pop(span.action.stage, None)
             before = after
         note(before, self.transients.end(rank))
-        peak, held = max(found, key=lambda entry: entry[0])
-        return held, peak
+        held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
+        return held, most
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:
