@@ -91,7 +91,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         ports = {p.name for p in folded.joint.ports}
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
         _watched("054_scatter_sends", lowered, watch)
-    kept = _kept_ports(folded, how)
+    kept = kept_ports(folded, how)
     if kept and how.plan.microbatches > 1:
         lowered = gather_once(lowered, kept)
         _watched("056_gather_once", lowered, watch)
@@ -110,23 +110,26 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
 
-def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
+def kept_ports(folded: Folded, how: Lowering) -> set[str]:
     """Parameters whose gathered copies the plan keeps from forward to backward."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
 
 
+def late_ports(folded: Folded, how: Lowering) -> set[str]:
+    """Parameters whose gradients the plan reduces once a step, if it has several microbatches."""
+    states = how.plan.params
+    ports = [p.name for p in folded.joint.ports if p.kind == "param"]
+    return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
+
+
 def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
     """Gradients that the plan keeps whole until the end of a step of several microbatches."""
     if how.plan.microbatches == 1:
         return set()
-    states = how.plan.params
-    late = {
-        p.target
-        for p in folded.joint.ports
-        if p.kind == "param" and (s := states.get(how.flow.class_of[p.name])) is not None and s.late
-    }
+    ports = late_ports(folded, how)
+    late = {p.target for p in folded.joint.ports if p.name in ports}
     results = zip(folded.joint.results, lowered.results, strict=True)
     return {value for result, value in results if result.kind == "grad" and result.target in late}
 
