@@ -21,9 +21,9 @@ class Peaks:
         self.transients = Transients(prices.program, prices.sheets)
 
     @cached_property
-    def most(self) -> float:
-        """Bytes of the fullest rank."""
-        return max(self.of(rank)[1] for rank in range(self.schedule.ranks))
+    def all(self) -> tuple[tuple[Held, float], ...]:
+        """`of` every pipeline rank."""
+        return tuple(self.of(rank) for rank in range(self.schedule.ranks))
 
     def of(self, rank: int) -> tuple[Held, float]:
         """(what the rank holds as the part begins in which it holds most, bytes at that point).

@@ -213,7 +213,7 @@ class _Step:
         state, timeline = self.prices.states[rank], self.timeline
         busy = timeline.busy[rank]
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
-        at_peak, peak = self.peaks.of(rank)
+        at_peak, peak = self.peaks.all[rank]
         stages = self.prices.stages_of[rank]
         return RankRow(rank, stages, busy, timeline.makespan - busy, held, peak, at_peak)
 
