@@ -44,8 +44,10 @@ from autoshard.staging import (
     pipe_link,
 )
 
-#: how often a solution is solved again with less room before its configuration is given up
-_ROUNDS = 5
+#: how often a solution is solved again with less room
+_ROUNDS = 4
+#: share of the memory that may be left over without looking for something faster
+_LEFT = 0.06
 #: less room than what is missing, since what is solved again is not what was measured
 _MORE = 1.03
 #: share of the room that is left when no stages can be cut that fit
@@ -88,7 +90,7 @@ class Fitter:
     def seconds(self, found: Settled) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
         try:
-            return self.cutting(found).seconds() + bare_seconds(found.placed)
+            return self.cutting(found).seconds(fixed=self.fixed) + bare_seconds(found.placed)
         except InfeasibleError:
             return inf
 
@@ -108,21 +110,35 @@ class Fitter:
         return made
 
     def _made(self, found: Settled) -> Fitted:
+        over, made = self._over(found)
+        if made is not None and over <= 0:
+            return made
+        failure = self._failure(found, made)
         budget = self.ask.budget
-        room, tried, failure = 1.0, found, None
+        assert budget is not None
+        best: Fitted | None = None
+        # shares of the memory that the search is given: with the least known the program is too large, with
+        # the most that is known to be too little nothing is found
+        high, low = 1.0, 0.0
+        room = _SMALLER if made is None else 1.0 - _MORE * over / budget
         for _ in range(_ROUNDS):
+            room = room if low < room < high else (low + high) / 2
+            tried = retuned(found, self.ask, room)
+            if tried is None:
+                low, room = room, (room + high) / 2
+                continue
             over, made = self._over(tried)
-            if made is not None and over <= 0:
-                return made
-            failure = failure or self._failure(tried, made)
-            assert budget is not None
-            room = room * _SMALLER if made is None else room - _MORE * over / budget
-            less = retuned(tried, self.ask, room) if room > 0 else None
-            if less is None:
+            if made is None or over > 0:
+                high, room = room, room * _SMALLER if made is None else room - _MORE * over / budget
+                continue
+            if best is None or tried.placed.seconds < best.settled.placed.seconds:
+                best = made
+            if -over <= _LEFT * budget:
                 break
-            tried = less
-        assert failure is not None
-        raise failure
+            low, room = room, (room + high) / 2
+        if best is None:
+            raise failure
+        return best
 
     def _over(self, tried: Settled) -> tuple[float, Fitted | None]:
         """(bytes beyond the budget, the solution with its stages); None for one that no cut fits."""

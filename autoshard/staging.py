@@ -151,23 +151,32 @@ class Cutting:
             self._line.scale(microbatch)
         self._trials: dict[tuple[str, int], _Trial | None] = {}
 
-    def seconds(self) -> float:
-        """Of a simulated step by the plan's own schedule. Raises InfeasibleError if no cut fits."""
+    def seconds(self, *, fixed: bool = False) -> float:
+        """Of a simulated step by the plan's own schedule, or where no cut fits that, the best other one.
+
+        Raises InfeasibleError if no cut fits any.
+        """
         found = self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if found is None and not fixed:
+            tried = (self._trial(*kind) for kind in self._kinds())
+            found = min((t for t in tried if t is not None), key=lambda t: t.seconds, default=None)
         if found is None:
             raise self._no_room()
         return found.seconds
+
+    def _kinds(self) -> list[tuple[str, int]]:
+        """(schedule, chunks) that may be tried."""
+        ranks = self.pipeline.ranks
+        kinds = [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
 
     def best(self, *, fixed: bool) -> Staging:
         """The stages. fixed: whether the schedule was asked for, or others may be tried, too.
 
         Raises InfeasibleError if no cut fits the memory.
         """
-        kinds = [(self.pipeline.schedule, self.pipeline.chunks)]
-        ranks = self.pipeline.ranks
-        if not fixed:
-            kinds += [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
-        found = {kind: self._trial(*kind) for kind in dict.fromkeys(kinds)}
+        kinds = self._kinds()
+        found = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
         best = min((t for t in found.values() if t is not None), key=lambda t: t.seconds, default=None)
         if best is None:
             raise self._no_room()

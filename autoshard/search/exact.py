@@ -216,8 +216,9 @@ class Exact:
 
 
 def _like(where: Configuration, solved: Mapping[Configuration, float]) -> int:
-    """How many configurations were solved that have a pipeline, or none, as this one."""
-    return sum(isfinite(s) and (c.pipe.ranks > 1) == (where.pipe.ranks > 1) for c, s in solved.items())
+    """How many configurations were solved that have a pipeline, or none, as this one; one failure is free."""
+    alike = [isfinite(s) for c, s in solved.items() if (c.pipe.ranks > 1) == (where.pipe.ranks > 1)]
+    return max(sum(alike), len(alike) - 1)
 
 
 def _kind(where: Configuration) -> object:

@@ -86,6 +86,10 @@ class Setting:
                 return min(flight, 1 / calls)
             if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
                 return flight
+            if self.pipe.splits_backward:
+                # what backward makes again waits for the gradients of parameters, on the fullest rank
+                # for as many microbatches as it would have been kept for
+                return flight
             # what runs again is made for one microbatch at a time
             return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls)
         if self.optimistic or chosen is None or not calls:
