@@ -16,7 +16,7 @@ from autoshard.kernels.launch import Prepared, prepare_of
 from autoshard.kernels.samples import Generator
 
 #: modules of this folder that have kernels
-MODULES = ("quant", "quant_reduce", "vocab_ce")
+MODULES = ("norm", "quant", "quant_reduce", "vocab_ce")
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,11 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     source = ASTSource(launch.kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    sass = _disassembled(built.asm["cubin"])
-    registers = _registers(built.asm["cubin"])
+    sass = _read(built.asm["cubin"])
+    found = re.search(r"REG:(\d+)", sass)
+    if found is None:
+        raise RuntimeError("cuobjdump -res-usage names no registers")
+    registers = int(found[1])
     counted = Counter(_access(kind, words) for kind, words in _ACCESS.findall(sass))
     spills = sum(n for (kind, _), n in counted.items() if kind in ("LDL", "STL"))
     accesses = {key: n for key, n in sorted(counted.items()) if key[0] in ("LDG", "STG")}
@@ -113,26 +116,13 @@ def _access(kind: str, words: str) -> tuple[str, int]:
     return kind, int(found[1]) // 8 if found else 4
 
 
-def _tool(name: str) -> str:
+def _read(cubin: bytes) -> str:
+    """Resource usage and instructions."""
     import triton
 
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
-def _asked(tool: str, option: str, cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        done = subprocess.run([_tool(tool), option, str(file)], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def _disassembled(cubin: bytes) -> str:
-    return _asked("cuobjdump", "-sass", cubin)
-
-
-def _registers(cubin: bytes) -> int:
-    found = re.search(r"REG:(\d+)", _asked("cuobjdump", "-res-usage", cubin))
-    if found is None:
-        raise RuntimeError("cuobjdump -res-usage names no registers")
-    return int(found[1])
+        asked = [str(tool), "-res-usage", "-sass", str(file)]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout
