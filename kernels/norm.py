@@ -7,7 +7,7 @@ Rows are what lies along the last dim, H elements. All arithmetic is in fp32 (fp
                                                                                 (Ba, Kiros, Hinton, 2016)
 
 With g = grad * weight and n the normalised row, the gradient of x is (g - n * mean(g * n) - mean(g)) * rstd,
-without the last mean for RMSNorm; that of the weight is the sum over rows of grad * n, that of the bias of grad.
+without the last mean for RMSNorm; that of the weight is the sum over rows of grad * n, of the bias of grad.
 ``narrow`` says that n is rounded to the type of x before it is multiplied by the weight, as Llama does. A sum
 before the norm is rounded to its type, as the model would keep it, and normalised from there.
 """
@@ -230,7 +230,7 @@ def _weight(g: Generator, h: int, dtype: torch.dtype, device: torch.device) -> t
 
 
 def _eighths(g: Generator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Multiples of 1/8: their sums are exact in every type, so that a norm has the same rows to start from."""
+    """Multiples of 1/8: sums are exact in every type, so that a norm has the same rows to start from."""
     return (normal(g, shape, torch.float32, device, 16.0).round() / 8).to(dtype)
 
 

@@ -351,28 +351,30 @@ def _gradients(
     layer = mean is not None
     dx = torch.empty_like(x)
     sums = [torch.empty_like(weight) for _ in range(1 + layer)]
+    grid: tuple[int, ...]
     flags: dict[str, Any] = {"LAYER": layer, "MORE": more is not None}
     resident = _RESIDENT * multiprocessors(x.device)
     if width <= _WIDEST_BACKWARD:
         rows, block, warps = _shape(width, _WIDEST_BACKWARD)
         parts = max(1, min(resident, ceil_div(count, rows)))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
-        args = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
+        whole = (grad, x, mean, rstd, weight, more, dx, part, count, width, ceil_div(count, rows * parts))
         constants = {**flags, "ROWS": rows, "BLOCK": block}
-        launches = [
-            Launch(_backward, (parts,), args, constants, 2 * warps if block >= 4096 else warps, 4 * rows)
-        ]
+        # more is held per row than forward: fewer elements a thread
+        warps = 2 * warps if block >= 4096 else warps
+        launches = [Launch(_backward, (parts,), whole, constants, warps, 4 * rows)]
     else:
         parts = max(1, min(resident, count))
         part = x.new_empty((1 + layer, parts, width), dtype=torch.float32)
         wide = (grad, x, mean, rstd, weight, more, dx, width)
         launches = [Launch(_backward_wide, (count,), wide, {**flags, "BLOCK": _TILE}, 8, 2)]
-        args = (grad, x, mean, rstd, part, count, width, ceil_div(count, parts))
+        columns = (grad, x, mean, rstd, part, count, width, ceil_div(count, parts))
         grid = (ceil_div(width, 1024), parts)
-        launches.append(Launch(_columns_wide, grid, args, {"LAYER": layer, "BLOCK": 1024}, 4, 2))
+        launches.append(Launch(_columns_wide, grid, columns, {"LAYER": layer, "BLOCK": 1024}, 4, 2))
     for one, out in zip(part, sums, strict=True):
-        args = (one, out, parts, width)
-        launches.append(Launch(_columns, (ceil_div(width, 64),), args, {"ROWS": 32, "BLOCK": 64}, 4, 2))
+        grid = (ceil_div(width, 64),)
+        constants = {"ROWS": 32, "BLOCK": 64}
+        launches.append(Launch(_columns, grid, (one, out, parts, width), constants, 4, 2))
     return (dx, *sums), launches
 
 
