@@ -296,13 +296,14 @@ def compile(
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     rules: Rules = None,
+    kernels: bool = True,
     progress: Progress | None = None,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
-    made for.
+    made for. kernels: whether chains of ops that have a kernel of ours become one op.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
@@ -310,13 +311,14 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say))
+    return Compiled(compile_analysed(plan, say, kernels=kernels))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None) -> Program:
+def compile_analysed(planned: Planned, progress: Progress | None = None, *, kernels: bool = True) -> Program:
     """The program of a plan, from the analysis it was made with.
 
-    The program is one microbatch; a model that was captured with another batch is captured again.
+    The program is one microbatch; a model that was captured with another batch is captured again. kernels:
+    whether chains that have a kernel become one op (`passes/fuse_kernels.py`).
     """
     say = progress or (lambda _: None)
     analysis, plan = planned.analysis, planned.plan
@@ -335,7 +337,7 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
             hint="plan again",
         )
     say("emitting programs")
-    how = lowering_of(plan, analysis.flow, analysis, planned.cluster)
+    how = replace(lowering_of(plan, analysis.flow, analysis, planned.cluster), kernels=kernels)
     program = build_program(analysis.folded, how, plan, analysis.dumps, schedule_of(plan))
     return replace(program, user_ops=_user_ops(analysis))
 

@@ -17,6 +17,7 @@ from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
+from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
@@ -41,7 +42,7 @@ class Lowering:
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
-    in parts saves; None to send everything whole.
+    in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
     """
 
     flow: Flow
@@ -51,6 +52,7 @@ class Lowering:
     rules: Mapping[str, RuleFn]
     split_backward: bool = False
     saving: Saving | None = None
+    kernels: bool = False
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -107,7 +109,11 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     grads = {value for result, value in results if result.kind == "grad"}
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
-    return _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    if not how.kernels:
+        return lowered
+    fused = fuse_kernels(lowered, how.mesh, how.reshard.memory_bandwidth)
+    return _watched("090_fuse_kernels", fused, watch)
 
 
 def kept_ports(folded: Folded, how: Lowering) -> set[str]:
@@ -151,6 +157,7 @@ PASSES = (
     "060_bucket",
     "070_defer_reductions",
     "080_fuse_bias",
+    "090_fuse_kernels",
 )
 
 

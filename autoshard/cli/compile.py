@@ -38,6 +38,7 @@ def compile_command(
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
+    kernels: opt.KernelsOption = True,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -65,20 +66,20 @@ def compile_command(
                 rules=rules,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
-            program = api.compile_analysed(planned, say)
+            program = api.compile_analysed(planned, say, kernels=kernels)
         else:
             if target or mesh or gpus or batch or seq or memory:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, rules, say)
+            program, options = _from_plan(plan, cluster, rules, say, kernels=kernels)
         program = api.with_options(program, **{k: str(v) for k, v in options.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
 
 def _from_plan(
-    folder: Path, cluster: str | None, rules: Path | None, say: Progress
+    folder: Path, cluster: str | None, rules: Path | None, say: Progress, *, kernels: bool
 ) -> tuple[Program, dict[str, int]]:
     """The program of a stored plan; the model is captured again."""
     from autoshard import api
@@ -96,6 +97,7 @@ def _from_plan(
         example_inputs=built.inputs,
         cluster=cluster or stored.cluster,
         rules=own,
+        kernels=kernels,
         progress=say,
     )
     return compiled.program, options

@@ -73,6 +73,10 @@ MemoryOption = Annotated[
 ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
+KernelsOption = Annotated[
+    bool,
+    typer.Option("--kernels/--no-kernels", help="make ops that have a kernel of chains around norms, or not"),
+]
 RulesOption = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE.py", help="your own sharding rules; this file is run"),
