@@ -25,11 +25,14 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.cost.collective import seconds
+from autoshard.cost.kernel_time import traffic_seconds
+from autoshard.cost.model import CostModel
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering, check_slices
+from autoshard.passes.quantise_collectives import Precision, Quantising
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
@@ -379,10 +382,14 @@ def compile(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
+    allow: str = "",
     rules: Rules = None,
     progress: Progress | None = None,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
+
+    allow: with how few bits parameters and gradients may travel between ranks where that is faster, as
+    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
@@ -394,15 +401,16 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say))
+    return Compiled(compile_analysed(plan, say, allow=allow))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None) -> Program:
+def compile_analysed(planned: Planned, progress: Progress | None = None, *, allow: str = "") -> Program:
     """The program of a plan, from the analysis it was made with.
 
     The program is one microbatch; a model that was captured with another batch is captured again.
     """
     say = progress or (lambda _: None)
+    precision = Precision.parse(allow)
     analysis, plan = planned.analysis, planned.plan
     captured = batch_of(analysis.folded)
     if plan.batch and captured != plan.batch:
@@ -429,6 +437,7 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
         prices.plain,
         analysis.table,
         saving=_saving(planned.cluster, mesh, plan),
+        quantise=_quantising(planned.cluster, prices, precision),
     )
     program = build_program(analysis.folded, how, plan, analysis.dumps, _schedule(plan))
     return replace(program, user_ops=_user_ops(analysis))
@@ -444,6 +453,18 @@ def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
         return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
 
     return saving
+
+
+def _quantising(cluster: Cluster, prices: CostModel, precision: Precision) -> Quantising | None:
+    """What messages with fewer bits cost, None where none are allowed."""
+    if not str(precision):
+        return None
+    links = prices.plain.links
+    return Quantising(
+        precision,
+        lambda kind, nbytes, axis: float(seconds(kind, nbytes, links[axis])),
+        lambda nbytes: traffic_seconds(nbytes, cluster.device),
+    )
 
 
 def _schedule(plan: Plan) -> Schedule | None:
@@ -492,6 +513,7 @@ def parallelize(
     chunks: int | None = None,
     microbatches: int | None = None,
     slices: int | None = None,
+    allow: str = "",
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
@@ -500,8 +522,9 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`. Every rank given the same arguments comes to the same
-    plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
+    chosen unless given; for slices see `plan`, for allow `compile`. Every rank given the same arguments comes
+    to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a
+    factory.
     """
     if model is None:
         return functools.partial(
@@ -514,6 +537,7 @@ def parallelize(
             chunks=chunks,
             microbatches=microbatches,
             slices=slices,
+            allow=allow,
             seed=seed,
             rules=rules,
         )
@@ -527,6 +551,7 @@ def parallelize(
         "chunks": chunks,
         "microbatches": microbatches,
         "slices": slices,
+        "allow": allow,
         "seed": seed,
         "rules": rules,
     }
@@ -557,13 +582,14 @@ def _parallelize_now(
     example_inputs: Any,
     *,
     seed: int,
+    allow: str,
     **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
     planned = plan(model, mesh, example_inputs=example_inputs, **options)
-    program = compile_analysed(planned)
+    program = compile_analysed(planned, allow=allow)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
 

@@ -21,6 +21,7 @@ from autoshard.passes.gather_once import gather_once
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
+from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.slice_places import places_of
@@ -41,7 +42,8 @@ class Lowering:
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
-    in parts saves; None to send everything whole.
+    in parts saves; None to send everything whole. quantise: with how few bits parameters and gradients may
+    travel; None for all of them.
     """
 
     flow: Flow
@@ -51,6 +53,7 @@ class Lowering:
     rules: Mapping[str, RuleFn]
     split_backward: bool = False
     saving: Saving | None = None
+    quantise: Quantising | None = None
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -103,11 +106,21 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         _watched("058_slice_sequence", lowered, watch)
         lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
     lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-    results = zip(folded.joint.results, lowered.results, strict=True)
-    grads = {value for result, value in results if result.kind == "grad"}
+    grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
+    if how.quantise is not None:
+        params = {p.name for p in folded.joint.ports if p.kind == "param"}
+        grads = _results(folded, lowered, "grad")
+        lowered = quantise_collectives(lowered, params, grads, how.mesh, how.quantise)
+        _watched("075_quantise_collectives", lowered, watch)
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
+
+
+def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
+    """Values that are results of a kind."""
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    return {value for result, value in results if result.kind == kind}
 
 
 def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
@@ -147,6 +160,7 @@ PASSES = (
     "059_localize",
     "060_bucket",
     "070_defer_reductions",
+    "075_quantise_collectives",
     "080_fuse_bias",
 )
 

@@ -35,6 +35,7 @@ def compile_command(
     chunks: opt.ChunksOption = None,
     microbatches: opt.MicrobatchesOption = None,
     slices: opt.SlicesOption = None,
+    allow: opt.AllowOption = "",
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
@@ -65,20 +66,20 @@ def compile_command(
                 rules=rules,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
-            program = api.compile_analysed(planned, say)
+            program = api.compile_analysed(planned, say, allow=allow)
         else:
             if target or mesh or gpus or batch or seq or memory:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, rules, say)
+            program, options = _from_plan(plan, cluster, allow, rules, say)
         program = api.with_options(program, **{k: str(v) for k, v in options.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
 
 def _from_plan(
-    folder: Path, cluster: str | None, rules: Path | None, say: Progress
+    folder: Path, cluster: str | None, allow: str, rules: Path | None, say: Progress
 ) -> tuple[Program, dict[str, int]]:
     """The program of a stored plan; the model is captured again."""
     from autoshard import api
@@ -95,6 +96,7 @@ def _from_plan(
         stored,
         example_inputs=built.inputs,
         cluster=cluster or stored.cluster,
+        allow=allow,
         rules=own,
         progress=say,
     )
