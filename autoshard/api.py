@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from autoshard.analysis import Analysis, analyse
 from autoshard.candidates import PipeAsk, given, searched
 from autoshard.cluster import (
+    Axis,
     Cluster,
     Mesh,
     RankOrder,
@@ -24,14 +26,15 @@ from autoshard.cluster import (
     parse_target,
     usable_memory,
 )
-from autoshard.cost.collective import seconds
+from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.kernel_time import traffic_seconds
-from autoshard.cost.model import CostModel
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.hierarchies import Way, best_way, comparison, ways
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering, check_slices
+from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.pipeline import REFINES, Lowering, check_slices
 from autoshard.passes.quantise_collectives import Precision, Quantising
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
@@ -383,13 +386,16 @@ def compile(
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     allow: str = "",
+    hierarchy: str = "off",
     rules: Rules = None,
     progress: Progress | None = None,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
     allow: with how few bits parameters and gradients may travel between ranks where that is faster, as
-    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it.
+    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it. hierarchy: how collectives are laid
+    on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
+    `hierarchies.ways`); the program's mesh then has an axis for each of them.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
@@ -401,10 +407,12 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say, allow=allow))
+    return Compiled(compile_analysed(plan, say, allow=allow, hierarchy=hierarchy))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None, *, allow: str = "") -> Program:
+def compile_analysed(
+    planned: Planned, progress: Progress | None = None, *, allow: str = "", hierarchy: str = "off"
+) -> Program:
     """The program of a plan, from the analysis it was made with.
 
     The program is one microbatch; a model that was captured with another batch is captured again.
@@ -437,10 +445,53 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, *, allo
         prices.plain,
         analysis.table,
         saving=_saving(planned.cluster, mesh, plan),
-        quantise=_quantising(planned.cluster, prices, precision),
     )
-    program = build_program(analysis.folded, how, plan, analysis.dumps, _schedule(plan))
+
+    def build(way: Way) -> Program:
+        laid = _laid_out(how, way, planned.cluster, precision)
+        return build_program(analysis.folded, laid, plan, analysis.dumps, _schedule(plan))
+
+    options = ways(hierarchy, planned.cluster, _whole(mesh, plan), mesh)
+    program, tried = best_way(options, build, planned.cluster, plan.budget, say)
+    if REFINES in program.dumps:
+        program = replace(
+            program, dumps={**program.dumps, REFINES: comparison(tried) + program.dumps[REFINES]}
+        )
     return replace(program, user_ops=_user_ops(analysis))
+
+
+def _whole(mesh: Mesh, plan: Plan) -> Mesh:
+    """The mesh of all ranks."""
+    if plan.pipeline is None:
+        return mesh
+    at = plan.pipeline.position
+    return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
+
+
+def _laid_out(how: Lowering, way: Way, cluster: Cluster, precision: Precision) -> Lowering:
+    """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
+    taken = replace(
+        how,
+        hierarchy=tuple(ByLevel(levels, lambda kind, nbytes, axis: 0.0) for levels in way.levels),
+        secondary=way.secondary,
+    )
+    mesh, last = Mesh.parse(str(how.mesh)), Mesh.parse(str(taken.last_mesh))
+    links: dict[str, AxisLink] = {}
+    for each in (mesh, last):
+        whole = _whole(each, how.plan)
+        links |= {
+            a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
+        }
+
+    def of(kind: str, nbytes: float, axis: str) -> float:
+        return float(seconds(kind, nbytes, links[axis]))
+
+    hierarchy = tuple(ByLevel(levels, of) for levels in way.levels)
+    quantise = None
+    if str(precision):
+        copy = partial(traffic_seconds, device=cluster.device)
+        quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
+    return replace(taken, hierarchy=hierarchy, quantise=quantise)
 
 
 def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
@@ -453,18 +504,6 @@ def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
         return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
 
     return saving
-
-
-def _quantising(cluster: Cluster, prices: CostModel, precision: Precision) -> Quantising | None:
-    """What messages with fewer bits cost, None where none are allowed."""
-    if not str(precision):
-        return None
-    links = prices.plain.links
-    return Quantising(
-        precision,
-        lambda kind, nbytes, axis: float(seconds(kind, nbytes, links[axis])),
-        lambda nbytes: traffic_seconds(nbytes, cluster.device),
-    )
 
 
 def _schedule(plan: Plan) -> Schedule | None:
@@ -514,6 +553,7 @@ def parallelize(
     microbatches: int | None = None,
     slices: int | None = None,
     allow: str = "",
+    hierarchy: str = "off",
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
@@ -522,9 +562,9 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`, for allow `compile`. Every rank given the same arguments comes
-    to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a
-    factory.
+    chosen unless given; for slices see `plan`, for allow and hierarchy `compile`. Every rank given the same
+    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
+    nn.Module class or a factory.
     """
     if model is None:
         return functools.partial(
@@ -538,6 +578,7 @@ def parallelize(
             microbatches=microbatches,
             slices=slices,
             allow=allow,
+            hierarchy=hierarchy,
             seed=seed,
             rules=rules,
         )
@@ -552,6 +593,7 @@ def parallelize(
         "microbatches": microbatches,
         "slices": slices,
         "allow": allow,
+        "hierarchy": hierarchy,
         "seed": seed,
         "rules": rules,
     }
@@ -583,13 +625,14 @@ def _parallelize_now(
     *,
     seed: int,
     allow: str,
+    hierarchy: str,
     **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
     planned = plan(model, mesh, example_inputs=example_inputs, **options)
-    program = compile_analysed(planned, allow=allow)
+    program = compile_analysed(planned, allow=allow, hierarchy=hierarchy)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
 

@@ -18,12 +18,14 @@ from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.gather_once import gather_once
+from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
+from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
@@ -43,7 +45,8 @@ class Lowering:
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
     in parts saves; None to send everything whole. quantise: with how few bits parameters and gradients may
-    travel; None for all of them.
+    travel; None for all of them. hierarchy: axes whose collectives are done level by level. secondary: which
+    parameters and gradients are split over fewer ranks within a step.
     """
 
     flow: Flow
@@ -54,6 +57,16 @@ class Lowering:
     split_backward: bool = False
     saving: Saving | None = None
     quantise: Quantising | None = None
+    hierarchy: tuple[ByLevel, ...] = ()
+    secondary: Secondary = NO_SECONDARY
+
+    @property
+    def last_mesh(self) -> MeshShape:
+        """The mesh that a rank's program is for: axes that are taken apart are there part by part."""
+        mesh = self.mesh
+        for each in self.hierarchy:
+            mesh = each.levels.refined(mesh)
+        return mesh
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -109,10 +122,17 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
+    params, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
+    if how.hierarchy:
+        mesh = how.mesh
+        for each in how.hierarchy:
+            lowered, mesh = by_level(lowered, mesh, each), each.levels.refined(mesh)
+        _watched("072_hierarchy", lowered, watch)
+    if how.secondary != NO_SECONDARY:
+        lowered = secondary_shards(lowered, params, grads, how.secondary)
+        _watched("074_secondary_shards", lowered, watch)
     if how.quantise is not None:
-        params = {p.name for p in folded.joint.ports if p.kind == "param"}
-        grads = _results(folded, lowered, "grad")
-        lowered = quantise_collectives(lowered, params, grads, how.mesh, how.quantise)
+        lowered = quantise_collectives(lowered, params, grads, how.last_mesh, how.quantise)
         _watched("075_quantise_collectives", lowered, watch)
     return _watched("080_fuse_bias", fuse_bias(lowered), watch)
 
@@ -121,6 +141,11 @@ def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
     """Values that are results of a kind."""
     results = zip(folded.joint.results, lowered.results, strict=True)
     return {value for result, value in results if result.kind == kind}
+
+
+def _ports(folded: Folded, kind: str) -> set[str]:
+    """Inputs of a kind."""
+    return {p.name for p in folded.joint.ports if p.kind == kind}
 
 
 def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
@@ -144,6 +169,8 @@ def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
     return {value for result, value in results if result.kind == "grad" and result.target in late}
 
 
+#: the first pass whose result is on a mesh whose axes may have been taken apart
+REFINES = "072_hierarchy"
 #: names of the passes, for ``inspect --after``
 PASSES = (
     "010_fold",
@@ -160,6 +187,8 @@ PASSES = (
     "059_localize",
     "060_bucket",
     "070_defer_reductions",
+    "072_hierarchy",
+    "074_secondary_shards",
     "075_quantise_collectives",
     "080_fuse_bias",
 )

@@ -15,5 +15,5 @@ def slow_cluster(bandwidth: float = 1e6, nodes_of: int = 0) -> Cluster:
     outer = replace(level, name="network", bandwidth=bandwidth, measured=())
     if not nodes_of:
         return replace(base, name="slow", levels=(outer,))
-    inner = Level("node", 1e-6, 100 * bandwidth, size=nodes_of)
+    inner = Level("node", nodes_of, 1e-6, 100 * bandwidth)
     return replace(base, name="slow-nodes", levels=(inner, outer))

@@ -36,6 +36,7 @@ def compile_command(
     microbatches: opt.MicrobatchesOption = None,
     slices: opt.SlicesOption = None,
     allow: opt.AllowOption = "",
+    hierarchy: opt.HierarchyOption = "off",
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
@@ -66,22 +67,22 @@ def compile_command(
                 rules=rules,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
-            program = api.compile_analysed(planned, say, allow=allow)
+            program = api.compile_analysed(planned, say, allow=allow, hierarchy=hierarchy)
         else:
             if target or mesh or gpus or batch or seq or memory:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, allow, rules, say)
+            program, options = _from_plan(plan, cluster, (allow, hierarchy), rules, say)
         program = api.with_options(program, **{k: str(v) for k, v in options.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
 
 def _from_plan(
-    folder: Path, cluster: str | None, allow: str, rules: Path | None, say: Progress
+    folder: Path, cluster: str | None, wire: tuple[str, str], rules: Path | None, say: Progress
 ) -> tuple[Program, dict[str, int]]:
-    """The program of a stored plan; the model is captured again."""
+    """The program of a stored plan; the model is captured again. wire: --allow and --hierarchy."""
     from autoshard import api
     from autoshard.cli.folders import read_plan
     from autoshard.interop.targets import build, load_rules
@@ -96,7 +97,8 @@ def _from_plan(
         stored,
         example_inputs=built.inputs,
         cluster=cluster or stored.cluster,
-        allow=allow,
+        allow=wire[0],
+        hierarchy=wire[1],
         rules=own,
         progress=say,
     )

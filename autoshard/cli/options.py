@@ -74,6 +74,14 @@ AllowOption = Annotated[
         help="with how few bits parameters and gradients may travel where that is faster [default: all bits]",
     ),
 ]
+HierarchyOption = Annotated[
+    str,
+    typer.Option(
+        "--hierarchy",
+        metavar="auto|levels|copy=node|...",
+        help="collectives level by level, with copies of parameters split inside a level",
+    ),
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", metavar="16GiB", help="bytes per rank [default: 94 % of the device]")
