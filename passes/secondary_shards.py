@@ -385,12 +385,13 @@ class _Waiting:
         late: dict[int, list[Instruction]] = {}
         for part in self.lowered.parts:
             start = len(items)
+            if part.phase == "reduce":
+                # before what is there, which may reduce the results over further axes
+                items += self._together(late.pop(part.stage, []))
             for item in self.lowered.of(part):
                 if isinstance(item, Call) and cut[item.segment][1]:
                     item = self._call(item, cut[item.segment][1], late.setdefault(part.stage, []))
                 items.append(item)
-            if part.phase == "reduce":
-                items += self._together(late.pop(part.stage, []))
             parts.append(replace(part, start=start, stop=len(items)))
         return replace(
             self.lowered, segments=segments, main=tuple(items), values=self.values, parts=tuple(parts)
