@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from families import family
 from lockstep_check import compare_step
 from slow_links import slow_cluster
+from test_gloo import HERE, torchrun
 
 from autoshard import UsageError
 from autoshard.api import Planned, compile_analysed, plan
@@ -304,3 +306,33 @@ def test_a_stored_program_reads_back(tmp_path: Path) -> None:
     again = load_program(tmp_path / "p")
     assert again.mesh == made.mesh
     assert [(n.op, n.args) for n in nodes_of(again)] == [(n.op, n.args) for n in nodes_of(made)]
+
+
+# -- four processes ------------------------------------------------------------------------------------
+
+#: way, allowed precision, bounds of the relative error of losses and parameters after three AdamW steps
+RUNS = [
+    ("levels", "", 0.0, 1e-4),
+    ("copy=node", "", 0.0, 1e-4),
+    ("copy=node,once,gradients=node", "", 0.0, 1e-4),
+    ("off", "int8-weights,int8-gradients", 1e-6, 0.1),
+    ("copy=node,once,gradients=node", "int8-weights,int4-gradients", 1e-6, 0.4),
+]
+
+
+def test_training_on_four_processes(tmp_path: Path) -> None:
+    """One start of four gloo processes trains all of them, with clipped gradients, beside eager."""
+    model, inputs = family("llama").make()
+    wish = zero3(plan(model, "fsdp=4", example_inputs=inputs, cluster=slow_cluster(nodes_of=2)))
+    cases = []
+    for number, (way, allow, _, _) in enumerate(RUNS):
+        folder = tmp_path / str(number)
+        save_program(compile_analysed(wish, hierarchy=way, allow=allow), folder)
+        case = {"family": "llama", "mesh": "fsdp=4", "program": str(folder), "steps_of": "call"}
+        cases.append(case)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    torchrun([str(HERE / "gloo_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    rows = json.loads((tmp_path / "results.json").read_text())
+    for (way, allow, least, most), row in zip(RUNS, rows, strict=True):
+        assert least <= row["error"] < most, f"{way} {allow}: {row['worst']} is off by {row['error']:.2e}"
+        assert row["loss"] < max(1e-5, most / 10), f"{way} {allow}: loss is off by {row['loss']:.2e}"
