@@ -23,11 +23,11 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.cost.recipe import recipe_named
+from autoshard.emitting import Emission, emit
 from autoshard.errors import UsageError, VerificationError
-from autoshard.fitting import Fitter, Peak, lowering_of, schedule_of
+from autoshard.fitting import Fitter, Peak
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import check_slices
-from autoshard.program.build import build_program
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.registry import RULES
@@ -296,14 +296,14 @@ def compile(
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
     rules: Rules = None,
-    kernels: bool = True,
     progress: Progress | None = None,
+    **passes: Any,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
-    made for. kernels: whether chains of ops that have a kernel of ours become one op.
+    made for. passes: which optional passes run, see `emitting.Emission`.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
@@ -311,14 +311,14 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say, kernels=kernels))
+    return Compiled(compile_analysed(plan, say, **passes))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None, *, kernels: bool = True) -> Program:
+def compile_analysed(planned: Planned, progress: Progress | None = None, **passes: Any) -> Program:
     """The program of a plan, from the analysis it was made with.
 
-    The program is one microbatch; a model that was captured with another batch is captured again. kernels:
-    whether chains that have a kernel become one op (`passes/fuse_kernels.py`).
+    The program is one microbatch; a model that was captured with another batch is captured again. passes: see
+    `emitting.Emission`.
     """
     say = progress or (lambda _: None)
     analysis, plan = planned.analysis, planned.plan
@@ -337,8 +337,7 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, *, kern
             hint="plan again",
         )
     say("emitting programs")
-    how = replace(lowering_of(plan, analysis.flow, analysis, planned.cluster), kernels=kernels)
-    program = build_program(analysis.folded, how, plan, analysis.dumps, schedule_of(plan))
+    program = emit(plan, analysis, planned.cluster, Emission(**passes), say)
     return replace(program, user_ops=_user_ops(analysis))
 
 

@@ -14,17 +14,10 @@ from math import inf
 from autoshard.analysis import Analysis
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cluster.order import RankOrder
-from autoshard.cost.collective import seconds
-from autoshard.cost.on_mesh import cost_model
+from autoshard.emitting import lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
-from autoshard.ir.flow import Flow
 from autoshard.passes.pipeline import Lowering, lower
-from autoshard.passes.scatter_sends import Saving
 from autoshard.program.program import Program, Signature, Stages
-from autoshard.rules.local import MeshShape
-from autoshard.schedules.registry import make
-from autoshard.schedules.schedule import Schedule
 from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Ask, Settled
 from autoshard.search.choose import retuned
@@ -39,9 +32,7 @@ from autoshard.staging import (
     Schedules,
     Staging,
     bare_seconds,
-    in_parts,
     microbatch_seconds,
-    pipe_link,
 )
 
 #: how often a solution is solved again with less room
@@ -221,34 +212,6 @@ class Fitter:
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
         return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster)
-
-
-def lowering_of(plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster) -> Lowering:
-    """What the passes after the search need to know of a plan."""
-    mesh = Mesh.parse(plan.mesh)
-    order = RankOrder(plan.order) if plan.order else None
-    shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh, order)
-    return Lowering(flow, plan, shape, prices.plain, analysis.table, saving=saving_of(cluster, mesh, plan))
-
-
-def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
-    """What sending between stages in parts saves, None without a pipeline."""
-    if plan.pipeline is None:
-        return None
-    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
-
-    def saving(nbytes: float, axis: int) -> float:
-        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
-
-    return saving
-
-
-def schedule_of(plan: Plan) -> Schedule | None:
-    """The order in which the stages of a plan run, None without a pipeline."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return None
-    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
 def _same(a: Settled, b: Settled) -> bool:

@@ -21,6 +21,11 @@ _LOWERED = (
     "autoshard.rms_norm_backward.default",
     "autoshard.scatter_add_part.default",
 )
+#: with fewer bits than the values have
+QUANTISED = (
+    "comm.all_gather_q_bucket.default",
+    "comm.reduce_scatter_q_bucket.default",
+)
 COLLECTIVES = (
     "comm.all_gather.default",
     "comm.all_reduce.default",
@@ -30,6 +35,7 @@ COLLECTIVES = (
     "comm.all_gather_bucket.default",
     "comm.reduce_scatter_bucket.default",
     "comm.all_reduce_bucket.default",
+    *QUANTISED,
     "comm.expert_mm.default",
     "comm.expert_outer.default",
 )
