@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.cost.reshard import step_between
-from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.lowered import Placed
 from autoshard.passes.insert_collectives import collective_node
 from autoshard.placement import Layout, Partial, layout_ok
 from autoshard.rules.local import MeshShape
+from autoshard.verify.indices import axes_of, coordinates, cut, held_at, join
 from autoshard.verify.result import Rule
 
 _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
@@ -19,8 +24,6 @@ MOVES = frozenset(
     [f"comm.{kind}.default" for kind in _KINDS]
     + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
 )
-#: those of them that a sum over microbatches may pass through
-LINEAR = MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +103,49 @@ def _wrong(
     right = _where(kind, axis, before.type, (before.layout, after.layout), mesh)
     if _normal(move.where) != _normal(right):
         return f"it cuts or joins at {_normal(move.where)}; {came} is {_normal(right)}"
+    if not _same_elements(kind, axis, move.where, before, after, mesh.sizes):
+        return f"{came}, but ranks would hold other elements"
     return ""
+
+
+@lru_cache(maxsize=8192)
+def _same_elements(
+    kind: str, axis: int, where: tuple[Arg, ...], before: Placed, after: Placed, sizes: tuple[int, ...]
+) -> bool:
+    """Whether a collective, done on indices, gives every rank the elements that its new placement names."""
+    if kind == "all_reduce":
+        return before.layout[:axis] + before.layout[axis + 1 :] == after.layout[:axis] + after.layout[axis + 1 :]
+    dims = {int(where[0]), int(where[1])} if kind == "all_to_all" else {int(where[0])}
+    for dim in dims:
+        size = before.type.shape[dim]
+        axes = sorted({*axes_of(before.layout, dim), *axes_of(after.layout, dim)} - {axis})
+        for at in coordinates(axes, sizes):
+            have = [held_at(size, before.layout, dim, sizes, {**at, axis: k}) for k in range(sizes[axis])]
+            want = [held_at(size, after.layout, dim, sizes, {**at, axis: k}) for k in range(sizes[axis])]
+            for k, index in enumerate(want):
+                if not np.array_equal(_given(kind, dim, where, have, k, sizes[axis]), index):
+                    return False
+    return True
+
+
+def _given(
+    kind: str, dim: int, where: tuple[Arg, ...], have: list[NDArray[np.int64]], rank: int, ways: int
+) -> NDArray[np.int64]:
+    """The elements of a dim that a rank of the group has after the collective."""
+    if kind == "all_gather":
+        return join(have, where[1])
+    if kind in ("slice", "reduce_scatter"):
+        return cut(have[rank], where[1], where[2], ways, rank)
+    # all to all: one dim is cut on every rank, the other joined
+    if dim == where[0]:
+        return cut(have[rank], where[2], 1, ways, rank)
+    return join(have, where[3])
 
 
 def _where(
     kind: str, axis: int, type_: TensorType, layouts: tuple[Layout, Layout], mesh: MeshShape
 ) -> tuple[Arg, ...]:
     """The place at which the collective between two layouts cuts or joins."""
-    from autoshard.ir import Origin
-
     node = collective_node(mesh, kind, axis, "x", type_, layouts, "y", Origin(), False)
     made = moves_of(node)
     assert made is not None
