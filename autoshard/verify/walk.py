@@ -67,10 +67,10 @@ class Walk:
         self.wires = {(w.value, w.target): w.source for w in wires_of(lowered, ports)}
         self.out = Followed(own={p.stage: {} for p in lowered.parts})
         self._numbers = 0
-        self._ready = {name: self._prepared(name, s) for name, s in lowered.segments.items()}
         #: (node, term's pattern) -> what is wrong, None if nothing is
         self._judged: dict[tuple[int, int], tuple[Rule, str] | None] = {}
         self._told: set[tuple[str, int, int, str]] = set()
+        self._ready = {name: self._prepared(name, s) for name, s in lowered.segments.items()}
 
     def run(self) -> Followed:
         for part in sorted(self.lowered.parts, key=_turn):
