@@ -6,14 +6,20 @@ import functools
 import sys
 from dataclasses import dataclass, replace
 
+import torch
+from families import family
 from mutations import KINDS, Fault, Kind, some
 from pipelines import pipeline
-from planned import planned
+from planned import analysed, planned
 from planned import program as flat
 
-from autoshard.api import compile_analysed
-from autoshard.cluster import Cluster, load_cluster
+from autoshard.analysis import analyse
+from autoshard.api import compile_analysed, plan_analysed
+from autoshard.cluster import Cluster, Mesh, load_cluster
+from autoshard.passes.capture import capture
 from autoshard.program.program import Program
+from autoshard.search.choose import Ask
+from autoshard.search.pins import Pin
 from autoshard.search.plan import Recompute
 from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
@@ -36,6 +42,10 @@ def good(name: str) -> Program:
         return _changed("llama", "fsdp=4", keep=True)
     if name == "again":
         return _changed("llama", "dp=2,tp=2", again=True)
+    if name == "vocabulary":
+        return _pinned("llama", "dp=2,tp=2", "*embed_tokens.weight=tp:S(0)", "lm_head.weight=tp:S(0)")
+    if name == "exchange":
+        return _exchanging("fsdp=2,tp=2")
     if name == "pipeline":
         return pipeline("llama", 2, "fsdp=2,tp=2", "1f1b", 4, 1, 0, True)
     if name == "bubble":
@@ -54,6 +64,36 @@ def _changed(name: str, mesh: str, *, keep: bool = False, again: bool = False) -
     if again:
         plan = replace(plan, recompute={"layers_fwd": Recompute("full", 2)})
     return compile_analysed(replace(made, plan=plan))
+
+
+def _pinned(name: str, mesh: str, *pins: str) -> Program:
+    """A program with some parameters placed by hand."""
+    ask = Ask(pins=tuple(map(Pin.parse, pins)))
+    found = plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER), ask=ask)
+    return compile_analysed(found)
+
+
+def _exchanging(mesh: str) -> Program:
+    """A program whose rows travel to their experts: many of these, few tokens, messages without latency."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=32,
+        intermediate_size=128,
+        vocab_size=96,
+        num_local_experts=16,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config).train()
+    cluster = load_cluster(CLUSTER)
+    fast = replace(cluster, levels=tuple(replace(level, latency=1e-9) for level in cluster.levels))
+    analysis = analyse(capture(model, (), family("mixtral").inputs()))
+    return compile_analysed(plan_analysed(analysis, [Mesh.parse(mesh)], fast))
 
 
 def tiny(cluster: Cluster) -> Cluster:

@@ -303,24 +303,44 @@ def off_by_one_size(program: Program) -> Iterator[Fault]:
 
 def off_by_one_offset(program: Program) -> Iterator[Fault]:
     """A rank believes its shard to begin where that of a dim one longer would."""
-    for name, number, node in sites(program):
-        for place, arg in enumerate(node.args):
-            if isinstance(arg, LocalOffset):
-                args = list(node.args)
-                args[place] = replace(arg, size=arg.size + 1)
-                wrong = replace(node, args=tuple(args))
-                yield Fault(replaced(program, name, number, wrong), rules("arguments"), (node.outs[0],))
+    yield from _offsets(program, lambda offset: replace(offset, size=offset.size + 1))
 
 
 def no_offset(program: Program) -> Iterator[Fault]:
     """Every rank believes its shard to begin at 0."""
+    yield from _offsets(program, lambda offset: 0)
+
+
+def _offsets(program: Program, change: Callable[[LocalOffset], Any]) -> Iterator[Fault]:
+    def changed(arg: Any) -> Any:
+        if isinstance(arg, tuple):
+            return tuple(changed(a) for a in arg)
+        return change(arg) if isinstance(arg, LocalOffset) else arg
+
     for name, number, node in sites(program):
-        for place, arg in enumerate(node.args):
-            if isinstance(arg, LocalOffset):
-                args = list(node.args)
-                args[place] = 0
-                wrong = replace(node, args=tuple(args))
-                yield Fault(replaced(program, name, number, wrong), rules("arguments"), (node.outs[0],))
+        wrong = replace(node, args=changed(node.args))
+        if wrong.args != node.args:
+            yield Fault(replaced(program, name, number, wrong), rules("arguments"), (node.outs[0],))
+
+
+def wrong_exchange(program: Program) -> Iterator[Fault]:
+    """Rows go to the experts of another axis, or are counted for one expert more."""
+    axes = [a.split("=")[0] for a in program.mesh.split(",")]
+    for name, number, node in sites(program):
+        if node.op in ("comm.expert_mm.default", "comm.expert_outer.default"):
+            args = list(node.args)
+            args[3] += 1
+            yield Fault(
+                replaced(program, name, number, replace(node, args=tuple(args))),
+                rules("arguments", "function"),
+                (node.outs[0],),
+            )
+            if len(axes) > 1:
+                other = axes[(axes.index(node.args[1]) + 1) % len(axes)]
+                wrong = replace(node, args=(node.args[0], other, *node.args[2:]))
+                yield Fault(
+                    replaced(program, name, number, wrong), rules("arguments", "function"), (node.outs[0],)
+                )
 
 
 def wrong_placement(program: Program) -> Iterator[Fault]:
@@ -384,7 +404,7 @@ def missing_scale(program: Program) -> Iterator[Fault]:
         plain = len(node.args) == 2 and isinstance(node.args[0], Ref) and not isinstance(node.args[1], Ref)
         if scales and plain and floats(program, name).get(node.args[0].name) == node.types[0]:
             made = dropped(program, name, number, node.args[0].name)
-            yield Fault(made, rules("function", "result", "gradient"), ())
+            yield Fault(made, rules("function", "result", "gradient", "arguments"), ())
 
 
 def wrong_constant(program: Program) -> Iterator[Fault]:
@@ -816,8 +836,9 @@ KINDS: dict[str, Kind] = {
     "wrong collective": Kind(wrong_collective, _TEXT),
     "swapped values of a message": Kind(swapped_bucket, ("flat", "experts", "pipeline")),
     "off-by-one local size": Kind(off_by_one_size, _TEXT),
-    "off-by-one offset": Kind(off_by_one_offset, ("flat", "odd")),
-    "missing offset": Kind(no_offset, ("flat", "odd")),
+    "off-by-one offset": Kind(off_by_one_offset, ("vocabulary", "dropout")),
+    "missing offset": Kind(no_offset, ("vocabulary", "dropout")),
+    "wrong exchange of rows": Kind(wrong_exchange, ("exchange",)),
     "wrong placement": Kind(wrong_placement, _TEXT),
     "parameter along another dim": Kind(wrong_port, _TEXT),
     "parameter not covered": Kind(uncovered_port, _TEXT),

@@ -43,7 +43,8 @@ def broken_state(
     """
     tensors = [*zip(ins, in_layouts, strict=True), *_tensors(outs, out_layouts)]
     for type_, layout in tensors:
-        if not layout_ok(type_.shape, layout, mesh.sizes):
+        outside = any(isinstance(p, Shard) and p.dim >= len(type_.shape) for p in layout)
+        if outside or not layout_ok(type_.shape, layout, mesh.sizes):
             return "placement", f"{type_} cannot lie as {_text(layout, mesh)}"
     if any(mixed_partial(layout) for _, layout in _tensors(outs, out_layouts)):
         return "partial", "sums and maxima are pending on one tensor: they do not commute"
@@ -55,11 +56,11 @@ def broken_state(
         if not found:
             return _why_not(rule, ins, outs, given, made, ways, mesh.names[axis])
         per_axis.append(found)
-    outside = with_inner(rule)
+    inner = with_inner(rule)
     for number, combo in enumerate(product(*per_axis)):
         if number >= _COMBOS:
             break
-        if nests(rule, outside, combo, mesh.sizes) and one_exchange(combo):
+        if nests(rule, inner, combo, mesh.sizes) and one_exchange(combo):
             return None
     return "placement", "axes that split the same factor do not cut all tensors at the same places"
 

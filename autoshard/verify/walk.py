@@ -240,7 +240,14 @@ class Walk:
         return node.types[0] == ready.ins[0] and ready.lies[0][0] == ready.lies[1][0] and len(node.args) == 1
 
     def _fused(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
-        """The product and the sum that are one call (`passes/fuse_bias.py`)."""
+        """The product and the sum that are one call (`passes/fuse_bias.py`), if it may run like that."""
+        found = self._fusion(ready, uses)
+        return None if found is None or found[0] is not None else found[1]
+
+    def _fusion(
+        self, ready: _Ready, uses: Uses
+    ) -> tuple[tuple[Rule, str] | None, tuple[int, ...]] | None:
+        """(what is wrong with it, terms) of a product and a sum in one; None if the model has none such."""
         (bias, a, b), _ = uses
         (bias_lies, a_lies, b_lies), (out,) = ready.lies
         for product in self.terms.by_uses.get(((a, b), -1), ()):
@@ -251,9 +258,8 @@ class Walk:
                 if not plain or total.pattern.node.types != ready.node.types or ready.node.kwargs:
                     continue
                 lies: tuple[Lies, Lies] = (((a_lies, b_lies), (out,)), ((out or (), bias_lies), (out,)))
-                judged = (self.judge.of(p.pattern, lie) for p, lie in zip((product, total), lies, strict=True))
-                if all(j.broken is None for j in judged):
-                    return total.outs
+                judged = [self.judge.of(p.pattern, lie) for p, lie in zip((product, total), lies, strict=True)]
+                return next((j.broken for j in judged if j.broken is not None), None), total.outs
         return None
 
     def _sum(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
@@ -269,6 +275,9 @@ class Walk:
 
     def _why_not(self, ready: _Ready, uses: Uses) -> tuple[Rule, str, str]:
         op = _short(ready.op)
+        fused = self._fusion(ready, uses) if ready.node.op == _FUSED and len(ready.refs) == 3 else None
+        if fused is not None and fused[0] is not None:
+            return fused[0][0], f"{op} cannot run on these placements", fused[0][1]
         near = self.terms.by_uses.get(uses, ())
         judged = [(self._verdict(ready, made.pattern), made) for made in near]
         same = [(v, m) for v, m in judged if v is not None and v[0] != "function" and _alike(ready, m)]
