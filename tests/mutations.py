@@ -1,8 +1,8 @@
 """Faults for good programs: each kind a function that puts one fault of its kind wherever it can be.
 
-What is handed on is the program as it would be read from its folder, or the moves of its pipeline, with the place
-of the fault and the rules of which one must be named. Faults are made so that they change what is computed,
-or what waits for what: a copy of the program that is merely written in another way is no fault.
+What is handed on is the program as it would be read from its folder, or the moves of its pipeline, with the
+place of the fault and the rules of which one must be named. Faults are made so that they change what is
+computed, or what waits for what: a program that is merely written in another way is no fault.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from autoshard.ir import Call, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
@@ -45,7 +46,7 @@ GATHERS = ("comm.all_gather.default",)
 SINGLE = (*GRADUAL, *GATHERS, "comm.slice.default", "comm.all_to_all.default")
 
 
-# -- edits -----------------------------------------------------------------------------------------------------
+# -- edits ------------------------------------------------------------------------------------------
 
 
 def rules(*names: str) -> frozenset[str]:
@@ -83,7 +84,7 @@ def replaced(program: Program, name: str, number: int, node: Node) -> Program:
 
 
 def dropped(program: Program, name: str, number: int, stand_in: str) -> Program:
-    """Without a node of one output: ``stand_in`` is used in its place, inside and at the end of the segment."""
+    """Without a node of one output: ``stand_in`` is used in its place, also as an output."""
     pairs = pairs_of(program, name)
     out = pairs[number][0].outs[0]
     del pairs[number]
@@ -129,7 +130,7 @@ def used(program: Program, name: str, value: str) -> bool:
     return value in graph.outputs or any(value in refs_of(n) for n in graph.nodes)
 
 
-# -- collectives -----------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------------------------------
 
 
 def drop_collective(program: Program) -> Iterator[Fault]:
@@ -159,7 +160,9 @@ def duplicate_collective(program: Program) -> Iterator[Fault]:
             pairs[number : number + 1] = [(first, note), (second, note)]
             segment = program.lowered.segments[name]
             layouts = {**segment.layouts, again: segment.layouts[node.outs[0]]}
-            yield Fault(with_nodes(program, name, pairs, layouts=layouts), rules("collective"), (node.outs[0],))
+            yield Fault(
+                with_nodes(program, name, pairs, layouts=layouts), rules("collective"), (node.outs[0],)
+            )
     for number, item in enumerate(program.lowered.main):
         if isinstance(item, Node) and item.op == "comm.all_reduce_bucket.default":
             values = dict(program.lowered.values)
@@ -276,7 +279,7 @@ def _alike(node: Node) -> Iterator[tuple[int, int]]:
                 yield a, b
 
 
-# -- placements and local arguments ----------------------------------------------------------------------------
+# -- placements and local arguments -----------------------------------------------------------------
 
 
 def off_by_one_size(program: Program) -> Iterator[Fault]:
@@ -375,7 +378,9 @@ def wrong_port(program: Program) -> Iterator[Fault]:
                 layout = (*placed.layout[:axis], other, *placed.layout[axis + 1 :])
                 values = {**program.lowered.values, port.name: replace(placed, layout=layout)}
                 made = replace(program, lowered=replace(program.lowered, values=values))
-                yield Fault(made, rules("interface", "gradient", "shards", "collective"), (port.name, port.target))
+                yield Fault(
+                    made, rules("interface", "gradient", "shards", "collective"), (port.name, port.target)
+                )
                 break
 
 
@@ -394,7 +399,7 @@ def uncovered_port(program: Program) -> Iterator[Fault]:
                 break
 
 
-# -- function --------------------------------------------------------------------------------------------------
+# -- function ---------------------------------------------------------------------------------------
 
 
 def missing_scale(program: Program) -> Iterator[Fault]:
@@ -456,11 +461,7 @@ def wrong_argument(program: Program) -> Iterator[Fault]:
         for a in range(len(args)):
             inner = graph.inputs[a][0]
             other = next(
-                (
-                    n
-                    for n in values
-                    if n != args[a] and n.startswith("p_") and values[n] == values[args[a]]
-                ),
+                (n for n in values if n != args[a] and n.startswith("p_") and values[n] == values[args[a]]),
                 None,
             )
             if args[a].startswith("p_") and other is not None and inner in needed:
@@ -504,7 +505,9 @@ def _gathered_copies(program: Program) -> dict[str, str]:
     for item in program.lowered.main:
         if isinstance(item, Node):
             if item.op.startswith("comm.all_gather"):
-                found.update({o: r for o, r in zip(item.outs, refs_of(item), strict=True) if r.startswith("p_")})
+                found.update(
+                    {o: r for o, r in zip(item.outs, refs_of(item), strict=True) if r.startswith("p_")}
+                )
             continue
         graph = program.lowered.segments[item.segment].graph
         given = {inner: arg for (inner, _), arg in zip(graph.inputs, item.args, strict=True)}
@@ -572,7 +575,9 @@ def wrong_recompute(program: Program) -> Iterator[Fault]:
             others = [
                 v
                 for v in values
-                if v not in item.args and values[v] == values[item.args[0]] and _made_before(program, v, number)
+                if v not in item.args
+                and values[v] == values[item.args[0]]
+                and _made_before(program, v, number)
             ]
             if others:
                 main = list(program.lowered.main)
@@ -580,14 +585,14 @@ def wrong_recompute(program: Program) -> Iterator[Fault]:
                 yield Fault(with_main(program, main), rules("function"), ())
 
 
-# -- results ---------------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------
 
 
 def swapped_gradients(program: Program) -> Iterator[Fault]:
     """Two parameters get each other's gradient."""
     results = list(program.signature.results)
     grads = [k for k, r in enumerate(results) if r.kind == "grad"]
-    for a, b in zip(grads, grads[1:], strict=False):
+    for a, b in pairwise(grads):
         first, second = results[a], results[b]
         if program.lowered.values[first.value] == program.lowered.values[second.value]:
             swapped = list(results)
@@ -624,12 +629,12 @@ def lost_term(program: Program) -> Iterator[Fault]:
 def lost_addend(program: Program) -> Iterator[Fault]:
     """A sum of two gradients is only the first."""
     for name, number, node in sites(program):
-        if node.op == "aten.add.Tensor" and node.backward and len(node.args) == 2 and not node.kwargs:
-            if all(isinstance(a, Ref) for a in node.args):
-                first = node.args[0].name
-                if floats(program, name).get(first) == node.types[0]:
-                    made = dropped(program, name, number, first)
-                    yield Fault(made, rules("function", "gradient", "interface", "placement"), ())
+        plain = node.op == "aten.add.Tensor" and len(node.args) == 2 and not node.kwargs
+        if plain and node.backward and all(isinstance(a, Ref) for a in node.args):
+            first = node.args[0].name
+            if floats(program, name).get(first) == node.types[0]:
+                made = dropped(program, name, number, first)
+                yield Fault(made, rules("function", "gradient", "interface", "placement"), ())
 
 
 def nonlinear_reduce(program: Program) -> Iterator[Fault]:
@@ -659,7 +664,7 @@ def nonlinear_reduce(program: Program) -> Iterator[Fault]:
         yield Fault(made, rules("step", "function"), (out, early))
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------
+# -- pipelines --------------------------------------------------------------------------------------
 
 
 def _moves(program: Program) -> Moves:
@@ -708,7 +713,7 @@ def swapped_sends(program: Program) -> Iterator[Fault]:
     rows = _moves(program)
     for rank, row in enumerate(rows if program.stages is not None else ()):
         places = [k for k, move in enumerate(row) if move.sends]
-        for a, b in zip(places, places[1:], strict=False):
+        for a, b in pairwise(places):
             first, second = row[a].sends, row[b].sends
             if first[0].receiver == second[0].receiver:
                 made = _changed(rows, rank, a, sends=(second[0], *first[1:]))
@@ -742,7 +747,9 @@ def late_send(program: Program) -> Iterator[Fault]:
             if back and move.action.kind == "F" and follower.receives:
                 made = _changed(rows, rank, place, sends=())
                 made = _changed(made, rank, later, sends=(*follower.sends, *messages))
-                yield Fault(program, rules("message"), (*(m.value for m in messages), str(follower.action)), made)
+                yield Fault(
+                    program, rules("message"), (*(m.value for m in messages), str(follower.action)), made
+                )
                 break
 
 
@@ -765,7 +772,7 @@ def swapped_microbatches(program: Program) -> Iterator[Fault]:
     actions = program.stages.schedule.actions
     for rank, row in enumerate(actions):
         forward = [k for k, a in enumerate(row) if a.kind == "F" and a.stage == row[0].stage]
-        for a, b in zip(forward, forward[1:], strict=False):
+        for a, b in pairwise(forward):
             other = list(row)
             other[a], other[b] = other[b], other[a]
             rest = (*actions[:rank], tuple(other), *actions[rank + 1 :])

@@ -33,7 +33,9 @@ def test_every_kind_of_fault_is_caught_at_its_place(name: str) -> None:
         assert any(is_near(fault, f) for f in fitting), (fault.near, fitting[0])
         first = fitting[0]
         assert first.ranks and first.finding.what
-        assert fault.memory or first.line or first.finding.at.action or first.finding.at.value, place_of(first)
+        assert fault.memory or first.line or first.finding.at.action or first.finding.at.value, place_of(
+            first
+        )
 
 
 def test_a_finding_names_ranks_line_and_the_users_line() -> None:

@@ -76,7 +76,7 @@ def test_without_its_model_a_program_is_not_called_proved() -> None:
     assert [c.name for c in report.uncovered] == ["placements", "function"]
 
 
-# -- states -----------------------------------------------------------------------------------------------------
+# -- states -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(0, len(SAMPLES), 7))
@@ -86,7 +86,9 @@ def test_membership_is_what_enumeration_says(number: int) -> None:
     rule = RULES[call.node.op](call.node, call.ins)
     for sizes in ((2,), (3,), (2, 2)):
         mesh = MeshShape(tuple("abc"[: len(sizes)]), sizes)
-        states = op_states(rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True)
+        states = op_states(
+            rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True
+        )
         known = {(s.inputs, s.outputs) for s in states}
         for state in states[:60]:
             assert broken_state(rule, call.ins, call.node.types, state.inputs, state.outputs, mesh) is None
@@ -122,7 +124,7 @@ def test_a_partial_sum_does_not_reach_what_is_not_linear() -> None:
     assert broken_state(rule, [type_], [type_], [(S0,)], [(S0,)], mesh) is None
 
 
-# -- indices ----------------------------------------------------------------------------------------------------
+# -- indices ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_a_split_that_leaves_a_rank_empty_is_no_cover() -> None:
     assert "holds nothing" in cover(6, ((Shard(0, 1, 3), 4),))
 
 
-# -- collectives ------------------------------------------------------------------------------------------------
+# -- collectives ------------------------------------------------------------------------------------
 
 MESH = MeshShape(("dp", "tp"), (2, 2))
 TYPE = TensorType((8, 8), "f32")
@@ -192,7 +194,7 @@ def test_collectives_that_do_not(node: Node, before: Layout, after: Layout, why:
     assert any(why in line for line in told(node, before, after)), told(node, before, after)
 
 
-# -- waiting ----------------------------------------------------------------------------------------------------
+# -- waiting ----------------------------------------------------------------------------------------
 
 
 def test_groups_that_come_in_another_order_wait_forever() -> None:

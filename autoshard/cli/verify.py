@@ -1,4 +1,4 @@
-"""``autoshard verify``: a program proved without running it, then run on all ranks against the model itself."""
+"""``autoshard verify``: a program proved without running it, then run against the model itself."""
 
 from __future__ import annotations
 
@@ -143,7 +143,8 @@ def _say_not_run(program: Program, most: int) -> None:
 
     size = parameter_bytes(program)
     stdout().print(
-        f"not run  {bytes_text(size)} of parameters, the limit is {bytes_text(most)}: numbers were not compared"
+        f"not run  {bytes_text(size)} of parameters, the limit is {bytes_text(most)}: "
+        "numbers were not compared"
     )
 
 

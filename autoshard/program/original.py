@@ -49,9 +49,7 @@ def notes_of_original(folded: Folded) -> dict[str, tuple[Note, ...]]:
 
 def original_text(original: Lowered, signature: Signature, notes: Mapping[str, tuple[Note, ...]]) -> str:
     """The text of ``original.py``. signature: of the program, whose ports it shares."""
-    results = tuple(
-        replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True)
-    )
+    results = tuple(replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True))
     as_program = Program("", original, replace(signature, results=results), dict(notes))
     lines = ["# the model as captured, decomposed and normalized; shapes are those of one microbatch", ""]
     for name, segment in original.segments.items():

@@ -71,8 +71,8 @@ class Program:
     dumps: pass name -> text of the graph after it. constants: port target -> torch tensor. target: where the
     model came from (``hf:config.json``), if known. user_ops: ops in it whose rules are the user's own.
     original: the model before placements (`autoshard.program.original`), None if it was not kept; and where
-    each of its nodes comes from. microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
-    those of one microbatch of all ranks together.
+    each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
+    of the batch; its shapes are those of one microbatch of all ranks together.
     """
 
     mesh: str

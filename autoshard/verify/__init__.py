@@ -2,7 +2,7 @@
 
 `static.verify_static` is the entry. Each rule has a file of its own:
 
-* `states`, `operators`: every op runs in a way that its sharding rule allows, on the arguments its localizer gives;
+* `states`, `operators`: every op runs in a way that its sharding rule allows, with the arguments that follow;
 * `moves`: every collective does to a placement what its text says;
 * `terms`, `walk`: with placements erased and collectives removed, the program is the model;
 * `ports`: shards cover parameters, gradients end as their parameters lie, tied weights are added up;

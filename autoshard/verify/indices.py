@@ -21,9 +21,7 @@ Splits = tuple[tuple[Shard, int], ...]
 
 def splits_of(layout: Layout, dim: int, sizes: Sequence[int]) -> Splits:
     """What splits a dim."""
-    return tuple(
-        (p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Shard) and p.dim == dim
-    )
+    return tuple((p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Shard) and p.dim == dim)
 
 
 def axes_of(layout: Layout, dim: int) -> tuple[int, ...]:
@@ -35,8 +33,8 @@ def axes_of(layout: Layout, dim: int) -> tuple[int, ...]:
 def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
     """Global indices, in order, of a dim of ``size`` elements on the rank at these coordinates of its axes.
 
-    An axis splits the middle of (outer, middle, inner); what is left of its outer blocks on the rank are those
-    that axes further outside left there.
+    An axis splits the middle of (outer, middle, inner); of its outer blocks the rank has those that axes
+    further outside left there.
     """
     index = np.arange(size, dtype=np.int64)
     done: list[tuple[int, int]] = []
@@ -50,9 +48,7 @@ def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
     return index
 
 
-def cut(
-    index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate: int
-) -> NDArray[np.int64]:
+def cut(index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate: int) -> NDArray[np.int64]:
     """Part ``coordinate`` of ``ways`` of the middle of (outer, middle, inner), cut as torch.chunk does."""
     if outer < 1 or len(index) % (outer * inner):
         return np.empty(0, dtype=np.int64)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoshard.api import Source, split_inputs
 from autoshard.errors import VerificationError
 from autoshard.interop.targets import build
 from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text
-from autoshard.program.program import Program
+from autoshard.program.program import Program, Signature
 from autoshard.rules.user import Rules
 from autoshard.search.plan_json import plan_from_json
 from autoshard.search.rebatch import batch_of
@@ -30,8 +32,10 @@ def same_model(program: Program, target: str, rules: Rules = None) -> None:
     if plan.batch and batch_of(analysis.folded) != plan.batch:
         analysis = source.with_batch(analysis, plan.batch).analysed(lambda _: None)
     folded = analysis.folded
-    fresh = original_of(folded, port_names(folded.joint.ports))
-    now = original_text(fresh, program.signature, notes_of_original(folded)).splitlines()
+    names = port_names(folded.joint.ports)
+    ports = tuple(replace(p, name=names[p.name]) for p in folded.joint.ports)
+    signature = replace(Signature.of(folded.joint), ports=ports)
+    now = original_text(original_of(folded, names), signature, notes_of_original(folded)).splitlines()
     stored = original_text(program.original, program.signature, program.original_notes).splitlines()
     for number, (a, b) in enumerate(zip(stored, now, strict=False), 1):
         if _bare(a) != _bare(b):
@@ -52,4 +56,4 @@ def same_model(program: Program, target: str, rules: Rules = None) -> None:
 
 def _bare(line: str) -> str:
     """A line without its comment: where code stands may change."""
-    return line.split("  #")[0].strip() if not line.strip().startswith("#") else ""
+    return line.split("  #", maxsplit=1)[0].strip() if not line.strip().startswith("#") else ""

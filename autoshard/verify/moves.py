@@ -114,7 +114,9 @@ def _same_elements(
 ) -> bool:
     """Whether a collective, done on indices, gives every rank the elements that its new placement names."""
     if kind == "all_reduce":
-        return before.layout[:axis] + before.layout[axis + 1 :] == after.layout[:axis] + after.layout[axis + 1 :]
+        return (
+            before.layout[:axis] + before.layout[axis + 1 :] == after.layout[:axis] + after.layout[axis + 1 :]
+        )
     dims = {int(where[0]), int(where[1])} if kind == "all_to_all" else {int(where[0])}
     for dim in dims:
         size = before.type.shape[dim]

@@ -20,9 +20,7 @@ from autoshard.verify.terms import Terms
 from autoshard.verify.walk import LOST
 
 
-def broken_steps(
-    program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]
-) -> Iterator[Finding]:
+def broken_steps(program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
     """Parts that do what their phase must not."""
     lowered = program.lowered
     for part in lowered.parts:
@@ -93,7 +91,7 @@ def _summed(program: Program, stage: int) -> Iterator[Finding]:
             if elsewhere and not _makes(lowered, part.stage, stage, value):
                 yield Finding(
                     "step",
-                    f"{part_name(lowered, part)} reads {value}, a gradient that is summed as soon as it is made",
+                    f"{part_name(lowered, part)} reads {value}, a gradient that is taken away to be summed",
                     _at(part, -1, value),
                 )
 

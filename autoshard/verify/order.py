@@ -5,8 +5,8 @@ collectives in the same order; no rank of another stage is in such a group. What
 values sent from action to action, and gradients of parameters that several of them hold. Both are followed
 action by action, once per pipeline rank, however many ranks a stage has.
 
-Sends do not wait; receives are posted in order, per pair of ranks, and wait for their message. So a rank goes on
-as soon as everything has been sent that its next action takes.
+Sends do not wait; receives are posted in order, per pair of ranks, and wait for their message. So a rank
+goes on as soon as everything has been sent that its next action takes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class _Traffic:
         self.lowered: Lowered = program.lowered
         self.schedule: Schedule | None = program.stages.schedule if program.stages is not None else None
         self.owner = self.schedule.owner if self.schedule is not None else (0,)
-        ends = {(p.stage, p.phase, p.slice): ends_of(self.lowered, p) for p in self.lowered.parts}
+        ends: dict[_Key, Ends] = {
+            (p.stage, p.phase, p.slice): ends_of(self.lowered, p) for p in self.lowered.parts
+        }
         ports = {p.name for p in program.signature.ports}
         self.makes = {key: frozenset(end.makes) for key, end in ends.items()}
         self.foreign = self._foreign(ends, ports)
@@ -108,7 +110,10 @@ class _Traffic:
         own: dict[int, set[str]] = {}
         for key, end in ends.items():
             own.setdefault(key[0], set()).update(end.makes)
-        return {key: tuple(v for v in e.uses if v not in ports and v not in own[key[0]]) for key, e in ends.items()}
+        return {
+            key: tuple(v for v in e.uses if v not in ports and v not in own[key[0]])
+            for key, e in ends.items()
+        }
 
     # -- sends and receives ------------------------------------------------------------------------
 
@@ -120,11 +125,15 @@ class _Traffic:
             for move in row:
                 for m in move.sends:
                     if m.sender != rank:
-                        yield _told(f"rank {rank} sends {m.value} in the name of rank {m.sender}", rank, move, m)
+                        yield _told(
+                            f"rank {rank} sends {m.value} in the name of rank {m.sender}", rank, move, m
+                        )
                     sent.setdefault((m.sender, m.receiver), []).append((m, move))
                 for m in move.receives:
                     if m.receiver != rank:
-                        yield _told(f"rank {rank} takes {m.value}, which is sent to {m.receiver}", rank, move, m)
+                        yield _told(
+                            f"rank {rank} takes {m.value}, which is sent to {m.receiver}", rank, move, m
+                        )
                     taken.setdefault((m.sender, m.receiver), []).append((m, move))
         for pair in sorted({*sent, *taken}):
             yield from self._pair(pair, sent.get(pair, []), taken.get(pair, []))
@@ -227,7 +236,9 @@ class _Traffic:
         if waiting:
             yield self._stuck(waiting, at, sent)
 
-    def _stuck(self, waiting: Mapping[int, int], at: Sequence[int], sent: Mapping[tuple[int, int], int]) -> Finding:
+    def _stuck(
+        self, waiting: Mapping[int, int], at: Sequence[int], sent: Mapping[tuple[int, int], int]
+    ) -> Finding:
         """The circle in which ranks wait, or the rank that waits for one that is done."""
         path = [min(waiting)]
         while path[-1] in waiting and waiting[path[-1]] not in path:
@@ -260,7 +271,9 @@ def _shared(program: Program) -> Iterator[Finding]:
     owner = program.stages.schedule.owner
     holders = holders_of(program)
     ports = {p.target: p.name for p in program.signature.ports if p.kind == "param"}
-    rows: dict[int, list[tuple[str, tuple[int, ...]]]] = {r: [] for r in range(len(program.stages.schedule.actions))}
+    rows: dict[int, list[tuple[str, tuple[int, ...]]]] = {
+        r: [] for r in range(len(program.stages.schedule.actions))
+    }
     for result in program.signature.results:
         if result.kind != "grad" or result.target not in ports:
             continue
@@ -294,7 +307,9 @@ def rendezvous(rows: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]) -> Ite
     stuck = sorted(r for r in waiting if at[r] < len(rows[r]))
     if stuck:
         name, group = rows[stuck[0]][at[stuck[0]]]
-        others = [r for r in group if r in rows and (at[r] >= len(rows[r]) or rows[r][at[r]] != (name, group))]
+        others = [
+            r for r in group if r in rows and (at[r] >= len(rows[r]) or rows[r][at[r]] != (name, group))
+        ]
         yield Finding(
             "message",
             f"ranks {', '.join(map(str, group))} do not all come to the sum of {name}",

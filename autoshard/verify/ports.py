@@ -12,7 +12,7 @@ from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.local import MeshShape
 from autoshard.verify.indices import cover, splits_of
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import At, Finding, Rule
 from autoshard.verify.terms import Terms
 from autoshard.verify.walk import LOST
 
@@ -44,9 +44,7 @@ def uncovered(placed: Placed, mesh: MeshShape) -> str:
     return "" if layout_ok(shape, layout, mesh.sizes) else "axes divide a dim in parts that overlap"
 
 
-def broken_results(
-    program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]
-) -> Iterator[Finding]:
+def broken_results(program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
     """Results that are not the model's, and gradients that do not end as their parameters lie.
 
     own: stage -> value -> term, of what each stage makes.
@@ -86,7 +84,9 @@ def _computed(
             )
         early = phases.get(result.value, set()) - set(_SUMMED)
         if early:
-            yield Finding("step", f"{name} is made in {min(early)}", at, "only backward is summed over microbatches")
+            yield Finding(
+                "step", f"{name} is made in {min(early)}", at, "only backward is summed over microbatches"
+            )
     elif any(term != wanted for term in made.values()):
         wrong = next(stage for stage, term in made.items() if term != wanted)
         yield Finding("result", f"{name} is not that of the model", At(result.value, stage=wrong))
@@ -120,7 +120,7 @@ def _lies_alike(program: Program, result: Result, port: Port | None) -> Iterator
         return
     have, want = values[result.value], values[port.name]
     if have.layout != want.layout or have.type.shape != want.type.shape:
-        rule = "gradient" if result.kind == "grad" else "result"
+        rule: Rule = "gradient" if result.kind == "grad" else "result"
         names = program.mesh
         yield Finding(
             rule,

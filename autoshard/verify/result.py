@@ -27,9 +27,9 @@ Rule = Literal[
 class At:
     """A place in a program.
 
-    stage, phase, slice: of the part, stage -1 if it is of none. item: number of the instruction in main, -1 if
-    none. segment, number: the node inside the segment that is called. value: what it is about. rank: of the
-    pipeline, action: of that rank, where it is about the schedule.
+    stage, phase, slice: of the part, stage -1 if it is of none. item: number of the instruction in main, -1
+    if none. segment, number: the node inside the segment that is called. value: what it is about. rank: of
+    the pipeline, action: of that rank, where it is about the schedule.
     """
 
     value: str = ""
@@ -57,8 +57,8 @@ class Finding:
 class Located:
     """A finding with its place in words.
 
-    ranks: of the whole mesh, as text (``ranks 8-15 (stage 1)``). line: of the program's text, 0 if it has none.
-    text: that line. source: the user's line, "" if unknown.
+    ranks: of the whole mesh, as text (``ranks 8-15 (stage 1)``). line: of the program's text, 0 if there is
+    none. text: that line. source: the user's line, "" if unknown.
     """
 
     finding: Finding

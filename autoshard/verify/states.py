@@ -1,7 +1,7 @@
 """May a call run with these placements: membership in the states of its rule, without listing them.
 
-The search enumerates states (`autoshard.rules.states`). Here placements are given, and for every mesh axis the
-factor is looked for that would give exactly them.
+The search enumerates states (`autoshard.rules.states`). Here placements are given, and for every mesh axis
+the factor is looked for that would give exactly them.
 """
 
 from __future__ import annotations

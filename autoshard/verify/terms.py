@@ -1,8 +1,8 @@
 """What the model computes, as numbered terms: equal computations have equal numbers.
 
-Value numbering over the whole captured model, call by call: an op on terms is a term; the same op with the same
-arguments on the same terms is the same one. A program computes the model if each of its ops, its placements
-taken away, gives one of these terms, and its results are those of the model.
+Value numbering over the whole captured model, call by call: an op on terms is a term; the same op with the
+same arguments on the same terms is the same one. A program computes the model if each of its ops, its
+placements taken away, gives one of these terms, and its results are those of the model.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Terms:
     term -> what makes it (ports left out). fixed: terms that only depend on parameters.
     """
 
-    def __init__(self, original: Lowered, ports: Sequence[Port], sources: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, original: Lowered, ports: Sequence[Port], sources: Mapping[str, Sequence[str]]
+    ) -> None:
         self.patterns = Patterns()
         self.ports = {p.name: k for k, p in enumerate(ports)}
         self.fixed = {k for k, p in enumerate(ports) if p.kind in ("param", "const")}
@@ -116,7 +118,8 @@ class Terms:
         self._known: dict[tuple[int, Uses], Made] = {}
         env = dict(self.ports)
         prepared = {
-            name: self._prepared(segment, sources.get(name, ())) for name, segment in original.segments.items()
+            name: self._prepared(segment, sources.get(name, ()))
+            for name, segment in original.segments.items()
         }
         for item in original.main:
             self._run(item, env, original, prepared)

@@ -224,7 +224,7 @@ class Walk:
         return self._judged[key]
 
     def _judge(self, ready: _Ready, pattern: Pattern) -> tuple[Rule, str] | None:
-        """Whether a node is an op of the model: of the same types, rightly placed, with the right arguments."""
+        """What keeps a node from being an op of the model: types, placements, or arguments."""
         if pattern.node.types != ready.node.types or pattern.ins != ready.ins:
             return "function", f"the model's {_short(pattern.node.op)} has other types"
         found = self.judge.of(pattern, ready.lies)
@@ -244,9 +244,7 @@ class Walk:
         found = self._fusion(ready, uses)
         return None if found is None or found[0] is not None else found[1]
 
-    def _fusion(
-        self, ready: _Ready, uses: Uses
-    ) -> tuple[tuple[Rule, str] | None, tuple[int, ...]] | None:
+    def _fusion(self, ready: _Ready, uses: Uses) -> tuple[tuple[Rule, str] | None, tuple[int, ...]] | None:
         """(what is wrong with it, terms) of a product and a sum in one; None if the model has none such."""
         (bias, a, b), _ = uses
         (bias_lies, a_lies, b_lies), (out,) = ready.lies
@@ -258,7 +256,9 @@ class Walk:
                 if not plain or total.pattern.node.types != ready.node.types or ready.node.kwargs:
                     continue
                 lies: tuple[Lies, Lies] = (((a_lies, b_lies), (out,)), ((out or (), bias_lies), (out,)))
-                judged = [self.judge.of(p.pattern, lie) for p, lie in zip((product, total), lies, strict=True)]
+                judged = [
+                    self.judge.of(p.pattern, lie) for p, lie in zip((product, total), lies, strict=True)
+                ]
                 return next((j.broken for j in judged if j.broken is not None), None), total.outs
         return None
 
@@ -282,12 +282,18 @@ class Walk:
         judged = [(self._verdict(ready, made.pattern), made) for made in near]
         same = [(v, m) for v, m in judged if v is not None and v[0] != "function" and _alike(ready, m)]
         if same:
-            (rule, why), made = same[0]
-            what = f"{op} cannot run on these placements" if rule != "arguments" else f"{op} has wrong arguments"
+            (rule, why), _ = same[0]
+            what = (
+                f"{op} cannot run on these placements" if rule != "arguments" else f"{op} has wrong arguments"
+            )
             return rule, what, why
         if near:
             ops = ", ".join(dict.fromkeys(_short(m.pattern.node.op) for m in near))
-            return "function", f"the model computes no such {op} of these values", f"it computes {ops} of them"
+            return (
+                "function",
+                f"the model computes no such {op} of these values",
+                f"it computes {ops} of them",
+            )
         return "function", f"the model computes nothing of what {op} takes here", self._expected(ready, uses)
 
     def _expected(self, ready: _Ready, uses: Uses) -> str:
