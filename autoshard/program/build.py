@@ -50,6 +50,7 @@ def build_program(
         plan.target,
         microbatches=plan.microbatches,
         stages=stages,
+        classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
     )
     check_holders(program)
     return program

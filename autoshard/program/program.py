@@ -71,7 +71,8 @@ class Program:
     dumps: pass name -> text of the graph after it. constants: port target -> torch tensor. target: where the
     model came from (``hf:config.json``), if known. user_ops: ops in it whose rules are the user's own.
     microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
-    those of one microbatch of all ranks together.
+    those of one microbatch of all ranks together. classes: port name -> the key under which the plan decides
+    about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
     """
 
     mesh: str
@@ -86,6 +87,7 @@ class Program:
     user_ops: tuple[str, ...] = ()
     microbatches: int = 1
     stages: Stages | None = None
+    classes: dict[str, str] = field(default_factory=dict)
 
     @property
     def whole_mesh(self) -> str:

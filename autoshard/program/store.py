@@ -129,7 +129,7 @@ def _digest(text: str) -> str:
 def _notes(program: Program) -> dict[str, Any]:
     rows = {k: [[n.fqn, n.source, n.why] for n in notes] for k, notes in program.notes.items()}
     labels = [item.label for item in program.lowered.main if isinstance(item, Call)]
-    return {"segments": rows, "labels": labels}
+    return {"segments": rows, "labels": labels, "classes": program.classes}
 
 
 def _constant_out(value: object) -> dict[str, Any]:
@@ -205,6 +205,7 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         user_ops,
         _microbatches_in(manifest["microbatches"]),
         _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], len(mesh.split(","))),
+        {str(k): str(v) for k, v in notes.get("classes", {}).items()},
     )
 
 
