@@ -105,7 +105,17 @@ def plan_command(
         )
         planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
         if out is not None:
-            write_plan(out, planned.plan, Request(target, options, replicate_unknown), overwrite=overwrite)
+            request = Request(
+                target,
+                options,
+                replicate_unknown,
+                wishes.pins,
+                tactics,
+                optimizer,
+                recompute,
+                "" if rules is None else str(rules),
+            )
+            write_plan(out, planned.plan, request, overwrite=overwrite)
         summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
         if json:
             print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})

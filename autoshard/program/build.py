@@ -56,6 +56,7 @@ def build_program(
         stages=stages,
         original=original_of(folded, names),
         original_notes=notes_of_original(folded),
+        classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
     )
     check_holders(program)
     return program
