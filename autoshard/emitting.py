@@ -42,7 +42,7 @@ class Emission:
 
     allow: str = ""
     hierarchy: str = OFF
-    kernels: bool = True
+    kernels: bool = False
     bucket: bool = True
     overlap: bool = True
 

@@ -394,7 +394,7 @@ def _timeline(found: StepEstimate, prices: StagePrices) -> dict[str, Any]:
     timeline, levels = found.timeline, Levels(found, prices)
     kinds = ["F", "B", "I", "W"]
     unit = timeline.makespan / 1e6 or 1.0
-    ranks: list[list[float]] = []
+    ranks: list[list[int]] = []
     held = 0
     for spans in timeline.spans:
         held += len(spans)
