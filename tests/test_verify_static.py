@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -13,7 +14,10 @@ from pipelines import pipeline
 from planned import program
 from rule_samples import all_samples
 
+from autoshard import api
 from autoshard.cluster import Mesh
+from autoshard.errors import UsageError
+from autoshard.interop.targets import build
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
 from autoshard.placement import Layout, P, Partial, R, Shard, local_extent
@@ -26,8 +30,10 @@ from autoshard.rules.truth import digits_of, make_call
 from autoshard.verify.indices import cover, held
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous
+from autoshard.verify.shrink import shrunk
 from autoshard.verify.states import broken_state
 from autoshard.verify.static import verify_static
+from autoshard.verify.twin import small_mesh, verify_twin
 
 S0, S1 = Shard(0), Shard(1)
 SAMPLES = list(all_samples())
@@ -206,3 +212,67 @@ def test_groups_that_come_in_another_order_wait_forever() -> None:
     ab, bc, ca = ("ab", (0, 1)), ("bc", (1, 2)), ("ca", (0, 2))
     assert list(rendezvous({0: [ab, ca], 1: [bc, ab], 2: [ca, bc]}))
     assert not list(rendezvous({0: [ab, ca], 1: [ab, bc], 2: [bc, ca]}))
+
+
+# -- twins ------------------------------------------------------------------------------------------
+
+
+def test_a_big_config_becomes_a_small_one_with_its_ratios() -> None:
+    big = {
+        "model_type": "llama",
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    }
+    small = shrunk(big, layers=4)
+    assert small == {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 128,
+        "intermediate_size": 416,
+        "num_hidden_layers": 4,
+        "vocab_size": 256,
+    }
+    assert shrunk({**big, **small}, layers=4) == {}
+
+
+def test_the_twin_of_a_pipeline_runs_in_numbers(tmp_path: Path) -> None:
+    """The program is too big to run here; its twin has its axes, schedule and recomputation."""
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {
+                "model_type": "gpt2",
+                "architectures": ["GPT2LMHeadModel"],
+                "n_layer": 12,
+                "n_head": 32,
+                "n_embd": 2048,
+                "vocab_size": 51200,
+                "n_positions": 512,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            }
+        )
+    )
+    built = build(f"hf:{config}", batch=32, seq=256)
+    made = api.plan(
+        built.model,
+        "pp=2,dp=4,tp=4",
+        example_inputs=built.inputs,
+        cluster="h100-dgx",
+        schedule="1f1b",
+        microbatches=4,
+        target=f"hf:{config}",
+    )
+    big = api.compile_analysed(made)
+    assert verify_static(big).ok and small_mesh(big) == "pp=2,dp=2,tp=2"
+    twin = verify_twin(big, big.target, steps=1)
+    assert twin.ok and twin.static.ranks == 8 and "schedule 1f1b" in twin.kept
+    with pytest.raises(UsageError, match="no small twin"):
+        verify_twin(big, "t:mlp")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoshard.program.verify import Verification
     from autoshard.rules.user import Rules
     from autoshard.verify.result import StaticReport
+    from autoshard.verify.twin import Twin
 
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="AdamW steps after the first backward")]
 LimitOption = Annotated[
@@ -32,6 +33,9 @@ StaticOption = Annotated[
 LockstepOption = Annotated[
     bool, typer.Option("--lockstep", help="run all ranks also if something is proved to be wrong")
 ]
+TwinOption = Annotated[
+    bool, typer.Option("--twin", help="run a small model of the same architecture in place of this one")
+]
 ModelOption = Annotated[
     bool, typer.Option("--recapture", help="capture the model again: is it the one stored with the program")
 ]
@@ -41,6 +45,7 @@ def verify_command(
     folder: opt.FolderArgument,
     static: StaticOption = False,
     lockstep: LockstepOption = False,
+    twin: TwinOption = False,
     recapture: ModelOption = False,
     cluster: opt.ClusterOption = None,
     steps: StepsOption = 3,
@@ -56,8 +61,8 @@ def verify_command(
         from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
 
-        if static and lockstep:
-            raise UsageError("--static and --lockstep exclude each other", hint="leave one out")
+        if static + lockstep + twin > 1:
+            raise UsageError("--static, --lockstep and --twin exclude each other", hint="give one of them")
         say = Progress(quiet=json)
         say(f"reading {folder}")
         own = load_rules(rules)
@@ -71,24 +76,32 @@ def verify_command(
             _print_static(proved)
         if recapture:
             _check_model(program, folder, target, own, say)
-        outcome = None
-        if not static and (proved.ok or lockstep):
-            if lockstep or _runs(program, most):
-                outcome = _run(program, folder, own, target, steps, seed, say)
-                document |= _document(outcome)
-                document["ok"] = proved.ok and outcome.ok
-            elif not json:
-                _say_not_run(program, most)
+        outcome, small = None, None
+        if lockstep or (not static and not twin and proved.ok and _runs(program, most)):
+            outcome = _run(program, folder, own, target, steps, seed, say)
+            document |= _document(outcome)
+        elif not static and proved.ok:
+            small = _twin(program, folder, target, steps, seed, say, needed=twin)
+            if small is None:
+                say.note(_not_run(program, most))
+            else:
+                document |= _document(small.outcome) | {"twin": _twin_document(small)}
+        ran = outcome or (small.outcome if small is not None else None)
+        document["ok"] = proved.ok and (ran is None or ran.ok) and (small is None or small.static.ok)
         if json:
             from autoshard.report.verification import as_json
 
             print_json({**document, "static": as_json(proved)})
-        elif outcome is not None:
-            _print(outcome)
+        elif ran is not None:
+            if small is not None:
+                _print_twin(small)
+            _print(ran)
         if not proved.ok:
             raise _broken(proved)
-        if outcome is not None and not outcome.ok:
-            raise _failure(outcome)
+        if small is not None and not small.static.ok:
+            raise _broken(small.static)
+        if ran is not None and not ran.ok:
+            raise _failure(ran)
         if not json:
             stdout().print("[bold green]verified[/]")
 
@@ -137,15 +150,45 @@ def _runs(program: Program, most: int) -> bool:
     return parameter_bytes(program) <= most
 
 
-def _say_not_run(program: Program, most: int) -> None:
+def _not_run(program: Program, most: int) -> str:
     from autoshard.program.verify import parameter_bytes
     from autoshard.report.units import bytes_text
 
-    size = parameter_bytes(program)
-    stdout().print(
-        f"not run  {bytes_text(size)} of parameters, the limit is {bytes_text(most)}: "
-        "numbers were not compared"
-    )
+    size = bytes_text(parameter_bytes(program))
+    return f"not run: {size} of parameters, the limit is {bytes_text(most)}, and only configs have a twin"
+
+
+def _twin(
+    program: Program,
+    folder: Path,
+    target: str | None,
+    steps: int,
+    seed: int,
+    say: Progress,
+    *,
+    needed: bool,
+) -> Twin | None:
+    """A small twin, verified; None if the target is no config, unless it was asked for."""
+    from autoshard.interop.targets import is_config
+    from autoshard.verify.twin import verify_twin
+
+    source = target or program.target
+    if not needed and not is_config(source):
+        return None
+    return verify_twin(program, _target_of(program, folder, target), steps=steps, seed=seed, progress=say)
+
+
+def _twin_document(twin: Twin) -> dict[str, object]:
+    from autoshard.report.verification import as_json
+
+    return {"mesh": twin.mesh, "config": twin.config, "kept": list(twin.kept), "static": as_json(twin.static)}
+
+
+def _print_twin(twin: Twin) -> None:
+    console = stdout()
+    sizes = ", ".join(f"{k}={v}" for k, v in twin.config.items())
+    console.print(f"twin   {sizes}", markup=False)
+    console.print(f"as in the program  {'; '.join(twin.kept)}", markup=False)
 
 
 def _run(
