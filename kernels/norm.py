@@ -21,7 +21,7 @@ import torch
 
 from autoshard.kernels.launch import launched
 from autoshard.kernels.registry import ROUNDING, Cost, KernelSpec, Operand, all_moved
-from autoshard.kernels.samples import Generator, normal
+from autoshard.kernels.samples import Generator, eighths, normal
 from autoshard.torch_adapters.op_library import define
 
 
@@ -229,11 +229,6 @@ def _weight(g: Generator, h: int, dtype: torch.dtype, device: torch.device) -> t
     return normal(g, (h,), dtype, device, 0.3) + 1
 
 
-def _eighths(g: Generator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Multiples of 1/8: sums are exact in every type, so that a norm has the same rows to start from."""
-    return (normal(g, shape, torch.float32, device, 16.0).round() / 8).to(dtype)
-
-
 def _rms_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for k, (m, h) in enumerate(_shapes(dtype)):
         x = normal(g, (m, h), dtype, device, 2.0)
@@ -243,7 +238,7 @@ def _rms_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iter
 
 def _add_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for k, (m, h) in enumerate(_shapes(dtype)):
-        a, b = (_eighths(g, (m, h), dtype, device) for _ in range(2))
+        a, b = (eighths(g, (m, h), dtype, device) for _ in range(2))
         yield a, b, _weight(g, h, dtype, device), 1e-6, k % 2 == 0
 
 
@@ -259,7 +254,7 @@ def _rms_backward_samples(
 
 def _layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for m, h in _shapes(dtype):
-        a, b = (_eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
+        a, b = (eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
         # of one element per row, nothing is left but the bias
         yield a, b, _weight(g, h, dtype, device), normal(g, (h,), dtype, device), 1e-5
 
