@@ -69,8 +69,8 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a + b [..., H], its LayerNorm, mean [..., 1], rstd [..., 1]); the last two in fp32."""
     x = a + b
-    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
-    return x, y, mean.to(wide(mean).dtype), rstd.to(wide(rstd).dtype)
+    # with weights in fp32, torch gives statistics in fp32, too
+    return x, *torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
 
 
 def layer_norm_backward(
