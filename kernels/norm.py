@@ -64,13 +64,21 @@ def rms_norm_backward(
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(LayerNorm of x [..., H], mean [..., 1], rstd [..., 1]); the last two in fp32."""
+    # with weights in fp32, torch gives statistics in fp32, too
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
+    return y, mean, rstd
+
+
 def add_layer_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a + b [..., H], its LayerNorm, mean [..., 1], rstd [..., 1]); the last two in fp32."""
     x = a + b
-    # with weights in fp32, torch gives statistics in fp32, too
-    return x, *torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
+    return x, *layer_norm(x, weight, bias, eps)
 
 
 def layer_norm_backward(
@@ -120,6 +128,12 @@ def _fake_rms_norm_backward(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def _fake_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), _stat(x), _stat(x)
+
+
 def _fake_add_layer_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,18 +172,20 @@ def _rms_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(output[0], inputs[2], output[2], output[3])
-    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.summed = len(output) == 4
+    ctx.save_for_backward(output[0] if ctx.summed else inputs[0], inputs[-3], *output[-2:])
+    ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
 
 
 def _layer_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    more, grad = grads[:2]
+    more = grads[0] if ctx.summed else None
+    grad = grads[-3]
     if grad is None:
-        return more, more, None, None, None
+        return (more, more, None, None, None) if ctx.summed else (None,) * 4
     dx, dw, db = torch.ops.autoshard.layer_norm_backward(grad, x, mean, rstd, weight, more)
-    return dx, dx, dw, db, None
+    return (dx, dx, dw, db, None) if ctx.summed else (dx, dw, db, None)
 
 
 define(
@@ -193,6 +209,14 @@ define(
     rms_norm_backward,
     _fake_rms_norm_backward,
     cuda=launched("triton_norm", "rms_norm_backward", rms_norm_backward),
+)
+define(
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    layer_norm,
+    _fake_layer_norm,
+    cuda=launched("triton_norm", "layer_norm", layer_norm),
+    backward=_layer_backward,
+    save=_save_layer,
 )
 define(
     "add_layer_norm(Tensor a, Tensor b, Tensor weight, Tensor bias, float eps) "
@@ -259,6 +283,11 @@ def _layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> It
         yield a, b, _weight(g, h, dtype, device), normal(g, (h,), dtype, device), 1e-5
 
 
+def _alone_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for a, _, *rest in _layer_samples(g, dtype, device):
+        yield a, *rest
+
+
 def _layer_backward_samples(
     g: Generator, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[Any, ...]]:
@@ -296,6 +325,11 @@ def _large_layer(g: Generator, dtype: torch.dtype, device: torch.device) -> Iter
     for m, h in (*_LARGE, (2048, 32768)):
         a, b = (normal(g, (m, h), dtype, device) for _ in range(2))
         yield a, b, _weight(g, h, dtype, device), _weight(g, h, dtype, device), 1e-5
+
+
+def _large_alone(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for a, _, *rest in _large_layer(g, dtype, device):
+        yield a, *rest
 
 
 def _large_layer_backward(
@@ -342,6 +376,15 @@ SPECS = (
         _rms_backward_samples,
         _large_rms_backward,
         _SUMMED,
+    ),
+    KernelSpec(
+        "layer_norm",
+        layer_norm,
+        ("triton_norm", "layer_norm"),
+        _forward_cost,
+        _alone_samples,
+        _large_alone,
+        _TWICE,
     ),
     KernelSpec(
         "add_layer_norm",

@@ -327,6 +327,11 @@ def add_rms_norm(
     return (summed, y, rstd), (launch,)
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Prepared:
+    (_, *found), launch = normed(x, None, weight, bias, eps, False)
+    return tuple(found), (launch,)
+
+
 def add_layer_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> Prepared:

@@ -2,7 +2,8 @@
 
 * sum, RMSNorm -> ``add_rms_norm`` (without a sum ``rms_norm``); its gradient, the gradient of its weight and
   the sum with what else arrives -> ``rms_norm_backward``;
-* sum, LayerNorm -> ``add_layer_norm``; its gradient with that sum -> ``layer_norm_backward``.
+* sum, LayerNorm -> ``add_layer_norm``; its gradient with that sum -> ``layer_norm_backward``; in half
+  precision all LayerNorms, with statistics in fp32 (`norm_statistics`).
 
 This comes last, on what a rank runs: collectives between the parts of a chain then simply stand in the way of
 a match, and neither rules nor search need to know of these ops. A backward makes the normalised rows again
@@ -19,13 +20,15 @@ from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.kernels.registry import Operand, specs
 from autoshard.passes.norm_patterns import Backward, Forward, Index, backwards, forwards
+from autoshard.passes.norm_statistics import NORM, NORM_BACKWARD, private, usual
 from autoshard.passes.prune_calls import pruned
 from autoshard.passes.value_origins import Origins
 from autoshard.placement import Layout, Partial, Shard, local_shape
 from autoshard.rules.local import MeshShape
 
 _ADD = "aten.add.Tensor"
-_NORM, _NORM_BACKWARD = "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"
+#: part of the bytes that a kernel in place of another single op must stay below
+_WORTH = 0.9
 #: ops that move nothing
 _FREE = ("aten.reshape.default", "aten.view.default", "aten.expand.default")
 
@@ -71,6 +74,7 @@ class _Fuser:
         self.layouts = {name: dict(s.layouts) for name, s in lowered.segments.items()}
         self.calls = [(k, i) for k, i in enumerate(lowered.main) if isinstance(i, Call)]
         self.origins = Origins(lowered)
+        self.private = private(lowered, self.index, self.origins)
         self.norms = {
             (name, norm.rstd): norm
             for name, index in self.index.items()
@@ -229,54 +233,51 @@ class _Fuser:
         return replace(made, node=node, around=(*around, view))
 
     def _layer_norms(self, name: str) -> list[_Fused]:
-        """LayerNorms after a sum, and their gradients before one, of fp32 statistics as kernels make them."""
-        index, found = self.index[name], []
-        for node in index.graph.nodes:
-            made = None
-            if node.op == _NORM:
-                made = self._layer_norm(name, node)
-            elif node.op == _NORM_BACKWARD:
-                made = self._layer_norm_backward(name, node)
-            if made is None:
+        """LayerNorms after a sum, and their gradients before one; in half precision both halves, or none."""
+        found = []
+        for node in self.index[name].graph.nodes:
+            if node.op not in (NORM, NORM_BACKWARD) or not usual(node):
                 continue
+            stats = node.outs[1:] if node.op == NORM else tuple(s.name for s in node.args[3:5])
+            narrow = any(self.index[name].types[s].dtype not in ("f32", "f64") for s in stats)
+            if narrow and (name, node.name) not in self.private.nodes:
+                continue
+            make = self._layer_norm if node.op == NORM else self._layer_norm_backward
+            made = make(name, node)
             before, after = self._moved(name, made)
-            if after < before:
+            if narrow or after < _WORTH * before:
                 found.append(made)
         return found
 
-    def _layer_norm(self, name: str, node: Node) -> _Fused | None:
+    def _layer_norm(self, name: str, node: Node) -> _Fused:
         index = self.index[name]
-        x, width, weight, bias, eps = node.args
+        x, _, weight, bias, eps = node.args
         added = index.made_by(x, _ADD)
-        y, *stats = node.types
-        wide = all(t is not None and t.dtype in ("f32", "f64") for t in stats)
-        if added is None or added.kwargs or not wide or not weight or not bias or len(width) != 1:
-            return None
-        parts = added.args
         type_ = index.types[x.name]
-        if len(parts) != 2 or not all(isinstance(p, Ref) and index.types[p.name] == type_ for p in parts):
-            return None
-        if y != type_ or any(index.depends(r.name, x.name) for r in (weight, bias)):
-            return None
-        args = (*parts, weight, bias, eps)
-        return self._fused(name, "add_layer_norm", args, (x.name, *node.outs), node, (x.name, *node.outs))
+        parts = added.args if added is not None and not added.kwargs else ()
+        same = all(isinstance(p, Ref) and index.types[p.name] == type_ for p in parts) and len(parts) == 2
+        if not same or any(index.depends(r.name, x.name) for r in (weight, bias)):
+            return self._fused(name, "layer_norm", (x, weight, bias, eps), node.outs, node, node.outs)
+        outs = (x.name, *node.outs)
+        return self._fused(name, "add_layer_norm", (*parts, weight, bias, eps), outs, node, outs)
 
-    def _layer_norm_backward(self, name: str, node: Node) -> _Fused | None:
+    def _layer_norm_backward(self, name: str, node: Node) -> _Fused:
         index = self.index[name]
-        grad, x, width, mean, rstd, weight, bias, mask = node.args
+        grad, x, _, mean, rstd, weight, *_ = node.args
         dx, dw, db = node.outs
         last = index.only_use(dx, _ADD)
-        usual = weight and bias and len(width) == 1 and tuple(mask) == (True, True, True)
-        wide = all(index.types[s.name].dtype in ("f32", "f64") for s in (mean, rstd))
-        if last is None or last.kwargs or len(last.args) != 2 or not usual or not wide:
-            return None
+        alone = (grad, x, mean, rstd, weight, None)
+        if last is None or last.kwargs or len(last.args) != 2:
+            return self._fused(name, "layer_norm_backward", alone, node.outs, node, node.outs)
         more = next((a for a in last.args if a != Ref(dx)), None)
-        if not isinstance(more, Ref) or index.types[more.name] != index.types[dx]:
-            return None
-        if index.types[last.name] != index.types[dx] or any(index.depends(more.name, o) for o in node.outs):
-            return None
-        args = (grad, x, mean, rstd, weight, more)
-        outs = (last.name, dw, db)
+        fits = (
+            isinstance(more, Ref)
+            and index.types[more.name] == index.types[dx] == index.types[last.name]
+            and not any(index.depends(more.name, o) for o in node.outs)
+        )
+        if not fits:
+            return self._fused(name, "layer_norm_backward", alone, node.outs, node, node.outs)
+        outs, args = (last.name, dw, db), (*alone[:-1], more)
         return self._fused(name, "layer_norm_backward", args, outs, last, (*node.outs, last.name))
 
     def _fused(
@@ -288,24 +289,32 @@ class _Fuser:
         at: Node,
         chain: Collection[str],
     ) -> _Fused:
-        types = self.index[name].types
-        known = tuple(types.get(o) for o in outs)
+        known = tuple(self._type(name, o) if o in self.index[name].types else None for o in outs)
         node = Node(f"autoshard.{op}.default", args, (), outs, known, at.origin, at.backward)
         return _Fused(node, at.name, tuple(dict.fromkeys((*chain, *outs))))
+
+    def _type(self, name: str, value: str) -> TensorType:
+        """Of a value of a segment as it will be: statistics that only kernels see are fp32."""
+        type_ = self.index[name].types[value]
+        narrow = type_.dtype in ("bf16", "f16") and (name, value) in self.private.statistics
+        return TensorType(type_.shape, "f32") if narrow else type_
 
     # what it is good for
 
     def _operands(self, name: str, values: Collection[str]) -> list[Operand]:
         """Values of a segment as the first rank holds them."""
-        new = {n: type_ for n, (type_, _, _) in self.inputs[name].items()}
-        types = {**new, **self.index[name].types}
+        new = self.inputs[name]
+        zero = (0,) * len(self.mesh.sizes)
         found = []
         for value in values:
-            if value in types:
-                zero = (0,) * len(self.mesh.sizes)
-                layout = self.layouts[name].get(value) or self.inputs[name][value][1]
-                shape = local_shape(types[value].shape, layout, self.mesh.sizes, zero)
-                found.append(Operand(shape, DTYPES[types[value].dtype][1]))
+            if value in new:
+                type_, layout, _ = new[value]
+            elif value in self.index[name].types:
+                type_, layout = self._type(name, value), self.layouts[name][value]
+            else:
+                continue
+            shape = local_shape(type_.shape, layout, self.mesh.sizes, zero)
+            found.append(Operand(shape, DTYPES[type_.dtype][1]))
         return found
 
     def _moved(self, name: str, made: _Fused) -> tuple[float, float]:
@@ -342,7 +351,8 @@ class _Fuser:
             elif replaced.isdisjoint(node.outs):
                 nodes.append(node)
         new = self.inputs[name]
-        inputs = (*graph.inputs, *((x, type_) for x, (type_, _, _) in new.items()))
+        old = tuple((n, self._type(name, n)) for n, _ in graph.inputs)
+        inputs = (*old, *((x, type_) for x, (type_, _, _) in new.items()))
         ordered = _ordered([n for n, _ in inputs], nodes)
         layouts = {**self.layouts[name], **{x: layout for x, (_, layout, _) in new.items()}}
         why = {**segment.why, **{f.node.name: self._why(name, f) for f in fused}}
@@ -355,6 +365,9 @@ class _Fuser:
         number = dict.fromkeys(segments, 0)
         for item, call in self.calls:
             name = call.segment
+            for out, inner in zip(call.outs, self.lowered.segments[name].graph.outputs, strict=True):
+                if (name, inner) in self.private.statistics:
+                    values[out] = replace(values[out], type=self._type(name, inner))
             given = tuple(names[number[name]] for _, _, names in self.inputs[name].values())
             number[name] += 1
             outs = []

@@ -19,6 +19,7 @@ from autoshard.kernels.registry import Cost, KernelSpec, operand, specs
 GOALS: Mapping[str, float] = MappingProxyType(
     {
         "add_rms_norm": 0.92,
+        "layer_norm": 0.92,
         "add_layer_norm": 0.92,
         "rms_norm": 0.92,
         "rms_norm_backward": 0.80,

@@ -35,7 +35,7 @@ from autoshard.runtime.resolve import RankView
 from autoshard.runtime.steps import PreparedSegment
 from autoshard.search.plan import Pipeline, Recompute
 
-FORWARD = ("rms_norm", "add_rms_norm", "add_layer_norm")
+FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
 BACKWARD = ("rms_norm_backward", "layer_norm_backward")
 
 
@@ -108,6 +108,30 @@ class Plain(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.a(x)
         return (h + self.b(self.norm(h))).float().square().mean()
+
+
+def test_layer_norms_in_half_precision() -> None:
+    """Both halves become kernels, so that statistics are fp32, as they are on a GPU; in all layers."""
+    model, inputs = family("gpt2").make()
+    analysis = analyse(capture(model.bfloat16(), (), inputs))
+    plan = plan_analysed(analysis, [Mesh.parse("dp=4")], load_cluster("cpu-gloo"))
+    made = compile_analysed(plan)
+    assert found(made.lowered) == {"layer_norm": 3, "add_layer_norm": 2, "layer_norm_backward": 5}
+    for segment in made.lowered.segments.values():
+        for node in segment.graph.nodes:
+            assert "native_layer_norm" not in node.op
+            if node.op.endswith("layer_norm.default"):
+                assert [t.dtype for t in node.types[-2:] if t] == ["f32", "f32"]
+        names = dict(segment.graph.inputs)
+        for node in segment.graph.nodes:
+            if "layer_norm_backward" in node.op:
+                assert {names[node.args[2].name].dtype, names[node.args[3].name].dtype} == {"f32"}
+    outs = []
+    for one in (made, compile_analysed(plan, kernels=False)):
+        lockstep, env = lockstep_step(one, model, inputs)
+        outs.append({r.target: lockstep.whole(env[r.value], r.value) for r in one.signature.results})
+    for target in outs[0]:
+        assert relative_error(outs[0][target].float(), outs[1][target].float()) < 5e-2, target
 
 
 class Gemma(nn.Module):

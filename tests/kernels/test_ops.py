@@ -132,6 +132,7 @@ def test_gradients() -> None:
     ops = torch.ops.autoshard
     assert torch.autograd.gradcheck(lambda x, w: ops.rms_norm(x, w, 1e-3, True)[0], (a, weight))
     assert torch.autograd.gradcheck(lambda x, y, w: ops.add_rms_norm(x, y, w, 1e-3, True)[:2], (a, b, weight))
+    assert torch.autograd.gradcheck(lambda x, w, c: ops.layer_norm(x, w, c, 1e-3)[0], (a, weight, bias))
     assert torch.autograd.gradcheck(
         lambda x, y, w, c: ops.add_layer_norm(x, y, w, c, 1e-3)[:2], (a, b, weight, bias)
     )
@@ -146,6 +147,8 @@ def test_layer_norm_is_torchs() -> None:
     x, y, mean, rstd = add_layer_norm(a, b, weight, bias, 1e-5)
     true = torch.native_layer_norm(a + b, (40,), weight, bias, 1e-5)
     assert torch.equal(x, a + b)
+    for one, other in zip(torch.ops.autoshard.layer_norm(x, weight, bias, 1e-5), true, strict=True):
+        assert torch.equal(one, other)
     for one, other in zip((y, mean, rstd), true, strict=True):
         assert torch.equal(one, other)
 
