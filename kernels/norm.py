@@ -39,7 +39,7 @@ def rms_norm(
     n = full * rstd
     if narrow and x.dtype != full.dtype:
         return (n.to(x.dtype) * weight).to(x.dtype), rstd
-    return n.mul_(weight).to(x.dtype), rstd
+    return n.mul_(wide(weight)).to(x.dtype), rstd
 
 
 def add_rms_norm(
@@ -54,13 +54,14 @@ def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of x [..., H] with ``more`` added, gradient of the weight [H])."""
-    full, dy = wide(x), wide(grad)
+    # torch is slow at ops on two element types: everything is made fp32 first
+    full, dy, gain = wide(x), wide(grad), wide(weight)
     product = dy * full
-    tilt = (product * weight).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
+    tilt = (product * gain).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
     dw = product.mul_(rstd).reshape(-1, x.shape[-1]).sum(0)
-    dx = (dy * weight).mul_(rstd).addcmul_(full, tilt)
+    dx = (dy * gain).mul_(rstd).addcmul_(full, tilt)
     if more is not None:
-        dx += more
+        dx += wide(more)
     return dx.to(x.dtype), dw.to(weight.dtype)
 
 
@@ -94,7 +95,7 @@ def layer_norm_backward(
         wide(grad), wide(x), weight.shape, mean, rstd, wide(weight), wide(weight), (True, True, True)
     )
     if more is not None:
-        dx += more
+        dx += wide(more)
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
