@@ -81,6 +81,8 @@ class _Fuser:
             for norm in forwards(index)
             if self._whole_rows(name, norm.x)
         }
+        #: values of segments that a kernel makes already: two norms may share a sum
+        self.claimed: dict[str, set[str]] = {name: set() for name in self.index}
         #: new inputs of segments: type, layout, and what each call binds to it
         self.inputs: dict[str, dict[str, tuple[TensorType, Layout, tuple[str, ...]]]] = {
             name: {} for name in self.index
@@ -104,7 +106,9 @@ class _Fuser:
     def _backwards(self, name: str) -> Iterator[_Fused]:
         """Gradients of norms whose other half is known, in every call of a segment."""
         for found in backwards(self.index[name]):
-            if not self._whole_rows(name, found.dx):
+            outs = {found.dx, *([found.dw] if found.dw else [])}
+            late = found.more and found.dw and self.index[name].depends(found.more, found.dw)
+            if late or not self._whole_rows(name, found.dx) or not outs.isdisjoint(self.claimed[name]):
                 continue
             halves = [self._norm_of(k, found) for k, call in self.calls if call.segment == name]
             known = [half for half in halves if half is not None]
@@ -113,6 +117,7 @@ class _Fuser:
                 continue
             if rows.given is not None:
                 self.inputs[name][rows.name] = rows.given
+            self.claimed[name].update(outs)
             yield self._rms_backward(name, found, rows)
 
     def _norm_of(self, item: int, found: Backward) -> tuple[int, Forward] | None:
@@ -202,9 +207,10 @@ class _Fuser:
     def _rms(self, name: str, norm: Forward) -> _Fused:
         y = self.index[name].makers[norm.y]
         own = (Ref(norm.weight), norm.eps, norm.narrow)
-        if norm.parts is None:
+        if norm.parts is None or norm.x in self.claimed[name]:
             args = (Ref(norm.x), *own)
             return self._fused(name, "rms_norm", args, (norm.y, norm.rstd), y, norm.chain)
+        self.claimed[name].add(norm.x)
         both, outs = tuple(map(Ref, norm.parts)), (norm.x, norm.y, norm.rstd)
         return self._fused(name, "add_rms_norm", (*both, *own), outs, y, (*norm.chain, norm.x))
 
@@ -246,6 +252,7 @@ class _Fuser:
             made = make(name, node)
             before, after = self._moved(name, made)
             if narrow or after < _WORTH * before:
+                self.claimed[name].update(made.node.outs)
                 found.append(made)
         return found
 
@@ -256,7 +263,8 @@ class _Fuser:
         type_ = index.types[x.name]
         parts = added.args if added is not None and not added.kwargs else ()
         same = all(isinstance(p, Ref) and index.types[p.name] == type_ for p in parts) and len(parts) == 2
-        if not same or any(index.depends(r.name, x.name) for r in (weight, bias)):
+        taken = x.name in self.claimed[name]
+        if taken or not same or any(index.depends(r.name, x.name) for r in (weight, bias)):
             return self._fused(name, "layer_norm", (x, weight, bias, eps), node.outs, node, node.outs)
         outs = (x.name, *node.outs)
         return self._fused(name, "add_layer_norm", (*parts, weight, bias, eps), outs, node, outs)
@@ -272,6 +280,7 @@ class _Fuser:
         more = next((a for a in last.args if a != Ref(dx)), None)
         fits = (
             isinstance(more, Ref)
+            and last.name not in self.claimed[name]
             and index.types[more.name] == index.types[dx] == index.types[last.name]
             and not any(index.depends(more.name, o) for o in node.outs)
         )

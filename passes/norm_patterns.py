@@ -145,7 +145,7 @@ def _forward(index: Index, rsqrt: Node) -> Forward | None:
         if other not in (x, wide) or index.types[node.name] != full:
             continue
         end = _weighted(index, node.name, source)
-        if end is not None:
+        if end is not None and not index.depends(end[0], rsqrt.name):
             weight, y, rows, narrow, more = end
             kept = [wide] if wide != x else []
             return Forward(

@@ -177,13 +177,46 @@ def test_ways_to_write_it(norm: Any, dtype: torch.dtype) -> None:
     assert counts["add_rms_norm"] == 1
     if norm is not Squares:
         assert counts["rms_norm_backward"] == 1
+    _equal(made, plain, model, x)
+
+
+def _equal(made: Program, plain: Program, model: nn.Module, x: torch.Tensor) -> None:
     outs = []
     for one in (made, plain):
         lockstep, env = lockstep_step(one, model, {"x": x})
         outs.append({r.target: lockstep.whole(env[r.value], r.value) for r in one.signature.results})
+    allowed = 1e-5 if x.dtype == torch.float32 else 3e-2
     for target in outs[0]:
-        allowed = 1e-5 if dtype == torch.float32 else 3e-2
         assert relative_error(outs[0][target].float(), outs[1][target].float()) < allowed, target
+
+
+class Twice(nn.Module):
+    """Two norms of one sum, beside each other, as in GPT-NeoX."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+        self.one, self.two = norm(16), norm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.a(x)
+        return (h + self.b(self.one(h)) + self.c(self.two(h))).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm], ids=["rms", "layer"])
+def test_two_norms_of_one_sum(norm: Any, dtype: torch.dtype) -> None:
+    """The sum becomes part of one of them only, and their gradients arrive at it one after the other."""
+    torch.manual_seed(0)
+    model = Twice(norm).to(dtype)
+    x = torch.randn(4, 3, 16).to(dtype)
+    analysis = analyse(capture(model, (x,), {}))
+    plan = plan_analysed(analysis, [Mesh.parse("dp=2")], load_cluster("cpu-gloo"))
+    made, plain = (compile_analysed(plan, kernels=k) for k in (True, False))
+    counts = found(made.lowered)
+    assert counts["add_rms_norm" if norm is nn.RMSNorm else "add_layer_norm"] == 1
+    assert counts["rms_norm_backward" if norm is nn.RMSNorm else "layer_norm_backward"] >= 1
+    _equal(made, plain, model, x)
 
 
 # graphs by hand
