@@ -17,9 +17,11 @@ from pipelines import cuts_of
 from pipelines import planned as pipelined
 from planned import planned
 from torch import nn
+from typer.testing import CliRunner
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
+from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
@@ -383,3 +385,32 @@ def test_programs_are_read_back(tmp_path: Path) -> None:
     assert PASSES[-1] == "090_fuse_kernels" and "add_rms_norm" in made.dumps["090_fuse_kernels"]
     assert "# kernel: moves" in program_text(made)
     assert "090_fuse_kernels" not in program("llama", "dp=2,tp=2", False).dumps
+
+
+TARGET = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 16), nn.RMSNorm(16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.down(self.norm(x + self.up(x))).square().mean()
+
+
+def block():
+    return Block(), torch.randn(4, 16)
+"""
+
+
+def test_command_line_leaves_kernels_out(tmp_path: Path) -> None:
+    (tmp_path / "target.py").write_text(TARGET)
+    target = f"{tmp_path / 'target.py'}:block"
+    for option, there in (("--kernels", True), ("--no-kernels", False)):
+        out = tmp_path / option
+        told = CliRunner().invoke(app, ["compile", target, "--mesh", "dp=2", "-o", str(out), option])
+        assert told.exit_code == 0, told.output
+        assert ("autoshard.add_rms_norm" in (out / "program.py").read_text()) is there
