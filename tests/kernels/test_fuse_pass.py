@@ -36,6 +36,9 @@ from autoshard.rules.local import MeshShape
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.steps import PreparedSegment
 from autoshard.search.plan import Pipeline, Recompute
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.ops import Ops, placed_of
+from autoshard.simulate.work import Traffic
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
 BACKWARD = ("rms_norm_backward", "layer_norm_backward")
@@ -414,3 +417,14 @@ def test_command_line_leaves_kernels_out(tmp_path: Path) -> None:
         told = CliRunner().invoke(app, ["compile", target, "--mesh", "dp=2", "-o", str(out), option])
         assert told.exit_code == 0, told.output
         assert ("autoshard.add_rms_norm" in (out / "program.py").read_text()) is there
+
+
+def test_simulation_prices_kernels_by_their_cost() -> None:
+    """What `simulate` counts for a kernel is what its cost function says, of a rank's part."""
+    made = program("llama", "dp=4").lowered
+    segment = made.segments["layers_bwd"]
+    node = next(n for n in segment.graph.nodes if "rms_norm_backward" in n.op)
+    work = Ops(Mesh.parse("dp=4"), (0,), Behaviour()).work(node, placed_of(segment))
+    # a rank has 2 of 8 sequences: gradients, x and the sum around, a statistic per row, two weights, in fp32
+    rows = 2 * 12
+    assert [w.nbytes for w in work if isinstance(w, Traffic)] == [4 * (4 * rows * 32 + rows + 2 * 32)]

@@ -269,3 +269,5 @@ def test_kernels_do_not_take_fp64() -> None:
     run = launched("no_such_module", "quantise", quant.quantise_reference)
     x = torch.randn(100, generator=generator(), dtype=F64)
     assert torch.equal(run(x, 8, 32), quantise(x, 8, 32))
+    run = launched("no_such_module", "sum_squares", sum_squares)
+    assert torch.equal(run([x, x]), sum_squares([x, x]))
