@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-gpu clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 export PYTHONUNBUFFERED := 1
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## run examples/demo.py
 	$(BIN)/python examples/demo.py
@@ -40,6 +40,9 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python -m autoshard.bench $(BENCH_ARGS)
+
+bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
+	$(BIN)/python -m autoshard.bench.kernels $(BENCH_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)
 	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
