@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from families import family
-from lockstep_check import compare_step
+from lockstep_check import compare_step, lockstep_step
 from slow_links import slow_cluster
 from test_gloo import HERE, torchrun
 
@@ -264,6 +264,22 @@ def test_with_fewer_bits_on_every_level() -> None:
     assert 1e-5 < max(errors.values()) < 0.03
 
 
+def test_gathers_over_several_levels_are_rounded_once() -> None:
+    """What travels inside the node is the buffer that came over the network."""
+    model, inputs = family("llama").make()
+    wish = zero3(planned("fsdp=8"))
+    made = compile_analysed(wish, hierarchy="levels", allow="int8-weights")
+    over = {n.args[1] for n in nodes_of(made) if n.op.startswith("comm.all_gather_q")}
+    assert over == {(NETWORK, NODE, PAIR)}
+    apart, _ = lockstep_step(made, model, inputs)
+    whole, _ = lockstep_step(compile_analysed(wish, allow="int8-weights"), model, inputs)
+    # the same shards in the same groups: the same numbers
+    assert [r.error for r in apart.rounding] == pytest.approx([r.error for r in whole.rounding], rel=1e-9)
+    copied = compile_analysed(wish, hierarchy="copy=node", allow="int8-weights")
+    over = {n.args[1] for n in nodes_of(copied) if n.op.startswith("comm.all_gather_q")}
+    assert over == {NETWORK, (NODE, PAIR)}
+
+
 def test_uneven_sizes_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="cannot be laid out") as caught:
         program("levels", "fsdp=8", "gpt2")  # a vocabulary of 97
@@ -316,6 +332,7 @@ RUNS = [
     ("copy=node", "", 0.0, 1e-4),
     ("copy=node,once,gradients=node", "", 0.0, 1e-4),
     ("off", "int8-weights,int8-gradients", 1e-6, 0.1),
+    ("levels", "int8-weights", 1e-6, 0.1),
     ("copy=node,once,gradients=node", "int8-weights,int4-gradients", 1e-6, 0.4),
 ]
 

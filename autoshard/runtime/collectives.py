@@ -182,17 +182,24 @@ class GroupCollectives:
         self,
         view: RankView,
         xs: Sequence[torch.Tensor],
-        axis: str,
+        axis: str | Sequence[str],
         wheres: Sequence[Where],
         bits: Sequence[int],
         group: int,
     ) -> list[torch.Tensor]:
         """Several gathers as one message in which those with bits are quantised; also the rank's own part
-        comes out as the others see it."""
-        ways = view.size_of(axis)
+        comes out as the others see it. Over several axes (outermost first) the buffers of all ranks so far
+        travel on as they are."""
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        sizes = [view.size_of(a) for a in axes]
+        ways = prod(sizes)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
-        wires = self._gather(pack([xs], how), ways, axis)
+        wires = pack([xs], how)
+        for size, name in zip(sizes, axes, strict=True):
+            wires = self._gather(wires, size, name)
+        # the last axis came last, and so stands first
+        wires = wires.view(*reversed(sizes), -1).permute(*reversed(range(len(sizes))), -1).reshape(ways, -1)
         return [
             joined(rows, parts, dim, outer)
             for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
