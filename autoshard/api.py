@@ -33,10 +33,11 @@ from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.hierarchies import Way, best_way, comparison, ways
 from autoshard.passes.capture import capture
-from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.hierarchy import ByLevel, Levels
 from autoshard.passes.pipeline import REFINES, Lowering, check_slices
 from autoshard.passes.quantise_collectives import Precision, Quantising
 from autoshard.passes.scatter_sends import Saving
+from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -436,16 +437,7 @@ def compile_analysed(
         )
     say("emitting programs")
     mesh = Mesh.parse(plan.mesh)
-    order = RankOrder(plan.order) if plan.order else None
-    prices = cost_model(planned.cluster, mesh, order)
-    how = Lowering(
-        analysis.flow,
-        plan,
-        MeshShape(mesh.names, mesh.sizes),
-        prices.plain,
-        analysis.table,
-        saving=_saving(planned.cluster, mesh, plan),
-    )
+    how = _lowering(analysis, plan, planned.cluster)
 
     def build(way: Way) -> Program:
         laid = _laid_out(how, way, planned.cluster, precision)
@@ -458,6 +450,35 @@ def compile_analysed(
             program, dumps={**program.dumps, REFINES: comparison(tried) + program.dumps[REFINES]}
         )
     return replace(program, user_ops=_user_ops(analysis))
+
+
+def laid_out(
+    planned: Planned, levels: Sequence[Levels], secondary: Secondary = NO_SECONDARY, allow: str = ""
+) -> Program:
+    """The program of a plan with collectives laid on levels in one way; see `hierarchies`.
+
+    For microbatches of the batch that the plan's model was captured with. Raises CannotRefineError if it has
+    no such form.
+    """
+    way = Way("given", tuple(levels), secondary)
+    how = _lowering(planned.analysis, planned.plan, planned.cluster)
+    laid = _laid_out(how, way, planned.cluster, Precision.parse(allow))
+    analysis, plan = planned.analysis, planned.plan
+    return build_program(analysis.folded, laid, plan, analysis.dumps, _schedule(plan))
+
+
+def _lowering(analysis: Analysis, plan: Plan, cluster: Cluster) -> Lowering:
+    """The passes after the search, all collectives over whole axes."""
+    mesh = Mesh.parse(plan.mesh)
+    order = RankOrder(plan.order) if plan.order else None
+    return Lowering(
+        analysis.flow,
+        plan,
+        MeshShape(mesh.names, mesh.sizes),
+        cost_model(cluster, mesh, order).plain,
+        analysis.table,
+        saving=_saving(cluster, mesh, plan),
+    )
 
 
 def _whole(mesh: Mesh, plan: Plan) -> Mesh:

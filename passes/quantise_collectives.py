@@ -24,6 +24,7 @@ from autoshard.rules.local import MeshShape
 
 GROUP = 256
 _GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
+_GATHER_Q = "comm.all_gather_q_bucket.default"
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 _REDUCTIONS = (*_SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$")
@@ -236,6 +237,15 @@ def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]
     return found
 
 
+def _calls_of(lowered: Lowered) -> dict[str, list[Call]]:
+    """The calls of every segment."""
+    found: dict[str, list[Call]] = {name: [] for name in lowered.segments}
+    for item in lowered.main:
+        if isinstance(item, Call):
+            found[item.segment].append(item)
+    return found
+
+
 class Weights:
     """Which values of a program are parameters, or parts of them that were gathered.
 
@@ -245,10 +255,11 @@ class Weights:
     def __init__(self, lowered: Lowered, params: Collection[str]) -> None:
         self.inside: dict[str, set[str]] = {name: set() for name in lowered.segments}
         main = self.inside[""] = set(params)
+        calls_of = _calls_of(lowered)
         while True:
             before = {name: len(found) for name, found in self.inside.items()}
             for name, segment in lowered.segments.items():
-                calls = [i for i in lowered.main if isinstance(i, Call) and i.segment == name]
+                calls = calls_of[name]
                 for k, (inner, _) in enumerate(segment.graph.inputs):
                     if calls and all(call.args[k] in main for call in calls):
                         self.inside[name].add(inner)
@@ -265,7 +276,7 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in _GATHERS:
+            if node.op in (*_GATHERS, _GATHER_Q):
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
@@ -284,8 +295,9 @@ class Gradients:
         nodes = [i for i in lowered.main if isinstance(i, Node)]
         main = self._before(nodes, {g for g in grads if g not in used})
         self.inside: dict[str, set[str]] = {"": main}
+        calls_of = _calls_of(lowered)
         for name, segment in lowered.segments.items():
-            calls = [i for i in lowered.main if isinstance(i, Call) and i.segment == name]
+            calls = calls_of[name]
             graph: Graph = segment.graph
             used = {r for n in graph.nodes for r in refs_of(n)}
             ends = {
