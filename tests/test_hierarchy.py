@@ -14,7 +14,8 @@ from slow_links import slow_cluster
 from test_gloo import HERE, torchrun
 
 from autoshard import UsageError
-from autoshard.api import Planned, compile_analysed, plan
+from autoshard.api import Planned, compile_analysed, laid_out, plan
+from autoshard.bench.frontier import crossing, parameter_bytes
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
@@ -22,6 +23,7 @@ from autoshard.hierarchies import ways
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.lowered import Placed
 from autoshard.passes.hierarchy import Levels, check_levels
+from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
 from autoshard.placement import Shard
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -322,6 +324,27 @@ def test_a_stored_program_reads_back(tmp_path: Path) -> None:
     again = load_program(tmp_path / "p")
     assert again.mesh == made.mesh
     assert [(n.op, n.args) for n in nodes_of(again)] == [(n.op, n.args) for n in nodes_of(made)]
+
+
+@pytest.mark.parametrize(
+    ("levels", "secondary", "microbatches", "expected"),
+    [
+        (False, NO_SECONDARY, 1, 3 * 7 / 8),  # two gathers and a reduction, in rings of eight
+        (True, NO_SECONDARY, 1, 3 / 2),  # of which half of the ranks are in the other node
+        (True, Secondary((NETWORK,)), 1, 2 / 2),
+        (True, NO_SECONDARY, 4, 4 * 3 / 2),
+        (True, Secondary((NETWORK, NODE), True, (NETWORK,)), 4, 2 / 2),
+    ],
+)
+def test_what_comes_into_a_node(
+    levels: bool, secondary: Secondary, microbatches: int, expected: float
+) -> None:
+    wish = zero3(planned("fsdp=8"))
+    wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
+    apart = (Levels("fsdp", levels_of(three_levels(), Mesh.parse("fsdp=8"), "fsdp")),) if levels else ()
+    made = laid_out(wish, apart, secondary)
+    # the head's weight and the embedding are used once each way; activations are never sent
+    assert crossing(made, three_levels()) / parameter_bytes(made) == pytest.approx(expected, rel=0.07)
 
 
 # -- four processes ------------------------------------------------------------------------------------
