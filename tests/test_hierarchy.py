@@ -20,11 +20,12 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
 from autoshard.hierarchies import ways
-from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Placed
+from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.passes.hierarchy import Levels, check_levels
+from autoshard.passes.keep_part import keep_part
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
-from autoshard.placement import Shard
+from autoshard.placement import Layout, Partial, R, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import verify
@@ -280,6 +281,32 @@ def test_gathers_over_several_levels_are_rounded_once() -> None:
     copied = compile_analysed(wish, hierarchy="copy=node", allow="int8-weights")
     over = {n.args[1] for n in nodes_of(copied) if n.op.startswith("comm.all_gather_q")}
     assert over == {NETWORK, (NODE, PAIR)}
+
+
+def test_a_part_of_a_sum_is_scattered_at_once() -> None:
+    """What is reduced everywhere and then cut becomes a reduce-scatter; what is used whole stays."""
+    layout: Layout = (Partial(),)
+    kinds = {"x": layout, "whole": (R,), "part": (Shard(1),), "other": (R,), "cut": (Shard(1),), "seen": (R,)}
+    type_ = TensorType((4, 8), "f32")
+
+    def node(
+        op: str, args: tuple[object, ...], out: str, kwargs: tuple[tuple[str, object], ...] = ()
+    ) -> Node:
+        return Node(op, args, kwargs, (out,), (type_,))
+
+    nodes = (
+        node("comm.all_reduce.default", (Ref("x"), "fsdp"), "whole"),
+        node("comm.slice.default", (Ref("whole"), "fsdp", 1), "part", outer=2),
+        node("comm.all_reduce.default", (Ref("x"), "fsdp"), "other"),
+        node("comm.slice.default", (Ref("other"), "fsdp", 1), "cut"),
+        node("aten.neg.default", (Ref("other"),), "seen"),
+    )
+    graph = Graph("bwd", (("x", type_),), nodes, ("part", "cut", "seen"))
+    before = Lowered({"bwd": LoweredSegment(graph, dict(kinds), {})}, (), {}, ())
+    after = keep_part(before).segments["bwd"]
+    scattered = node("comm.reduce_scatter.default", (Ref("x"), "fsdp", 1), "part", outer=2)
+    assert after.graph.nodes == (scattered, *nodes[2:])
+    assert "whole" not in after.layouts and "other" in after.layouts
 
 
 def test_uneven_sizes_are_refused_by_name() -> None:
