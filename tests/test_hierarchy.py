@@ -289,10 +289,8 @@ def test_a_part_of_a_sum_is_scattered_at_once() -> None:
     kinds = {"x": layout, "whole": (R,), "part": (Shard(1),), "other": (R,), "cut": (Shard(1),), "seen": (R,)}
     type_ = TensorType((4, 8), "f32")
 
-    def node(
-        op: str, args: tuple[object, ...], out: str, kwargs: tuple[tuple[str, object], ...] = ()
-    ) -> Node:
-        return Node(op, args, kwargs, (out,), (type_,))
+    def node(op: str, args: tuple[object, ...], out: str, **kwargs: object) -> Node:
+        return Node(op, args, tuple(kwargs.items()), (out,), (type_,))
 
     nodes = (
         node("comm.all_reduce.default", (Ref("x"), "fsdp"), "whole"),
