@@ -6,8 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -18,35 +16,23 @@ from torch.utils import _pytree as pytree
 from autoshard.analysis import Analysis, analyse
 from autoshard.candidates import PipeAsk, given, searched
 from autoshard.cluster import (
-    Axis,
     Cluster,
     Mesh,
-    RankOrder,
     load_cluster,
     parse_target,
     usable_memory,
 )
-from autoshard.cost.collective import AxisLink, link_of, seconds
-from autoshard.cost.kernel_time import traffic_seconds
-from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
-from autoshard.errors import InfeasibleError, UsageError, VerificationError
-from autoshard.hierarchies import Way, best_way, comparison, ways
+from autoshard.emitting import Emission, emit
+from autoshard.errors import UsageError, VerificationError
+from autoshard.fitting import Fitter, Peak
 from autoshard.passes.capture import capture
-from autoshard.passes.hierarchy import ByLevel, Levels
-from autoshard.passes.pipeline import REFINES, Lowering, check_slices
-from autoshard.passes.quantise_collectives import Precision, Quantising
-from autoshard.passes.scatter_sends import Saving
-from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
-from autoshard.program.build import build_program
+from autoshard.passes.pipeline import check_slices
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.schedules.registry import make
-from autoshard.schedules.schedule import Schedule
-from autoshard.search.choose import Ask, Settled, choose, retuned
+from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
@@ -54,15 +40,7 @@ from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import (
-    Cutting,
-    Schedules,
-    Staging,
-    bare_seconds,
-    in_parts,
-    microbatch_seconds,
-    pipe_link,
-)
+from autoshard.staging import Staging
 
 Progress = Callable[[str], None]
 
@@ -102,7 +80,8 @@ class Planned:
     The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
     saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
-    staging: how its pipeline was cut, None without one.
+    staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
+    where no limit was set.
     """
 
     plan: Plan
@@ -111,6 +90,7 @@ class Planned:
     settled: Settled | None = field(default=None, repr=False)
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
+    peak: Peak | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -238,22 +218,13 @@ def plan_analysed(
 
     say = progress or (lambda _: None)
 
-    cutter = _Cutter(analysis, cluster, ask)
-
-    def judge(found: Settled) -> float:
-        try:
-            return cutter.of(found).seconds() + bare_seconds(found.placed)
-        except InfeasibleError:
-            return inf
-
-    settled = choose(analysis.model, meshes, cluster, ask, say, judge)
-    staging = None
-    if settled.configuration.pipe.ranks > 1:
-        say("cutting the pipeline")
-        slices = settled.configuration.pipe.slices
-        if slices > 1:
-            check_slices(settled.posed.model.folded, cutter.lowering(settled), slices)
-        settled, staging = _fitting(settled, ask, lambda found: cutter.of(found).best(fixed=fixed))
+    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say)
+    settled = choose(analysis.model, meshes, cluster, ask, say, fitter)
+    slices = settled.configuration.pipe.slices
+    if slices > 1:
+        check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
+    fitted = fitter.fitted(settled)
+    settled, staging = fitted.settled, fitted.staging
     best = explain(
         settled,
         cluster,
@@ -264,69 +235,7 @@ def plan_analysed(
     )
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    return Planned(best, analysis, cluster, settled, staging=staging)
-
-
-def _fitting(settled: Settled, ask: Ask, cut: Callable[[Settled], Staging]) -> tuple[Settled, Staging]:
-    """The stages of a solution; where the fullest rank is too full, of one found to hold less."""
-    for room in _ROOMS:
-        found = settled if room == 1 else retuned(settled, ask, room)
-        if found is None:
-            continue
-        settled = found
-        try:
-            return settled, cut(settled)
-        except InfeasibleError as error:
-            failure = error
-    raise failure
-
-
-class _Cutter:
-    """Places solutions and cuts them; what was done for one is kept for when it is asked for again."""
-
-    def __init__(self, analysis: Analysis, cluster: Cluster, ask: Ask) -> None:
-        self.analysis, self.cluster, self.ask = analysis, cluster, ask
-        self._schedules = Schedules()
-        self._known: list[tuple[Settled, Cutting]] = []
-
-    def of(self, settled: Settled) -> Cutting:
-        """The model at the microbatch of a solution, placed by it."""
-        for other, cutting in self._known:
-            if _same(other, settled):
-                return cutting
-        made = self._made(settled)
-        self._known.append((settled, made))
-        return made
-
-    def lowering(self, settled: Settled) -> Lowering:
-        """How the passes place the model of a solution."""
-        cluster, budget = self.cluster, self.ask.budget
-        plan = explain(settled, cluster, self.analysis.fingerprint, budget=budget, reasons=False)
-        model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
-        shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-        return Lowering(model.flow, plan, shape, prices.plain, self.analysis.table)
-
-    def _made(self, settled: Settled) -> Cutting:
-        cluster, budget = self.cluster, self.ask.budget
-        return Cutting(
-            settled.posed.model.folded,
-            self.lowering(settled),
-            cluster,
-            self.ask.recipe,
-            budget,
-            microbatch=microbatch_seconds(settled.placed),
-            schedules=self._schedules,
-        )
-
-
-def _same(a: Settled, b: Settled) -> bool:
-    """Whether two solutions place and run everything alike."""
-    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
-    return a.posed is b.posed and a.configuration == b.configuration and states
-
-
-#: shares of the memory that the search is given until the stages fit
-_ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
+    return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -386,21 +295,15 @@ def compile(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
-    allow: str = "",
-    hierarchy: str = "off",
     rules: Rules = None,
     progress: Progress | None = None,
+    **passes: Any,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
-    allow: with how few bits parameters and gradients may travel between ranks where that is faster, as
-    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it. hierarchy: how collectives are laid
-    on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
-    `hierarchies.ways`); the program's mesh then has an axis for each of them.
-
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
-    made for.
+    made for. passes: which optional passes run, see `emitting.Emission`.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
@@ -408,18 +311,16 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say, allow=allow, hierarchy=hierarchy))
+    return Compiled(compile_analysed(plan, say, **passes))
 
 
-def compile_analysed(
-    planned: Planned, progress: Progress | None = None, *, allow: str = "", hierarchy: str = "off"
-) -> Program:
+def compile_analysed(planned: Planned, progress: Progress | None = None, **passes: Any) -> Program:
     """The program of a plan, from the analysis it was made with.
 
-    The program is one microbatch; a model that was captured with another batch is captured again.
+    The program is one microbatch; a model that was captured with another batch is captured again. passes: see
+    `emitting.Emission`.
     """
     say = progress or (lambda _: None)
-    precision = Precision.parse(allow)
     analysis, plan = planned.analysis, planned.plan
     captured = batch_of(analysis.folded)
     if plan.batch and captured != plan.batch:
@@ -436,103 +337,8 @@ def compile_analysed(
             hint="plan again",
         )
     say("emitting programs")
-    mesh = Mesh.parse(plan.mesh)
-    how = _lowering(analysis, plan, planned.cluster)
-
-    def build(way: Way) -> Program:
-        laid = _laid_out(how, way, planned.cluster, precision)
-        return build_program(analysis.folded, laid, plan, analysis.dumps, _schedule(plan))
-
-    options = ways(hierarchy, planned.cluster, _whole(mesh, plan), mesh)
-    program, tried = best_way(options, build, planned.cluster, plan.budget, say)
-    if REFINES in program.dumps:
-        program = replace(
-            program, dumps={**program.dumps, REFINES: comparison(tried) + program.dumps[REFINES]}
-        )
+    program = emit(plan, analysis, planned.cluster, Emission(**passes), say)
     return replace(program, user_ops=_user_ops(analysis))
-
-
-def laid_out(
-    planned: Planned, levels: Sequence[Levels], secondary: Secondary = NO_SECONDARY, allow: str = ""
-) -> Program:
-    """The program of a plan with collectives laid on levels in one way; see `hierarchies`.
-
-    For microbatches of the batch that the plan's model was captured with. Raises CannotRefineError if it has
-    no such form.
-    """
-    way = Way("given", tuple(levels), secondary)
-    how = _lowering(planned.analysis, planned.plan, planned.cluster)
-    laid = _laid_out(how, way, planned.cluster, Precision.parse(allow))
-    analysis, plan = planned.analysis, planned.plan
-    return build_program(analysis.folded, laid, plan, analysis.dumps, _schedule(plan))
-
-
-def _lowering(analysis: Analysis, plan: Plan, cluster: Cluster) -> Lowering:
-    """The passes after the search, all collectives over whole axes."""
-    mesh = Mesh.parse(plan.mesh)
-    order = RankOrder(plan.order) if plan.order else None
-    return Lowering(
-        analysis.flow,
-        plan,
-        MeshShape(mesh.names, mesh.sizes),
-        cost_model(cluster, mesh, order).plain,
-        analysis.table,
-        saving=_saving(cluster, mesh, plan),
-    )
-
-
-def _whole(mesh: Mesh, plan: Plan) -> Mesh:
-    """The mesh of all ranks."""
-    if plan.pipeline is None:
-        return mesh
-    at = plan.pipeline.position
-    return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
-
-
-def _laid_out(how: Lowering, way: Way, cluster: Cluster, precision: Precision) -> Lowering:
-    """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
-    taken = replace(
-        how,
-        hierarchy=tuple(ByLevel(levels, lambda kind, nbytes, axis: 0.0) for levels in way.levels),
-        secondary=way.secondary,
-    )
-    mesh, last = Mesh.parse(str(how.mesh)), Mesh.parse(str(taken.last_mesh))
-    links: dict[str, AxisLink] = {}
-    for each in (mesh, last):
-        whole = _whole(each, how.plan)
-        links |= {
-            a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
-        }
-
-    def of(kind: str, nbytes: float, axis: str) -> float:
-        return float(seconds(kind, nbytes, links[axis]))
-
-    hierarchy = tuple(ByLevel(levels, of) for levels in way.levels)
-    quantise = None
-    if str(precision):
-        copy = partial(traffic_seconds, device=cluster.device)
-        quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
-    return replace(taken, hierarchy=hierarchy, quantise=quantise)
-
-
-def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
-    """What sending between stages in parts saves, None without a pipeline."""
-    if plan.pipeline is None:
-        return None
-    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
-
-    def saving(nbytes: float, axis: int) -> float:
-        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
-
-    return saving
-
-
-def _schedule(plan: Plan) -> Schedule | None:
-    """The order in which the stages of a plan run, None without a pipeline."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return None
-    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:
@@ -573,8 +379,6 @@ def parallelize(
     chunks: int | None = None,
     microbatches: int | None = None,
     slices: int | None = None,
-    allow: str = "",
-    hierarchy: str = "off",
     seed: int = 0,
     rules: Rules = None,
 ) -> Any:
@@ -583,9 +387,8 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`, for allow and hierarchy `compile`. Every rank given the same
-    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
-    nn.Module class or a factory.
+    chosen unless given; for slices see `plan`. Every rank given the same arguments comes to the same
+    plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
     """
     if model is None:
         return functools.partial(
@@ -598,8 +401,6 @@ def parallelize(
             chunks=chunks,
             microbatches=microbatches,
             slices=slices,
-            allow=allow,
-            hierarchy=hierarchy,
             seed=seed,
             rules=rules,
         )
@@ -613,8 +414,6 @@ def parallelize(
         "chunks": chunks,
         "microbatches": microbatches,
         "slices": slices,
-        "allow": allow,
-        "hierarchy": hierarchy,
         "seed": seed,
         "rules": rules,
     }
@@ -645,15 +444,13 @@ def _parallelize_now(
     example_inputs: Any,
     *,
     seed: int,
-    allow: str,
-    hierarchy: str,
     **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
     planned = plan(model, mesh, example_inputs=example_inputs, **options)
-    program = compile_analysed(planned, allow=allow, hierarchy=hierarchy)
+    program = compile_analysed(planned)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
 

@@ -27,6 +27,7 @@ import torch
 from autoshard.errors import UsageError
 from autoshard.kernels.launch import launched
 from autoshard.kernels.registry import KernelSpec, all_moved
+from autoshard.kernels.samples import Generator, normal, whole
 from autoshard.torch_adapters.op_library import define
 
 #: scales below this are 0: their inverse would not be finite
@@ -260,13 +261,10 @@ define(
 # samples
 
 
-def _noise(
-    g: torch.Generator, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _noise(g: Generator, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Normal values whose size differs from group to group."""
-    x = torch.randn(*shape, generator=g, dtype=torch.float32, device=g.device)
-    x *= torch.exp2(torch.randint(-8, 8, (shape[0], 1), generator=g, device=g.device).float())
-    return x.to(device=device, dtype=dtype)
+    sizes = torch.exp2(whole(g, -8, 8, (shape[0], 1), device).float())
+    return (normal(g, shape, torch.float32, device) * sizes).to(dtype)
 
 
 def hostile(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -281,49 +279,37 @@ def hostile(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return x.to(device=device, dtype=dtype)
 
 
-def _quantise_samples(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _quantise_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits in (8, 4):
         yield _noise(g, (3, 1000), dtype, device), bits, 256
         yield _noise(g, (2, 31), dtype, device), bits, 32
         yield hostile(dtype, device), bits, 64
 
 
-def _dequantise_samples(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _dequantise_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for x, bits, group in _quantise_samples(g, dtype, device):
         yield quantise_rows_reference(x, bits, group), x.shape[1], bits, group, dtype
 
 
-def _copy_out_samples(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _copy_out_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits in (8, 4):
         for sizes in ([512, 256, 1024], [5, 300, 1, 0, 77]):
             x = _noise(g, (3, sum(sizes)), dtype, device)
             yield quantise_rows_reference(x, bits, 256), sizes, bits, 256, dtype
 
 
-def _large_quantise(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _large_quantise(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits in (8, 4):
-        yield torch.randn(1, 1 << 28, generator=g, device=device, dtype=dtype), bits, 256
+        yield normal(g, (1, 1 << 28), dtype, device), bits, 256
 
 
-def _large_dequantise(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _large_dequantise(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits in (8, 4):
-        x = torch.randn(8, 1 << 25, generator=g, device=device, dtype=dtype)
+        x = normal(g, (8, 1 << 25), dtype, device)
         yield quantise_rows(x, bits, 256), 1 << 25, bits, 256, dtype
 
 
-def _large_copy_out(
-    g: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[Any, ...]]:
+def _large_copy_out(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     sizes = [4096 * 4096 // 8] * 4 + [4096 * 11008 // 8] * 3
     for bits in (8, 4):
         x = torch.randn(8, sum(sizes), generator=g, device=device, dtype=dtype)

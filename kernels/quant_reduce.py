@@ -21,6 +21,7 @@ from autoshard.kernels.quant import (
     quantise_rows_reference,
 )
 from autoshard.kernels.registry import KernelSpec, all_moved
+from autoshard.kernels.samples import Generator, normal
 from autoshard.torch_adapters.op_library import define
 
 
@@ -58,18 +59,18 @@ define(
 )
 
 
-def _samples(g: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+def _samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits, group in ((8, 256), (4, 64)):
         for ways, numel in ((1, 300), (5, 700)):
-            x = torch.randn(ways, numel, generator=g, device=g.device).to(device)
+            x = normal(g, (ways, numel), torch.float32, device)
             yield quantise_rows_reference(x, bits, group), numel, bits, group, dtype
         x = hostile(torch.float32, device)
         yield quantise_rows_reference(x, bits, group), x.shape[1], bits, group, dtype
 
 
-def _large(g: torch.Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+def _large(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for bits in (8, 4):
-        x = torch.randn(8, 1 << 25, generator=g, device=device, dtype=dtype)
+        x = normal(g, (8, 1 << 25), dtype, device)
         yield quantise_rows(x, bits, 256), 1 << 25, bits, 256, dtype
 
 

@@ -12,8 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from autoshard.kernels.launch import Prepared, prepare_of
+from autoshard.kernels.samples import Generator
+
 #: modules of this folder that have kernels
-MODULES = ("quant", "quant_reduce")
+MODULES = ("norm", "quant", "quant_reduce", "vocab_ce")
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Cost:
 #: (tensor arguments, outputs) -> cost. The planner and the benchmark both ask this function.
 CostFn: TypeAlias = Callable[[Sequence[Operand], Sequence[Operand]], Cost]
 #: (generator, element type, device) -> argument lists
-SampleFn: TypeAlias = Callable[[torch.Generator, torch.dtype, torch.device], Iterator[tuple[Any, ...]]]
+SampleFn: TypeAlias = Callable[[Generator, torch.dtype, torch.device], Iterator[tuple[Any, ...]]]
 
 #: largest error allowed, as a part of the largest value of an output, where a result is rounded once
 ROUNDING: Mapping[torch.dtype, float] = MappingProxyType(
@@ -83,11 +86,9 @@ class KernelSpec:
         """As programs call it."""
         return f"autoshard.{self.name}.default"
 
-    def launcher(self) -> Callable[..., Any]:
-        """The Triton launch; needs triton."""
-        module, function = self.launch
-        found: Callable[..., Any] = getattr(import_module(f"autoshard.kernels.{module}"), function)
-        return found
+    def prepare(self) -> Callable[..., Prepared]:
+        """What makes the Triton launches; needs triton."""
+        return prepare_of(*self.launch)
 
 
 @cache

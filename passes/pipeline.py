@@ -17,6 +17,7 @@ from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
+from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
 from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
@@ -45,9 +46,10 @@ class Lowering:
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
-    in parts saves; None to send everything whole. quantise: with how few bits parameters and gradients may
-    travel; None for all of them. hierarchy: axes whose collectives are done level by level. secondary: which
-    parameters and gradients are split over fewer ranks within a step.
+    in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
+    bucket: whether collectives of parameters share messages. quantise: with how few bits parameters and
+    gradients may travel; None for all of them. hierarchy: axes whose collectives are done level by level.
+    secondary: which parameters and gradients are split over fewer ranks within a step.
     """
 
     flow: Flow
@@ -57,6 +59,8 @@ class Lowering:
     rules: Mapping[str, RuleFn]
     split_backward: bool = False
     saving: Saving | None = None
+    kernels: bool = False
+    bucket: bool = True
     quantise: Quantising | None = None
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
@@ -108,7 +112,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         ports = {p.name for p in folded.joint.ports}
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
         _watched("054_scatter_sends", lowered, watch)
-    kept = _kept_ports(folded, how)
+    kept = kept_ports(folded, how)
     if kept and how.plan.microbatches > 1:
         lowered = gather_once(lowered, kept)
         _watched("056_gather_once", lowered, watch)
@@ -119,7 +123,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
         _watched("058_slice_sequence", lowered, watch)
         lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
-    lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
+    if how.bucket:
+        lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
@@ -137,7 +142,11 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     if how.quantise is not None:
         lowered = quantise_collectives(lowered, params, grads, how.last_mesh, how.quantise)
         _watched("075_quantise_collectives", lowered, watch)
-    return _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    if not how.kernels:
+        return lowered
+    fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
+    return _watched("090_fuse_kernels", fused, watch)
 
 
 def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
@@ -151,23 +160,26 @@ def _ports(folded: Folded, kind: str) -> set[str]:
     return {p.name for p in folded.joint.ports if p.kind == kind}
 
 
-def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
+def kept_ports(folded: Folded, how: Lowering) -> set[str]:
     """Parameters whose gathered copies the plan keeps from forward to backward."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
 
 
+def late_ports(folded: Folded, how: Lowering) -> set[str]:
+    """Parameters whose gradients the plan reduces once a step, if it has several microbatches."""
+    states = how.plan.params
+    ports = [p.name for p in folded.joint.ports if p.kind == "param"]
+    return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
+
+
 def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
     """Gradients that the plan keeps whole until the end of a step of several microbatches."""
     if how.plan.microbatches == 1:
         return set()
-    states = how.plan.params
-    late = {
-        p.target
-        for p in folded.joint.ports
-        if p.kind == "param" and (s := states.get(how.flow.class_of[p.name])) is not None and s.late
-    }
+    ports = late_ports(folded, how)
+    late = {p.target for p in folded.joint.ports if p.name in ports}
     results = zip(folded.joint.results, lowered.results, strict=True)
     return {value for result, value in results if result.kind == "grad" and result.target in late}
 
@@ -195,6 +207,7 @@ PASSES = (
     "074_secondary_shards",
     "075_quantise_collectives",
     "080_fuse_bias",
+    "090_fuse_kernels",
 )
 
 

@@ -14,12 +14,13 @@ from slow_links import slow_cluster
 from test_gloo import HERE, torchrun
 
 from autoshard import UsageError
-from autoshard.api import Planned, compile_analysed, laid_out, plan
+from autoshard.api import Planned, compile_analysed, plan
 from autoshard.bench.frontier import crossing, parameter_bytes
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
-from autoshard.hierarchies import ways
+from autoshard.emitting import laid_out
+from autoshard.hierarchies import Way, ways
 from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.passes.hierarchy import Levels, check_levels
@@ -367,7 +368,7 @@ def test_what_comes_into_a_node(
     wish = zero3(planned("fsdp=8"))
     wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
     apart = (Levels("fsdp", levels_of(three_levels(), Mesh.parse("fsdp=8"), "fsdp")),) if levels else ()
-    made = laid_out(wish, apart, secondary)
+    made = laid_out(wish.plan, wish.analysis, wish.cluster, Way("", apart, secondary))
     # the head's weight and the embedding are used once each way; activations are never sent
     assert crossing(made, three_levels()) / parameter_bytes(made) == pytest.approx(expected, rel=0.07)
 

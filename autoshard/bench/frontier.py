@@ -15,8 +15,10 @@ from math import prod
 
 import torch
 
-from autoshard.api import Planned, laid_out, plan
+from autoshard.api import Planned, plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
+from autoshard.emitting import laid_out
+from autoshard.hierarchies import Way
 from autoshard.ir import Call, Node
 from autoshard.passes.hierarchy import Levels
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
@@ -126,7 +128,8 @@ def _row(
 ) -> Row:
     wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
     levels = (Levels("fsdp", part.levels),) if part.levels else ()
-    program = laid_out(wish, levels, part.secondary, part.allow)
+    way = Way(part.name, levels, part.secondary)
+    program = laid_out(wish.plan, wish.analysis, wish.cluster, way, part.allow)
     step = estimate_step(program, cluster, behaviour=how)
     ranks = Mesh.parse(program.mesh).world_size
     return Row(

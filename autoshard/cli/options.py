@@ -89,6 +89,9 @@ MemoryOption = Annotated[
 ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
+WithoutOption = Annotated[
+    str, typer.Option("--without", metavar="bucket,overlap,kernels", help="passes that are left out")
+]
 RulesOption = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE.py", help="your own sharding rules; this file is run"),

@@ -10,6 +10,7 @@ from autoshard.passes.pipeline import REFINES, Lowering, lower
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
+from autoshard.program.original import notes_of_original, original_of
 from autoshard.program.program import Program, Signature, Stages
 from autoshard.report.dump import dump_text
 from autoshard.schedules.schedule import Schedule
@@ -53,6 +54,9 @@ def build_program(
         plan.target,
         microbatches=plan.microbatches,
         stages=stages,
+        original=original_of(folded, names),
+        original_notes=notes_of_original(folded),
+        classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
     )
     check_holders(program)
     return program

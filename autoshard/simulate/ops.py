@@ -10,6 +10,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.kernels.registry import Operand, specs
 from autoshard.placement import Layout, Shard, local_shape
 from autoshard.rules import attention, experts, matmul
 from autoshard.simulate.behaviour import Behaviour
@@ -93,8 +94,15 @@ class Ops:
         moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
         if node.op in PRODUCTS:
             return [self._other_product(node, ins, outs, dtype, moved)]
+        kernel = specs().get(node.op)
+        if kernel is not None:
+            cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
+            return [Traffic(cost.moved, cost.flop)]
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
         return [Traffic(moved, float(numel))]
+
+    def _operand(self, placed: Placed) -> Operand:
+        return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
     def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> list[Work]:
         left, made = self.shape(ins[-2]), self.shape(out)
