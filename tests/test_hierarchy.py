@@ -33,6 +33,7 @@ from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Recompute
 from autoshard.simulate.step import estimate_step
+from autoshard.verify.static import verify_static
 
 # -- which levels an axis crosses ----------------------------------------------------------------------
 
@@ -312,6 +313,73 @@ def test_uneven_sizes_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="cannot be laid out") as caught:
         program("levels", "fsdp=8", "gpt2")  # a vocabulary of 97
     assert "split unevenly" in str(caught.value)
+
+
+# -- proved without running ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way", "allow"),
+    [
+        ("fsdp=8", "levels", ""),
+        ("fsdp=8", "copy=node", "int8-weights"),
+        ("fsdp=8", "copy=pair,once,gradients=node", "int8-weights,int4-gradients"),
+        ("dp=8", "levels", ""),
+        ("fsdp=4,tp=2", "copy=node", ""),
+    ],
+)
+def test_programs_are_proved(mesh: str, way: str, allow: str) -> None:
+    made = compile_analysed(zero3(planned(mesh)), hierarchy=way, allow=allow)
+    report = verify_static(made, cluster=three_levels())
+    assert not report.findings
+    assert all(c.covered for c in report.checked)
+
+
+def _broken(node: Node, fault: str) -> Node | None:
+    """A collective with something wrong in it; None if it cannot have that fault."""
+    gathers, rounds = "all_gather" in node.op, "_q_" in node.op
+    args = node.args
+    if fault == "other axis" and args[1] == NETWORK and gathers and not rounds:
+        return replace(node, args=(args[0], NODE, *args[2:]))
+    if fault == "other blocks" and args[1] == NODE and not gathers and "reduce_scatter" in node.op:
+        wheres = tuple((d, o // 2, i, s) for d, o, i, s in args[2])
+        return replace(node, args=(*args[:2], wheres, *args[3:]))
+    if fault == "axes in another order" and isinstance(args[1], tuple):
+        return replace(node, args=(args[0], args[1][::-1], *args[2:]))
+    if fault == "an axis left out" and isinstance(args[1], tuple):
+        return replace(node, args=(args[0], args[1][1:], *args[2:]))
+    if fault == "bits that do not exist" and rounds:
+        return replace(node, args=(*args[:3], tuple(b and 5 for b in args[3]), args[4]))
+    if fault == "groups that do not exist" and rounds:
+        return replace(node, args=(*args[:4], 100))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "allow"),
+    [
+        ("other axis", ""),
+        ("other blocks", ""),
+        ("axes in another order", "int8-weights"),
+        ("an axis left out", "int8-weights"),
+        ("bits that do not exist", "int8-gradients"),
+        ("groups that do not exist", "int8-weights"),
+    ],
+)
+def test_faults_are_found(fault: str, allow: str) -> None:
+    made = compile_analysed(zero3(planned("fsdp=8")), hierarchy="levels", allow=allow)
+    for name, segment in made.lowered.segments.items():
+        for k, node in enumerate(segment.graph.nodes):
+            wrong = _broken(node, fault) if node.op.startswith("comm.") else None
+            if wrong is None:
+                continue
+            nodes = (*segment.graph.nodes[:k], wrong, *segment.graph.nodes[k + 1 :])
+            broken = replace(segment, graph=replace(segment.graph, nodes=nodes))
+            segments = {**made.lowered.segments, name: broken}
+            report = verify_static(replace(made, lowered=replace(made.lowered, segments=segments)))
+            assert "collective" in {f.finding.rule for f in report.findings}
+            return
+    raise AssertionError(f"no collective can have {fault}")
 
 
 # -- the choice ----------------------------------------------------------------------------------------
