@@ -105,7 +105,7 @@ def _wrong(
     came = f"{_text(before.layout, mesh)} becomes {_text(after.layout, mesh)}"
     if len(axes) > 1 or (step is None and kind in ("all_gather", "reduce_scatter")):
         why = wrong_step(kind, axes, move.where, before, after, mesh.sizes)
-        return f"{came}: {why}" if why else ""
+        return f"{came}, which no single collective does: {why}" if why else ""
     if step is None:
         return f"{came}, which no single collective does"
     if (step.kind, step.axis) != (kind, axis):
