@@ -178,7 +178,7 @@ def crossing(program: Program, cluster: Cluster) -> float:
 
 
 #: (tokens of a device in a microbatch, microbatches)
-BATCHES = ((2048, 1), (1024, 8), (2048, 8))
+BATCHES = ((2048, 1), (2048, 8), (512, 8))
 CARDS, TOKENS = (1, 2, 4, 8), (1024, 2048)
 
 
