@@ -17,7 +17,7 @@ import torch
 
 from autoshard.api import Planned, plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
-from autoshard.emitting import laid_out
+from autoshard.emitting import Emission, laid_out
 from autoshard.hierarchies import Way
 from autoshard.ir import Call, Node
 from autoshard.passes.hierarchy import Levels
@@ -129,7 +129,9 @@ def _row(
     wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
     levels = (Levels("fsdp", part.levels),) if part.levels else ()
     way = Way(part.name, levels, part.secondary)
-    program = laid_out(wish.plan, wish.analysis, wish.cluster, way, part.allow)
+    # what runs beside computing is said by the behaviour, as for other people's code
+    wanted = Emission(allow=part.allow, overlap=False)
+    program = laid_out(wish.plan, wish.analysis, wish.cluster, way, wanted)
     step = estimate_step(program, cluster, behaviour=how)
     ranks = Mesh.parse(program.mesh).world_size
     return Row(
