@@ -95,6 +95,17 @@ def emit(
     return program
 
 
+def laid_out(
+    plan: Plan, analysis: Analysis, cluster: Cluster, way: Way, wanted: Emission = DEFAULT
+) -> Program:
+    """The program of a plan with collectives laid on levels in one way, of the batch that was captured.
+
+    Raises CannotRefineError if it has no such form.
+    """
+    how = _laid_out(lowering_of(plan, analysis.flow, analysis, cluster, wanted), way, cluster, wanted)
+    return build_program(analysis.folded, how, plan, analysis.dumps, schedule_of(plan))
+
+
 def lowering_of(
     plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: Emission = DEFAULT
 ) -> Lowering:

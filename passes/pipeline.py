@@ -21,6 +21,7 @@ from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
 from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
+from autoshard.passes.keep_part import keep_part
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.overlap import Seconds, overlap
@@ -132,6 +133,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
     params, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
+    if how.hierarchy or how.quantise is not None:
+        lowered = _watched("071_keep_part", keep_part(lowered), watch)
     if how.hierarchy:
         mesh = how.mesh
         for each in how.hierarchy:
@@ -206,6 +209,7 @@ PASSES = (
     "059_localize",
     "060_bucket",
     "070_defer_reductions",
+    "071_keep_part",
     "072_hierarchy",
     "074_secondary_shards",
     "075_quantise_collectives",

@@ -10,6 +10,7 @@ the same message as they are. Activations never are.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -23,6 +24,7 @@ from autoshard.rules.local import MeshShape
 
 GROUP = 256
 _GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
+_GATHER_Q = "comm.all_gather_q_bucket.default"
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 _REDUCTIONS = (*_SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$")
@@ -88,21 +90,43 @@ def quantise_collectives(
     for name, segment in lowered.segments.items():
         types = segment.graph.types()
         values = {n: Placed(t, segment.layouts[n]) for n, t in types.items()}
-        why = dict(segment.why)
-        nodes: list[Node] = []
-        for node in segment.graph.nodes:
-            made, reason = chosen.of(node, values) if fits(node, name) else (node, "")
-            nodes.append(made)
-            if reason:
-                why[made.name] = reason
-        graph = replace(segment.graph, nodes=tuple(nodes))
-        segments[name] = replace(segment, graph=graph, why=why)
+        uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
+        found = chosen.among([n for n in segment.graph.nodes if fits(n, name)], uses, values)
+        nodes = tuple(made for n in segment.graph.nodes if (made := found.nodes.get(n.name, n)) is not None)
+        left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
+        layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
+        graph = replace(segment.graph, nodes=nodes)
+        segments[name] = LoweredSegment(graph, layouts, {**segment.why, **found.why})
+    uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
+    own = [i for i in lowered.main if isinstance(i, Node) and fits(i, "")]
+    found = chosen.among(own, uses + Counter(lowered.results), lowered.values)
+    return replace(_with(lowered, found.nodes), segments=segments)
+
+
+def _with(lowered: Lowered, found: Mapping[str, Node | None]) -> Lowered:
+    """The program with other nodes in main, by name; None for one that is gone."""
     main: list[Instruction] = []
+    starts: list[int] = []
+    gone: set[str] = set()
     for item in lowered.main:
-        if isinstance(item, Node) and fits(item, ""):
-            item = chosen.of(item, lowered.values)[0]
-        main.append(item)
-    return replace(lowered, segments=segments, main=tuple(main))
+        starts.append(len(main))
+        made = found.get(item.name, item) if isinstance(item, Node) else item
+        if made is None:
+            gone.update(item.outs)
+        else:
+            main.append(made)
+    starts.append(len(main))
+    parts = tuple(replace(p, start=starts[p.start], stop=starts[p.stop]) for p in lowered.parts)
+    values = {n: placed for n, placed in lowered.values.items() if n not in gone}
+    return replace(lowered, main=tuple(main), values=values, parts=parts)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """nodes: name -> what stands in its place, None for nothing. why: reasons of those that are new."""
+
+    nodes: dict[str, Node | None]
+    why: dict[str, str]
 
 
 class _Chosen:
@@ -111,24 +135,45 @@ class _Chosen:
     def __init__(self, mesh: MeshShape, how: Quantising) -> None:
         self.mesh, self.how = mesh, how
 
-    def of(self, node: Node, values: Mapping[str, Placed]) -> tuple[Node, str]:
-        """The collective as it is sent, and the reason if that is with fewer bits."""
-        gathers = node.op in _GATHERS
+    def among(self, nodes: Collection[Node], uses: Mapping[str, int], values: Mapping[str, Placed]) -> _Found:
+        """Those of some nodes of a graph. uses: how often each value is read.
+
+        Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
+        """
+        found = _Found({}, {})
+        for chain in _chains(nodes, uses):
+            for links in (chain, *([n] for n in chain)) if len(chain) > 1 else (chain,):
+                if links[-1].name in found.nodes:
+                    continue
+                made, reason = self._of(links, values)
+                if made is not None:
+                    found.nodes.update((n.name, None) for n in links[:-1])
+                    found.nodes[links[-1].name] = made
+                    found.why[made.name] = reason
+                    if links is chain:
+                        break
+        return found
+
+    def _of(self, chain: list[Node], values: Mapping[str, Placed]) -> tuple[Node | None, str]:
+        """Gathers one after the other, or a reduction, as they are sent with fewer bits, and the reason; None
+        if they had better have all of them."""
+        first, last = chain[0], chain[-1]
+        gathers = first.op in _GATHERS
         allowed = self.how.precision.weights if gathers else self.how.precision.gradients
-        types = [t for t in node.types if t is not None]
-        if not allowed or any(t.dtype not in _FLOATS for t in types):
-            return node, ""
-        sources = list(refs_of(node))
+        types = [t for t in first.types if t is not None]
         bits = tuple(allowed if len(t.shape) > 1 else 0 for t in types)
-        if not any(bits):
-            return node, ""
-        parts = [values[n] for n in (sources if gathers else node.outs)]
-        exact, fewer, volume = self._seconds(gathers, str(node.args[1]), parts, bits)
+        if not any(bits) or any(t.dtype not in _FLOATS for t in types):
+            return None, ""
+        sources = list(refs_of(first))
+        parts = [values[n] for n in (sources if gathers else first.outs)]
+        axes = tuple(str(n.args[1]) for n in chain)
+        exact, fewer, volume = self._seconds(gathers, axes, parts, bits)
         if fewer >= exact:
-            return node, ""
+            return None, ""
         kind = "all_gather_q_bucket" if gathers else "reduce_scatter_q_bucket"
-        args = (self._sources(node), node.args[1], self._wheres(node), bits, self.how.precision.group)
-        made = Node(f"comm.{kind}.default", args, (), node.outs, node.types, node.origin, node.backward)
+        over = axes if len(axes) > 1 else axes[0]
+        args = (self._sources(first), over, self._wheres(first), bits, self.how.precision.group)
+        made = Node(f"comm.{kind}.default", args, (), last.outs, last.types, last.origin, last.backward)
         reason = (
             f"int{allowed} {'weights' if gathers else 'gradients'}: {fewer * 1e6:.0f} us, exact "
             f"{exact * 1e6:.0f} us; {volume:.2g} x less to send"
@@ -136,20 +181,26 @@ class _Chosen:
         return made, reason
 
     def _seconds(
-        self, gathers: bool, name: str, parts: list[Placed], bits: tuple[int, ...]
+        self, gathers: bool, axes: tuple[str, ...], parts: list[Placed], bits: tuple[int, ...]
     ) -> tuple[float, float, float]:
         """(seconds with all bits, with fewer, how many times fewer bytes)."""
-        axis, copy, message = self.mesh.names.index(name), self.how.copy, self.how.message
-        ways = self.mesh.sizes[axis]
+        copy, message = self.how.copy, self.how.message
+        numbers = [self.mesh.names.index(name) for name in axes]
         first = (0,) * len(self.mesh.sizes)
         numels = [prod(local_shape(p.type.shape, p.layout, self.mesh.sizes, first)) for p in parts]
         width = DTYPES[parts[0].type.dtype][1]
         own = float(sum(numels) * width)
         packed = float(packed_bytes(numels, bits, self.how.precision.group, width))
+        exact, ways = 0.0, 1
+        fewer = copy(3 * own + packed)
         if gathers:
-            exact = message("all_gather", ways * own, axis) + copy(2 * ways * own)
-            fewer = copy(3 * own + packed) + message("all_gather", ways * packed, axis)
+            for axis in numbers:
+                ways *= self.mesh.sizes[axis]
+                exact += message("all_gather", ways * own, axis) + copy(2 * ways * own)
+                fewer += message("all_gather", ways * packed, axis)
             return exact, fewer + copy(ways * (packed + own)), own / packed
+        (axis,) = numbers
+        ways = self.mesh.sizes[axis]
         exact = copy(2 * ways * own) + message("reduce_scatter", ways * own, axis)
         fewer = copy(3 * ways * own + ways * packed) + message("all_to_all", ways * packed, axis)
         return exact, fewer + copy(ways * packed + own), own / packed
@@ -167,6 +218,34 @@ class _Chosen:
         return ((node.args[2], *rest),)
 
 
+def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:
+    """Nodes in rows: a gather stands before the one that alone reads its results, all of them in order."""
+    before = {node.outs: node for node in nodes if node.op in _GATHERS}
+    follows: dict[str, Node] = {}
+    for node in nodes:
+        first = before.get(tuple(refs_of(node))) if node.op in _GATHERS else None
+        if first is not None and all(uses[o] == 1 for o in first.outs):
+            follows[first.name] = node
+    later = {n.name for n in follows.values()}
+    found: list[list[Node]] = []
+    for node in nodes:
+        if node.name not in later:
+            chain = [node]
+            while chain[-1].name in follows:
+                chain.append(follows[chain[-1].name])
+            found.append(chain)
+    return found
+
+
+def _calls_of(lowered: Lowered) -> dict[str, list[Call]]:
+    """The calls of every segment."""
+    found: dict[str, list[Call]] = {name: [] for name in lowered.segments}
+    for item in lowered.main:
+        if isinstance(item, Call):
+            found[item.segment].append(item)
+    return found
+
+
 class Weights:
     """Which values of a program are parameters, or parts of them that were gathered.
 
@@ -176,10 +255,11 @@ class Weights:
     def __init__(self, lowered: Lowered, params: Collection[str]) -> None:
         self.inside: dict[str, set[str]] = {name: set() for name in lowered.segments}
         main = self.inside[""] = set(params)
+        calls_of = _calls_of(lowered)
         while True:
             before = {name: len(found) for name, found in self.inside.items()}
             for name, segment in lowered.segments.items():
-                calls = [i for i in lowered.main if isinstance(i, Call) and i.segment == name]
+                calls = calls_of[name]
                 for k, (inner, _) in enumerate(segment.graph.inputs):
                     if calls and all(call.args[k] in main for call in calls):
                         self.inside[name].add(inner)
@@ -196,7 +276,7 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in _GATHERS:
+            if node.op in (*_GATHERS, _GATHER_Q):
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
@@ -215,8 +295,9 @@ class Gradients:
         nodes = [i for i in lowered.main if isinstance(i, Node)]
         main = self._before(nodes, {g for g in grads if g not in used})
         self.inside: dict[str, set[str]] = {"": main}
+        calls_of = _calls_of(lowered)
         for name, segment in lowered.segments.items():
-            calls = [i for i in lowered.main if isinstance(i, Call) and i.segment == name]
+            calls = calls_of[name]
             graph: Graph = segment.graph
             used = {r for n in graph.nodes for r in refs_of(n)}
             ends = {

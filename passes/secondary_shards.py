@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
 from autoshard.passes.defer_reductions import BUCKET_BYTES
-from autoshard.passes.hierarchy import free_name
+from autoshard.passes.hierarchy import CannotRefineError, free_name
 from autoshard.passes.quantise_collectives import Gradients
 from autoshard.placement import Layout
 
@@ -49,8 +49,11 @@ def secondary_shards(
 ) -> Lowered:
     """The program with second copies of parameters, and gradients that wait for the end of the step.
 
-    params: inputs that are parameters. grads: values that are gradients of parameters.
+    params: inputs that are parameters. grads: values that are gradients of parameters. Raises
+    CannotRefineError if nothing would be any different.
     """
+    if any(part.slice for part in lowered.parts):
+        raise CannotRefineError("slices of the sequence share their parameters")
     if how.copies:
         lowered = _Copies(lowered, params, how).run()
     if how.gradients:
@@ -132,6 +135,7 @@ class _Copies:
             self.made[name] = _made_in(segment.graph.nodes, bare, how.copies)
         self.segments = dict(lowered.segments)
         self.parts = {p.stage for p in lowered.parts}
+        self.used = False
 
     def run(self) -> Lowered:
         main = {part: list(self.lowered.of(part)) for part in self.lowered.parts}
@@ -146,6 +150,10 @@ class _Copies:
                 takers = [p for p in own if p.phase in ("backward", "weight")]
             for part in takers:
                 main[part] = [self._taking(item, copies) for item in main[part]]
+        if not self.used:
+            raise CannotRefineError(
+                "no layer gathers again what there would be a copy of: the plan keeps parameters gathered"
+            )
         self._drop_unused(main)
         return self._joined(main, gathers)
 
@@ -179,7 +187,9 @@ class _Copies:
             if part.phase != "forward":
                 continue
             for k, item in enumerate(main[part]):
-                if not isinstance(item, Call) or item.segment in shared or not self.made[item.segment].copy:
+                if not isinstance(item, Call) or item.segment in shared:
+                    continue
+                if again.isdisjoint(self._port(item, inner) for inner in self.made[item.segment].copy):
                     continue
                 outs = list(item.outs)
                 for inner, copy in self.made[item.segment].copy.items():
@@ -265,6 +275,7 @@ class _Copies:
         made = self.made[item.segment].copy
         if not all(self._port(item, inner) in copies for inner in made):
             return item
+        self.used = True
         name = self._near(item.segment)
         inputs = {inner for inner, _ in self.segments[name].graph.inputs}
         args = [a for a, (inner, _) in zip(item.args, self._inputs(item), strict=True) if inner in inputs]
@@ -379,6 +390,8 @@ class _Waiting:
 
     def run(self) -> Lowered:
         cut = {name: self._cut(name) for name in self.lowered.segments}
+        if not any(left for _, left in cut.values()):
+            raise CannotRefineError("no layer reduces a gradient over these levels")
         segments = {name: found[0] for name, found in cut.items()}
         items: list[Instruction] = []
         parts: list[Part] = []

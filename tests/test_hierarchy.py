@@ -9,26 +9,31 @@ from pathlib import Path
 
 import pytest
 from families import family
-from lockstep_check import compare_step
+from lockstep_check import compare_step, lockstep_step
 from slow_links import slow_cluster
 from test_gloo import HERE, torchrun
 
 from autoshard import UsageError
 from autoshard.api import Planned, compile_analysed, plan
+from autoshard.bench.frontier import crossing, parameter_bytes
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
-from autoshard.hierarchies import ways
-from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Placed
+from autoshard.emitting import laid_out
+from autoshard.hierarchies import Way, ways
+from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.passes.hierarchy import Levels, check_levels
-from autoshard.placement import Shard
+from autoshard.passes.keep_part import keep_part
+from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
+from autoshard.placement import Layout, Partial, R, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Recompute
 from autoshard.simulate.step import estimate_step
+from autoshard.verify.static import verify_static
 
 # -- which levels an axis crosses ----------------------------------------------------------------------
 
@@ -211,8 +216,10 @@ MESHES = {
 CASES = [(mesh, way) for mesh, found in MESHES.items() for way in found]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(("mesh", "way"), CASES)
+@pytest.mark.parametrize(
+    ("mesh", "way", "stage"),
+    [*((m, w, 3) for m, w in CASES), *((m, w, 2) for m, w in CASES if "copy" not in w)],
+)
 def test_numbers_are_those_of_eager(mesh: str, way: str, stage: int) -> None:
     model, inputs = family("llama").make()
     errors = compare_step(program(way, mesh, stage=stage), model, inputs)
@@ -264,10 +271,124 @@ def test_with_fewer_bits_on_every_level() -> None:
     assert 1e-5 < max(errors.values()) < 0.03
 
 
+def test_gathers_over_several_levels_are_rounded_once() -> None:
+    """What travels inside the node is the buffer that came over the network."""
+    model, inputs = family("llama").make()
+    wish = zero3(planned("fsdp=8"))
+    made = compile_analysed(wish, hierarchy="levels", allow="int8-weights")
+    over = {n.args[1] for n in nodes_of(made) if n.op.startswith("comm.all_gather_q")}
+    assert over == {(NETWORK, NODE, PAIR)}
+    apart, _ = lockstep_step(made, model, inputs)
+    whole, _ = lockstep_step(compile_analysed(wish, allow="int8-weights"), model, inputs)
+    # the same shards in the same groups: the same numbers
+    assert [r.error for r in apart.rounding] == pytest.approx([r.error for r in whole.rounding], rel=1e-9)
+    copied = compile_analysed(wish, hierarchy="copy=node", allow="int8-weights")
+    over = {n.args[1] for n in nodes_of(copied) if n.op.startswith("comm.all_gather_q")}
+    # what forward alone gathers (the embedding) needs no copy
+    assert over == {NETWORK, (NODE, PAIR), (NETWORK, NODE, PAIR)}
+
+
+def test_a_part_of_a_sum_is_scattered_at_once() -> None:
+    """What is reduced everywhere and then cut becomes a reduce-scatter; what is used whole stays."""
+    layout: Layout = (Partial(),)
+    kinds = {"x": layout, "whole": (R,), "part": (Shard(1),), "other": (R,), "cut": (Shard(1),), "seen": (R,)}
+    type_ = TensorType((4, 8), "f32")
+
+    def node(op: str, args: tuple[object, ...], out: str, **kwargs: object) -> Node:
+        return Node(op, args, tuple(kwargs.items()), (out,), (type_,))
+
+    nodes = (
+        node("comm.all_reduce.default", (Ref("x"), "fsdp"), "whole"),
+        node("comm.slice.default", (Ref("whole"), "fsdp", 1), "part", outer=2),
+        node("comm.all_reduce.default", (Ref("x"), "fsdp"), "other"),
+        node("comm.slice.default", (Ref("other"), "fsdp", 1), "cut"),
+        node("aten.neg.default", (Ref("other"),), "seen"),
+    )
+    graph = Graph("bwd", (("x", type_),), nodes, ("part", "cut", "seen"))
+    before = Lowered({"bwd": LoweredSegment(graph, dict(kinds), {})}, (), {}, ())
+    after = keep_part(before).segments["bwd"]
+    scattered = node("comm.reduce_scatter.default", (Ref("x"), "fsdp", 1), "part", outer=2)
+    assert after.graph.nodes == (scattered, *nodes[2:])
+    assert "whole" not in after.layouts and "other" in after.layouts
+
+
+def test_copies_of_what_stays_gathered_are_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be laid out") as caught:
+        program("copy=node", stage=2)
+    assert "keeps parameters gathered" in str(caught.value)
+
+
 def test_uneven_sizes_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="cannot be laid out") as caught:
         program("levels", "fsdp=8", "gpt2")  # a vocabulary of 97
     assert "split unevenly" in str(caught.value)
+
+
+# -- proved without running ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "way", "allow"),
+    [
+        ("fsdp=8", "levels", ""),
+        ("fsdp=8", "copy=node", "int8-weights"),
+        ("fsdp=8", "copy=pair,once,gradients=node", "int8-weights,int4-gradients"),
+        ("dp=8", "levels", ""),
+        ("fsdp=4,tp=2", "copy=node", ""),
+    ],
+)
+def test_programs_are_proved(mesh: str, way: str, allow: str) -> None:
+    made = compile_analysed(zero3(planned(mesh)), hierarchy=way, allow=allow)
+    report = verify_static(made, cluster=three_levels())
+    assert not report.findings
+    assert all(c.covered for c in report.checked)
+
+
+def _broken(node: Node, fault: str) -> Node | None:
+    """A collective with something wrong in it; None if it cannot have that fault."""
+    gathers, rounds = "all_gather" in node.op, "_q_" in node.op
+    args = node.args
+    if fault == "other axis" and args[1] == NETWORK and gathers and not rounds:
+        return replace(node, args=(args[0], NODE, *args[2:]))
+    if fault == "other blocks" and args[1] == NODE and not gathers and "reduce_scatter" in node.op:
+        wheres = tuple((d, o // 2, i, s) for d, o, i, s in args[2])
+        return replace(node, args=(*args[:2], wheres, *args[3:]))
+    if fault == "axes in another order" and isinstance(args[1], tuple):
+        return replace(node, args=(args[0], args[1][::-1], *args[2:]))
+    if fault == "an axis left out" and isinstance(args[1], tuple):
+        return replace(node, args=(args[0], args[1][1:], *args[2:]))
+    if fault == "bits that do not exist" and rounds:
+        return replace(node, args=(*args[:3], tuple(b and 5 for b in args[3]), args[4]))
+    if fault == "groups that do not exist" and rounds:
+        return replace(node, args=(*args[:4], 100))
+    return None
+
+
+@pytest.mark.parametrize(
+    ("fault", "allow"),
+    [
+        ("other axis", ""),
+        ("other blocks", ""),
+        ("axes in another order", "int8-weights"),
+        ("an axis left out", "int8-weights"),
+        ("bits that do not exist", "int8-gradients"),
+        ("groups that do not exist", "int8-weights"),
+    ],
+)
+def test_faults_are_found(fault: str, allow: str) -> None:
+    made = compile_analysed(zero3(planned("fsdp=8")), hierarchy="levels", allow=allow)
+    for name, segment in made.lowered.segments.items():
+        for k, node in enumerate(segment.graph.nodes):
+            wrong = _broken(node, fault) if node.op.startswith("comm.") else None
+            if wrong is None:
+                continue
+            nodes = (*segment.graph.nodes[:k], wrong, *segment.graph.nodes[k + 1 :])
+            broken = replace(segment, graph=replace(segment.graph, nodes=nodes))
+            segments = {**made.lowered.segments, name: broken}
+            report = verify_static(replace(made, lowered=replace(made.lowered, segments=segments)))
+            assert "collective" in {f.finding.rule for f in report.findings}
+            return
+    raise AssertionError(f"no collective can have {fault}")
 
 
 # -- the choice ----------------------------------------------------------------------------------------
@@ -308,6 +429,27 @@ def test_a_stored_program_reads_back(tmp_path: Path) -> None:
     assert [(n.op, n.args) for n in nodes_of(again)] == [(n.op, n.args) for n in nodes_of(made)]
 
 
+@pytest.mark.parametrize(
+    ("levels", "secondary", "microbatches", "expected"),
+    [
+        (False, NO_SECONDARY, 1, 3 * 7 / 8),  # two gathers and a reduction, in rings of eight
+        (True, NO_SECONDARY, 1, 3 / 2),  # of which half of the ranks are in the other node
+        (True, Secondary((NETWORK,)), 1, 2 / 2),
+        (True, NO_SECONDARY, 4, 4 * 3 / 2),
+        (True, Secondary((NETWORK, NODE), True, (NETWORK,)), 4, 2 / 2),
+    ],
+)
+def test_what_comes_into_a_node(
+    levels: bool, secondary: Secondary, microbatches: int, expected: float
+) -> None:
+    wish = zero3(planned("fsdp=8"))
+    wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
+    apart = (Levels("fsdp", levels_of(three_levels(), Mesh.parse("fsdp=8"), "fsdp")),) if levels else ()
+    made = laid_out(wish.plan, wish.analysis, wish.cluster, Way("", apart, secondary))
+    # the head's weight and the embedding are used once each way; activations are never sent
+    assert crossing(made, three_levels()) / parameter_bytes(made) == pytest.approx(expected, rel=0.07)
+
+
 # -- four processes ------------------------------------------------------------------------------------
 
 #: way, allowed precision, bounds of the relative error of losses and parameters after three AdamW steps
@@ -316,6 +458,7 @@ RUNS = [
     ("copy=node", "", 0.0, 1e-4),
     ("copy=node,once,gradients=node", "", 0.0, 1e-4),
     ("off", "int8-weights,int8-gradients", 1e-6, 0.1),
+    ("levels", "int8-weights", 1e-6, 0.1),
     ("copy=node,once,gradients=node", "int8-weights,int4-gradients", 1e-6, 0.4),
 ]
 

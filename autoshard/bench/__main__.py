@@ -1,6 +1,6 @@
 """``python -m autoshard.bench [NAME ...]``, or ``published PATH``.
 
-Names: planning, steps, estimates, quality, schedules, pipelines, cuts. Runs benchmarks and
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -80,6 +80,18 @@ def cuts() -> None:
     print_cuts(CONSOLE, heads(), measured(), list(interleaved_rows()))
 
 
+def frontier() -> None:
+    """Partitions of parameters over slow networks, against two papers; simulated, a minute."""
+    from autoshard.bench.frontier import rows_of_dgx2, rows_of_frontier
+    from autoshard.bench.frontier_table import print_dgx2, print_frontier
+
+    def say(text: str) -> None:
+        PROGRESS.print(text, highlight=False)
+
+    print_frontier(CONSOLE, list(rows_of_frontier(say)))
+    print_dgx2(CONSOLE, list(rows_of_dgx2(say)))
+
+
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
@@ -104,6 +116,7 @@ BENCHMARKS = {
     "schedules": schedules,
     "pipelines": pipelines,
     "cuts": cuts,
+    "frontier": frontier,
 }
 DEFAULT = ("planning", "steps", "estimates")
 

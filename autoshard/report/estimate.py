@@ -15,7 +15,7 @@ from autoshard.ir.lowered import LoweredSegment, Part, Placed
 from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
 from autoshard.simulate.kept import Held, gathered_bytes, kept_by
-from autoshard.simulate.ops import VIEWS, collective_kind, is_message, placed_of, product_flops
+from autoshard.simulate.ops import VIEWS, axes_of, collective_kind, is_message, placed_of, product_flops
 from autoshard.simulate.pricing import NodeCost, Pricer, SegmentCost, total
 from autoshard.simulate.step import StepEstimate, estimate_step
 
@@ -109,7 +109,7 @@ class Estimator(Pricer):
                 else:
                     nodes, values = (item,), lowered.values
                 for node in filter(is_message, nodes):
-                    key = (collective_kind(node), str(node.args[1]))
+                    key = (collective_kind(node), "+".join(axes_of(node)))
                     count, wire = found.get(key, (0, 0.0))
                     found[key] = (count + times, wire + times * self.node(node, values).wire)
         rows = [Traffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]

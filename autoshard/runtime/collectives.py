@@ -36,6 +36,8 @@ ISSUED = frozenset(
         "all_gather_bucket",
         "reduce_scatter_bucket",
         "all_reduce_bucket",
+        "all_gather_q_bucket",
+        "reduce_scatter_q_bucket",
     )
 )
 
@@ -224,21 +226,32 @@ class GroupCollectives:
         self,
         view: RankView,
         xs: Sequence[torch.Tensor],
-        axis: str,
+        axis: str | Sequence[str],
         wheres: Sequence[Where],
         bits: Sequence[int],
         group: int,
-    ) -> list[torch.Tensor]:
+    ) -> Message:
         """Several gathers as one message in which those with bits are quantised; also the rank's own part
-        comes out as the others see it."""
-        ways = view.size_of(axis)
+        comes out as the others see it. Over several axes (outermost first) the buffers of all ranks so far
+        travel on as they are; only the last message is not waited for."""
+        axes = (axis,) if isinstance(axis, str) else tuple(axis)
+        sizes = [view.size_of(a) for a in axes]
+        ways = prod(sizes)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
-        wires = wait(self._gather(pack([xs], how).contiguous(), ways, axis))
-        return [
-            joined(rows, parts, dim, outer)
-            for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
-        ]
+        sent = pack([xs], how)
+        for size, name in zip(sizes[:-1], axes[:-1], strict=True):
+            sent = wait(self._gather(sent, size, name))
+
+        def join(got: torch.Tensor) -> list[torch.Tensor]:
+            # the last axis came last, and so stands first
+            wires = got.view(*reversed(sizes), -1).permute(*reversed(range(len(sizes))), -1).reshape(ways, -1)
+            return [
+                joined(rows, parts, dim, outer)
+                for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
+            ]
+
+        return Message(self._gather(sent, sizes[-1], axes[-1]), join, sent)
 
     def reduce_scatter_q_bucket(
         self,
@@ -248,7 +261,7 @@ class GroupCollectives:
         wheres: Sequence[Where],
         bits: Sequence[int],
         group: int,
-    ) -> list[torch.Tensor]:
+    ) -> Message:
         """Several reduce-scatters as one exchange in which those with bits are quantised; summed in fp32."""
         ways, own = view.size_of(axis), view.coord_of(axis)
         parts = [
@@ -256,13 +269,15 @@ class GroupCollectives:
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
         ]
         how = Packing.of([max(p.numel() for p in row) for row in parts], bits, group, xs[0].dtype)
-        sent = pack([[row[k] for row in parts] for k in range(ways)], how)
+        shapes = [row[own].shape for row in parts]
+        sent = pack([[row[k] for row in parts] for k in range(ways)], how).view(-1)
         counts = [how.nbytes] * ways
-        got = wait(_FUNCTIONAL.all_to_all_single(sent.view(-1), counts, counts, self.groups[axis]))
-        return [
-            flat[: row[own].numel()].view(row[own].shape)
-            for flat, row in zip(sums(got.view(ways, -1), how), parts, strict=True)
-        ]
+
+        def add(got: torch.Tensor) -> list[torch.Tensor]:
+            flat = sums(got.view(ways, -1), how)
+            return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
+
+        return Message(_FUNCTIONAL.all_to_all_single(sent, counts, counts, self.groups[axis]), add, sent)
 
     def slice(
         self,

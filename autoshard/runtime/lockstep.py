@@ -131,9 +131,9 @@ class Lockstep:
 
     def _apply(self, node: Node, inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """A collective over all groups of its axis."""
-        kind, axis = node.op.split(".")[1], str(node.args[1])
+        kind = node.op.split(".")[1]
         results: list[Any] = [None] * len(self.views)
-        for group in self.mesh.groups(axis):
+        for group in self._groups(node.args[1]):
             views, given = [self.views[r] for r in group], [inputs[r][0] for r in group]
             outs = COLLECTIVES[kind](node, views, given)
             if kind in QUANTISED:
@@ -141,6 +141,18 @@ class Lockstep:
             for rank, out in zip(group, outs, strict=True):
                 results[rank] = out
         return results
+
+    def _groups(self, axes: str | tuple[str, ...]) -> list[list[int]]:
+        """Ranks that differ only along some axes, in the order of their coordinates along these."""
+        if isinstance(axes, str):
+            return [list(group) for group in self.mesh.groups(axes)]
+        numbers = [self.mesh.index(a) for a in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, view in enumerate(self.views):
+            rest = tuple(c for k, c in enumerate(view.coords) if k not in numbers)
+            groups.setdefault(rest, []).append(rank)
+        along = {r: tuple(self.views[r].coords[k] for k in numbers) for r in range(len(self.views))}
+        return [sorted(group, key=along.__getitem__) for group in groups.values()]
 
 
 Collective: TypeAlias = Callable[[Node, Sequence[RankView], Sequence[Any]], list[Any]]

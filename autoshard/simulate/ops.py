@@ -174,22 +174,26 @@ class Ops:
         """
         gathers = collective_kind(node) == "all_gather_q"
         ins, outs = [values[n] for n in refs_of(node)], [values[n] for n in node.outs]
-        axis = self.mesh.index(str(node.args[1]))
+        axes = [self.mesh.index(name) for name in axes_of(node)]
         packed = float(self.packed(node, values))
         taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
         if not gathers:
             first, last = Traffic(3 * taken + packed), Traffic(packed + given)
-            return [first, Message("all_to_all", axis, packed), last]
+            return [first, Message("all_to_all", axes[0], packed), last]
         again = sum(self.nbytes(v) for v, w in zip(outs, node.args[2], strict=True) if w[0] or w[1] > 1)
-        first = Traffic(3 * taken + packed / self.mesh.sizes[axis])
-        return [first, Message("all_gather", axis, packed), Traffic(packed + given + 2 * again)]
+        sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
+        works: list[Work] = [Traffic(3 * taken + sent)]
+        for axis in axes:
+            sent *= self.mesh.sizes[axis]
+            works.append(Message("all_gather", axis, sent))
+        return [*works, Traffic(packed + given + 2 * again)]
 
     def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
         """Bytes of the buffers of all ranks of an axis together, for a quantised bucket."""
         parts = list(refs_of(node)) if collective_kind(node) == "all_gather_q" else node.outs
         numels = [prod(self.shape(values[n])) for n in parts]
         width = DTYPES[values[node.outs[0]].type.dtype][1]
-        size = self.mesh.sizes[self.mesh.index(str(node.args[1]))]
+        size = prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
         return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
     def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
@@ -258,6 +262,11 @@ def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
 def collective_kind(node: Node) -> str:
     """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
     return node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
+
+
+def axes_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes that a collective goes over, one after the other."""
+    return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
 
 
 def is_message(node: Node) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Device
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
@@ -38,7 +39,10 @@ class Parts:
         self.player = self._player(price, device)
         results = zip(program.lowered.results, program.signature.results, strict=True)
         self.gradients = frozenset(value for value, result in results if result.kind == "grad")
-        self.ports = frozenset(p.name for p in program.signature.ports)
+        ports = program.signature.ports
+        copies = Weights(program.lowered, [p.name for p in ports if p.kind == "param"]).inside[""]
+        #: there before computing begins, and what is gathered from it alone
+        self.ports = frozenset({p.name for p in ports} | copies)
         self._alike: dict[int, Played] = {}
         self._keys: dict[tuple[int, ...], int] = {}
         self._numbers: dict[Hashable, int] = {}

@@ -165,10 +165,15 @@ class Player:
     def _task(self, task: Task) -> _Timed:
         work, cost = task.work, self.price(task.work)
         if not isinstance(work, Message):
-            return _Timed(0, cost, task.after, task.inputs, cost, cost)
+            return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
         return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare)
+
+    @staticmethod
+    def _packs(task: Task) -> bool:
+        """Whether it makes a message of a shard of parameters, which needs nothing that is computed."""
+        return task.op.startswith("comm.all_gather_q") and not task.after
 
 
 class _Timed(NamedTuple):
@@ -178,6 +183,7 @@ class _Timed(NamedTuple):
     inputs: tuple[int, ...]
     as_gradient: float
     as_activation: float
+    packs: bool = False
 
 
 class _Run:
@@ -216,6 +222,11 @@ class _Run:
             for i in inputs:
                 if taken[i] > start:
                     start = taken[i]
+            if task.packs and habits.ahead and all(bare[i] for i in inputs):
+                # of a shard: too short to be in the way of computing
+                pure[k], end[k] = True, max([gate, *(taken[i] for i in inputs)]) + cost
+                self.busy[0] += cost
+                continue
             if not stream:
                 if first < 0:
                     first = start

@@ -14,8 +14,10 @@ from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.lowered import Placed
 from autoshard.passes.insert_collectives import collective_node
 from autoshard.placement import Layout, Partial, layout_ok
+from autoshard.program.known import QUANTISED
 from autoshard.rules.local import MeshShape
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, join
+from autoshard.verify.relaid import wrong_precision, wrong_step
 from autoshard.verify.result import Rule
 
 _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
@@ -23,6 +25,7 @@ _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
 MOVES = frozenset(
     [f"comm.{kind}.default" for kind in _KINDS]
     + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+    + list(QUANTISED)
 )
 
 
@@ -42,7 +45,8 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
     if kind.endswith("_bucket"):
         sources = args[0] if args and isinstance(args[0], tuple) else ()
         wheres = args[2] if len(args) > 2 else ((),) * len(sources)
-        fits = len(args) == 2 + (kind != "all_reduce_bucket") and isinstance(wheres, tuple)
+        count = 5 if node.op in QUANTISED else 2 + (kind != "all_reduce_bucket")
+        fits = len(args) == count and isinstance(wheres, tuple)
         if not fits or not len(sources) == len(wheres) == len(node.outs):
             return None
         if not all(isinstance(s, Ref) for s in sources) or not all(isinstance(w, tuple) for w in wheres):
@@ -68,23 +72,30 @@ def broken_moves(
     if found is None:
         yield "collective", node.outs[0], "its arguments are not those of such a collective"
         return
-    kind, axis = node.op.split(".")[1].removesuffix("_bucket"), node.args[1]
-    if axis not in mesh.names:
-        yield "collective", node.outs[0], f"the mesh has no axis {axis!r}"
+    kind = node.op.split(".")[1].removesuffix("_bucket").removesuffix("_q")
+    names = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if not names or len(set(names)) < len(names) or any(name not in mesh.names for name in names):
+        yield "collective", node.outs[0], f"the mesh has no axis {node.args[1]!r}"
         return
+    axes = tuple(mesh.names.index(name) for name in names)
+    if node.op in QUANTISED:
+        why = wrong_precision(node.args[3:], len(found))
+        if why:
+            yield "collective", node.outs[0], why
     dtypes = {values[m.source].type.dtype for m in found}
     if len(dtypes) > 1:
         yield "collective", node.outs[0], f"one message cannot hold {' and '.join(sorted(dtypes))}"
     for move in found:
-        why = _wrong(move, node, kind, mesh.names.index(axis), values, mesh)
+        why = _wrong(move, node, kind, axes, values, mesh)
         if why:
             yield "collective", move.out, why
 
 
 def _wrong(
-    move: Move, node: Node, kind: str, axis: int, values: Mapping[str, Placed], mesh: MeshShape
+    move: Move, node: Node, kind: str, axes: tuple[int, ...], values: Mapping[str, Placed], mesh: MeshShape
 ) -> str:
     """What is wrong with one value of a collective, "" if nothing."""
+    axis = axes[0]
     before, after = values[move.source], values[move.out]
     if before.type != after.type:
         return f"it is given {before.type} and gives {after.type}"
@@ -92,6 +103,9 @@ def _wrong(
         return f"{after.type} cannot lie as {_text(after.layout, mesh)}"
     step = step_between(before.type.shape, before.layout, after.layout, mesh.sizes)
     came = f"{_text(before.layout, mesh)} becomes {_text(after.layout, mesh)}"
+    if len(axes) > 1 or (step is None and kind in ("all_gather", "reduce_scatter")):
+        why = wrong_step(kind, axes, move.where, before, after, mesh.sizes)
+        return f"{came}, which no single collective does: {why}" if why else ""
     if step is None:
         return f"{came}, which no single collective does"
     if (step.kind, step.axis) != (kind, axis):
