@@ -13,6 +13,7 @@ from families import FAMILIES
 from pipelines import pipeline
 from planned import program
 from rule_samples import all_samples
+from sliced import program_of
 
 from autoshard import api
 from autoshard.cluster import Mesh
@@ -27,6 +28,7 @@ from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
 from autoshard.rules.truth import digits_of, make_call
+from autoshard.search.plan import Recompute
 from autoshard.verify.indices import cover, held
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous
@@ -65,6 +67,23 @@ def test_pipelines_are_proved(name: str, mesh: str, schedule: str, chunks: int, 
     assert report.ok, report.findings[0]
     assert not report.uncovered
     assert report.ranks == 2 * Mesh.parse(mesh).world_size
+
+
+SLICED: Sequence[tuple[str, str, int, str]] = (
+    ("llama", "tp=2", 2, ""),
+    ("gpt2", "dp=2,tp=2", 4, ""),
+    ("llama+padding", "tp=2", 2, ""),
+    ("llama", "fsdp=2", 4, "full"),
+    ("mixtral", "fsdp=2", 2, ""),
+)
+
+
+@pytest.mark.parametrize(("name", "mesh", "slices", "again"), SLICED)
+def test_slices_of_the_sequence_are_proved(name: str, mesh: str, slices: int, again: str) -> None:
+    more = {"recompute": {"layers_fwd": Recompute("full", 2)}} if again else {}
+    report = verify_static(program_of(name, 2, mesh, slices, 2, **more))
+    assert report.ok, report.findings[0]
+    assert not report.uncovered
 
 
 def test_a_stored_program_is_proved_as_the_one_in_memory(tmp_path: Path) -> None:

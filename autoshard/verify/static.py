@@ -93,8 +93,7 @@ def _text(work: _Work, rules: Rules) -> None:
         work.find("placements", 0, "ops", (), note, covered=False)
         work.find("function", 0, "terms", (), note, covered=False)
         return
-    sources = {name: [n.source or n.fqn for n in notes] for name, notes in program.original_notes.items()}
-    terms = Terms(program.original, ports, sources)
+    terms = Terms(program.original, ports)
     judge = Judge(rule_table(RULES, rules), shape)
     followed = Walk(program.lowered, {p.name for p in ports}, terms, judge).run()
     by = list(_grouped(followed))
