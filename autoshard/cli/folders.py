@@ -17,11 +17,19 @@ _FILES = frozenset(("plan.json", "request.json"))
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for."""
+    """What was asked for, so far as the plan does not say it.
+
+    rules: path of the user's own rules, "" for none.
+    """
 
     target: str
     options: Mapping[str, int]
     replicate_unknown: bool = False
+    pins: tuple[str, ...] = ()
+    tactics: str = ""
+    optimizer: str = "adamw"
+    recompute: bool = True
+    rules: str = ""
 
 
 def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
@@ -45,6 +53,11 @@ def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -
         "target": request.target,
         "options": dict(request.options),
         "replicate_unknown": request.replicate_unknown,
+        "pins": list(request.pins),
+        "tactics": request.tactics,
+        "optimizer": request.optimizer,
+        "recompute": request.recompute,
+        "rules": request.rules,
     }
     with replaced_whole(folder) as staging:
         (staging / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
@@ -63,7 +76,16 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
     try:
         raw = json.loads(request_text)
         options = {str(k): int(v) for k, v in raw["options"].items()}
-        request = Request(str(raw["target"]), options, bool(raw["replicate_unknown"]))
+        request = Request(
+            str(raw["target"]),
+            options,
+            bool(raw["replicate_unknown"]),
+            tuple(map(str, raw.get("pins", ()))),
+            str(raw.get("tactics", "")),
+            str(raw.get("optimizer", "adamw")),
+            bool(raw.get("recompute", True)),
+            str(raw.get("rules", "")),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VerificationError(
             f"{folder}/request.json cannot be read", why=f"{type(error).__name__}: {error}", hint="plan again"

@@ -32,6 +32,13 @@ PerfettoOption = Annotated[
     Path | None,
     typer.Option("--perfetto", metavar="FILE", help="write the timeline as JSON for ui.perfetto.dev"),
 ]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="write everything as one page for a browser")
+]
+DotOption = Annotated[
+    Path | None,
+    typer.Option("--dot", metavar="FILE", help="write the graph, or that of --segment, for Graphviz"),
+]
 PricesOption = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME|FILE", help="prices [default: those planned with]")
 ]
@@ -46,6 +53,8 @@ def inspect_command(
     timeline: TimelineOption = False,
     svg: SvgOption = None,
     perfetto: PerfettoOption = None,
+    html: HtmlOption = None,
+    dot: DotOption = None,
     cluster: PricesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
@@ -57,7 +66,10 @@ def inspect_command(
 
         asked = timeline or svg is not None or perfetto is not None
         given = {"--after": after, "--rank": rank, "--segment": segment, "--stage": stage}
-        _check_options({name for name, value in given.items() if value is not None}, asked)
+        names = {name for name, value in given.items() if value is not None}
+        _check_options(names, asked)
+        pages = {"--html": html, "--dot": dot}
+        _check_pages({k for k, path in pages.items() if path is not None}, names, asked)
         program = load_program(folder, only_read=True)
         if after is not None:
             text = dump_after(program, after, segment)
@@ -67,6 +79,9 @@ def inspect_command(
                 print_code(text)
             return
         prices = prices_of(program.plan, cluster)
+        if html is not None or dot is not None:
+            _write_pages(program, prices, folder, html, dot, segment, json)
+            return
         if asked:
             _show_timeline(program, prices, folder, svg, perfetto, json)
             return
@@ -89,6 +104,43 @@ def _check_options(given: set[str], timeline: bool) -> None:
     ):
         if {"--after", other} <= given:
             raise UsageError(f"--after and {other} exclude each other", why=why)
+
+
+def _check_pages(pages: set[str], given: set[str], timeline: bool) -> None:
+    """UsageError for options that do not go with a page."""
+    others = given - ({"--segment"} if pages == {"--dot"} else set())
+    if pages and (others or timeline):
+        other = min(others) if others else "--timeline"
+        raise UsageError(f"{min(pages)} and {other} exclude each other", why="it shows the whole program")
+
+
+def _write_pages(
+    program: Program,
+    prices: Cluster,
+    folder: Path,
+    html: Path | None,
+    dot: Path | None,
+    segment: str | None,
+    json: bool,
+) -> None:
+    """Write the page and the graph that are asked for."""
+    from autoshard.report.document import document
+    from autoshard.report.dot import dot_text
+    from autoshard.report.html import page
+
+    found = document(program, prices)
+    written: dict[str, str] = {}
+    if html is not None:
+        write_text(html, page(found), "--html")
+        written["html"] = str(html)
+    if dot is not None:
+        write_text(dot, dot_text(found, segment), "--dot")
+        written["dot"] = str(dot)
+    if json:
+        print_json({"command": "inspect", "folder": str(folder), "written": written, "document": found})
+        return
+    for path in written.values():
+        stdout().print(f"written {path}", markup=False)
 
 
 def _show_timeline(

@@ -12,6 +12,8 @@ import typer
 from autoshard._version import __version__
 from autoshard.cli.check import check_command
 from autoshard.cli.compile import compile_command
+from autoshard.cli.diff import diff_command
+from autoshard.cli.explain import explain_command
 from autoshard.cli.export import export_command
 from autoshard.cli.inspect import inspect_command
 from autoshard.cli.plan import plan_command
@@ -34,6 +36,8 @@ app.command("plan")(plan_command)
 app.command("compile")(compile_command)
 app.command("verify")(verify_command)
 app.command("inspect")(inspect_command)
+app.command("diff")(diff_command)
+app.command("explain")(explain_command)
 app.command("export")(export_command)
 app.command("run")(run_command)
 app.command("simulate")(simulate_command)

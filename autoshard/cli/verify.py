@@ -285,6 +285,17 @@ def _document(outcome: Verification) -> dict[str, object]:
         "reference": outcome.reference,
         "tolerance": outcome.tolerance.error,
         "losses": list(outcome.losses),
+        "quantised": [
+            {
+                "collective": r.kind,
+                "bits": r.bits,
+                "values": r.values,
+                "mean_error": r.mean,
+                "worst_error": r.worst,
+                "worst": r.name,
+            }
+            for r in outcome.rounded
+        ],
         "checks": [
             {"kind": c.kind, "tensor": c.name, "error": c.error if isfinite(c.error) else None, "ok": c.ok}
             for c in outcome.checks
@@ -305,6 +316,13 @@ def _print(outcome: Verification) -> None:
         word = "[green]ok[/]" if not bad else f"[bold red]{bad} wrong[/]"
         made.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
     print_table(made)
+    for r in outcome.rounded:
+        what = "parameters gathered" if r.kind == "all_gather" else "gradients reduced"
+        console.print(
+            f"int{r.bits}    {r.values} {what}: relative error {r.mean:.1e} on average, {r.worst:.1e} "
+            f"at worst ({r.name}), in the 2-norm",
+            markup=False,
+        )
     if outcome.losses:
         console.print("loss  " + "  ".join(f"{x:.6f}" for x in outcome.losses))
 

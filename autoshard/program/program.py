@@ -73,6 +73,9 @@ class Program:
     original: the model before placements (`autoshard.program.original`), None if it was not kept; and where
     each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
     of the batch; its shapes are those of one microbatch of all ranks together.
+    microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
+    those of one microbatch of all ranks together. classes: port name -> the key under which the plan decides
+    about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
     """
 
     mesh: str
@@ -89,6 +92,7 @@ class Program:
     stages: Stages | None = None
     original: Lowered | None = None
     original_notes: dict[str, tuple[Note, ...]] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
 
     @property
     def whole_mesh(self) -> str:

@@ -138,6 +138,7 @@ def _notes(program: Program) -> dict[str, Any]:
         "labels": _labels(program.lowered),
         "original": original,
         "original_labels": [] if program.original is None else _labels(program.original),
+        "classes": program.classes,
     }
 
 
@@ -225,6 +226,7 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], len(mesh.split(","))),
         original,
         {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["original"].items()},
+        {str(k): str(v) for k, v in notes["classes"].items()},
     )
 
 

@@ -27,8 +27,9 @@ _FORM = "write GLOB=axis:placement, for instance 'model.layers.*.q_proj.weight=t
 class Pin:
     """A placement on some axes for every tensor whose name a glob matches.
 
-    glob: matches names of parameters, buffers and inputs, and of modules, whose output is meant. wanted:
-    (axis name, placement) pairs; other axes are free.
+    glob: matches names of parameters, buffers and inputs, and of modules, whose output is meant; with a
+    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. wanted: (axis name, placement) pairs; other
+    axes are free.
     """
 
     glob: str
@@ -83,7 +84,7 @@ def pinned_keys(pins: Sequence[Pin], model: Model) -> frozenset[object]:
     for group, own in names.ports():
         if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
             found.add(group.key)
-    for (segment, value), own in names.modules():
+    for (segment, value), own in names.results(pins):
         if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
             nodes = model.folded.segments[segment].nodes
             number = next(k for k, node in enumerate(nodes) if value in node.outs)
@@ -157,6 +158,14 @@ class _Names:
                 ],
             )
 
+    def results(self, pins: Sequence[Pin]) -> Iterator[tuple[Place, list[str]]]:
+        """(value, the names under which pins may mean it): outputs of modules, and any value by its place."""
+        yield from self.modules()
+        if any("/" in pin.glob for pin in pins):
+            for segment, graph in self.model.folded.segments.items():
+                for node in graph.nodes:
+                    yield from (((segment, out), [f"{segment}/{out}"]) for out in node.outs)
+
     def modules(self) -> Iterator[tuple[Place, list[str]]]:
         """(value, names of the modules whose output it is: one per repeated layer)."""
         backward = self.model.folded.is_backward()
@@ -196,7 +205,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
             number = problem.index[group.key]
             found[number] = _allowed(pin, problem.variables[number], wanted, 0, problem)
             hits += 1
-    for (segment, value), own in names.modules():
+    for (segment, value), own in names.results((pin,)):
         known += own
         matching = [n for n in own if fnmatchcase(n, pin.glob)]
         if matching:

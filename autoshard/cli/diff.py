@@ -1,0 +1,124 @@
+"""``autoshard diff``: what two plans or programs decide otherwise, and what that makes of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, print_json, print_table, reporting, stdout, table
+
+if TYPE_CHECKING:
+    from autoshard.report.diff import Decided, Diff, Figure
+
+FirstFolder = Annotated[
+    Path, typer.Argument(metavar="DIR_A", help="a plan folder or a program folder", show_default=False)
+]
+SecondFolder = Annotated[Path, typer.Argument(metavar="DIR_B", help="another one", show_default=False)]
+AllOption = Annotated[bool, typer.Option("--all", help="list every op that runs otherwise")]
+PricesOption = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME|FILE", help="prices for both [default: those planned with]"),
+]
+#: ops that are listed without --all
+_MOST_OPS = 12
+
+
+def diff_command(
+    a: FirstFolder,
+    b: SecondFolder,
+    cluster: PricesOption = None,
+    rules: opt.RulesOption = None,
+    all: AllOption = False,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Compare two plans or programs: decisions, time, memory and messages, repeated layers once."""
+    with reporting(debug):
+        from autoshard.cli.inspect import prices_of
+        from autoshard.cli.opened import Opener
+        from autoshard.report.diff import Side, diff_of
+
+        opener = Opener(rules, Progress(quiet=json))
+        opened = [opener.open(folder) for folder in (a, b)]
+        sides = [Side(str(o.folder), o.program, prices_of(o.program.plan, cluster)) for o in opened]
+        found = diff_of(*sides)
+        if json:
+            print_json({"command": "diff", "version": 1, **found.as_json()})
+        else:
+            _print(found, all)
+
+
+def _print(found: Diff, all: bool) -> None:
+    console = stdout()
+    for side, name in enumerate(("a", "b")):
+        target = f"  {found.targets[side]}" if found.targets[side] else ""
+        console.print(
+            f"{name}  {found.meshes[side]}  prices of {found.clusters[side]}  {found.names[side]}{target}",
+            markup=False,
+        )
+    for note in found.notes:
+        console.print("[yellow]note[/] ", end="")
+        console.print(note, markup=False)
+    if found.same:
+        console.print(f"\nthe same {found.alike} decisions", markup=False)
+    console.print()
+    _print_figures("figure", found.figures)
+    if found.messages:
+        console.print()
+        _print_figures("sent by a rank in a step", found.messages)
+    _print_decisions("decided for the whole model", found.whole, len(found.whole))
+    _print_decisions("parameters that live otherwise", found.parameters, len(found.parameters))
+    if found.ops:
+        _print_decisions("ops that run otherwise", found.ops, len(found.ops) if all else _MOST_OPS)
+    if not found.same:
+        console.print(f"\n{found.alike} decisions are the same", markup=False)
+
+
+def _print_figures(title: str, rows: tuple[Figure, ...]) -> None:
+    made = table(title, "a", "b", "b - a", "", right=(1, 2, 3, 4))
+    for row in rows:
+        made.add_row(row.name, *_cells(row))
+    print_table(made)
+
+
+def _cells(row: Figure) -> tuple[str, str, str, str]:
+    if row.a is None or row.b is None:
+        return *(("" if x is None else _text(x, row.unit)) for x in (row.a, row.b)), "", ""  # type: ignore[return-value]
+    difference = row.b - row.a
+    if not difference:
+        return _text(row.a, row.unit), _text(row.b, row.unit), "", ""
+    sign = "+" if difference > 0 else "-"
+    share = _share(row.a, row.b) if row.a and row.unit != "%" else ""
+    return _text(row.a, row.unit), _text(row.b, row.unit), sign + _text(abs(difference), row.unit), share
+
+
+def _share(a: float, b: float) -> str:
+    return f"{b / a - 1:+.1%}" if b < 10 * a else f"x {b / a:,.0f}"
+
+
+def _text(value: float, unit: str) -> str:
+    from autoshard.report.units import bytes_text, seconds_text
+
+    match unit:
+        case "s":
+            return seconds_text(value)
+        case "B":
+            return bytes_text(value)
+        case "%":
+            return f"{value:.1%}"
+    return f"{value:,.0f}"
+
+
+def _print_decisions(title: str, rows: tuple[Decided, ...], most: int) -> None:
+    if not rows:
+        return
+    stdout().print()
+    made = table(title, "count", "a", "b", right=(1,))
+    for row in rows[:most]:
+        made.add_row(row.what, str(row.count), row.a, row.b)
+    if len(rows) > most:
+        made.add_row(f"... {len(rows) - most} more (--all)", "", "", "")
+    print_table(made)

@@ -1,0 +1,108 @@
+"""``autoshard explain``: why something is as it is, and what the alternative would cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from autoshard.cli import options as opt
+from autoshard.cli.output import Progress, print_json, reporting, stdout
+
+if TYPE_CHECKING:
+    from autoshard.cli.opened import Opened, Opener
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.report.explain import Explanation
+    from autoshard.whatif import WhatIf
+
+EitherFolder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", help="a folder that `autoshard plan` or `autoshard compile` wrote", show_default=False
+    ),
+]
+NameArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME]",
+        help="a parameter, an input, a module, or SEGMENT/VALUE; the end of a name is enough where only one "
+        "has it; not needed for --why-not mesh=...",
+        show_default=False,
+    ),
+]
+WhyNotOption = Annotated[
+    str | None,
+    typer.Option(
+        "--why-not",
+        metavar="tp=Replicate",
+        help="solve the same problem with this forced: axis=Replicate, axis=Shard(0), or mesh=dp=8,tp=8",
+    ),
+]
+PricesOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="prices [default: those planned with]")
+]
+
+
+def explain_command(
+    folder: EitherFolder,
+    name: NameArgument = None,
+    why_not: WhyNotOption = None,
+    cluster: PricesOption = None,
+    rules: opt.RulesOption = None,
+    json: opt.JsonOption = False,
+    debug: opt.DebugOption = False,
+) -> None:
+    """Say why a parameter, a module or a value lies as it does, back to the model's own lines.
+
+    With --why-not, also what a step would take with another placement, and what else would be decided
+    otherwise.
+    """
+    with reporting(debug):
+        from autoshard.cli.inspect import prices_of
+        from autoshard.cli.opened import Opener
+        from autoshard.report.explain import explain_name, explanation_lines
+        from autoshard.report.why_not import alternative_of, whatif_json, whatif_lines
+
+        say = Progress(quiet=json)
+        opener = Opener(rules, say)
+        wanted = None if why_not is None else alternative_of(why_not, name)
+        opened = opener.open(folder)
+        prices = prices_of(opened.program.plan, cluster)
+        found = None if name is None else explain_name(opened.program, prices, name)
+        if found is None and wanted is None:
+            from autoshard.errors import UsageError
+
+            raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")
+        answer = None if wanted is None else _answer(opener, opened, prices, found, wanted)
+        if json:
+            document = {"command": "explain", "folder": str(folder), "version": 1}
+            explained = {} if found is None else {"explanation": found.as_json()}
+            print_json(
+                {**document, **explained, **({} if answer is None else {"why_not": whatif_json(answer)})}
+            )
+            return
+        console = stdout()
+        lines = [] if found is None else list(explanation_lines(found))
+        if answer is not None:
+            lines += ["", *whatif_lines(answer, asks_all=opened.asks_all)]
+        for line in lines:
+            console.print(line, markup=False)
+
+
+def _answer(
+    opener: Opener, opened: Opened, prices: Cluster, found: Explanation | None, wanted: object
+) -> WhatIf:
+    """Solve the question of the folder again, with the alternative."""
+    from autoshard.cluster import Mesh
+    from autoshard.report.why_not import pin_for
+    from autoshard.whatif import Solver, Wishes
+
+    request = opened.request
+    planned = opened.planned or opener.planned(opened.plan, request, prices)
+    wishes = Wishes(request.pins, request.tactics, request.optimizer, request.recompute)
+    solver = Solver(planned.analysis, opened.plan, prices, wishes, opener.say)
+    if isinstance(wanted, Mesh):
+        return solver.on_mesh(wanted)
+    assert found is not None
+    return solver.pinned(pin_for(found, wanted, Mesh.parse(opened.plan.mesh)))  # type: ignore[arg-type]

@@ -1,0 +1,261 @@
+"""Why a value lies as it does on one mesh axis: from value to value, back to where that was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.lowered import LoweredSegment
+from autoshard.placement import Layout, Partial, Placement, R
+from autoshard.program.text import op_text
+from autoshard.report.decided import Decisions
+from autoshard.report.lookup import Index, Place
+from autoshard.search.plan import Why
+
+
+@dataclass(frozen=True)
+class Link:
+    """One value on the way. how: the op that makes it. source: the user's line. times: of further layers
+    through which the way goes alike."""
+
+    value: str
+    how: str
+    placement: str
+    module: str
+    source: str
+    times: int = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """From a value back to the origin of its placement on an axis.
+
+    end: why it begins there. why: the decision at that point, if the search took one.
+    """
+
+    axis: str
+    placement: str
+    links: tuple[Link, ...]
+    end: str
+    why: Why
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Who makes a value: a node of a segment (call: which one) or of main."""
+
+    node: Node
+    call: int | None
+    segment: LoweredSegment | None
+
+
+class Chains:
+    """Walks through a program against the direction in which values flow."""
+
+    def __init__(self, decisions: Decisions, index: Index) -> None:
+        self.decisions, self.index = decisions, index
+        self.program, self.lowered = decisions.program, decisions.program.lowered
+        self.mesh = Mesh.parse(self.program.mesh)
+
+    def of(self, place: Place) -> tuple[Chain, ...]:
+        """One chain per mesh axis."""
+        return tuple(self._chain(place, axis) for axis in range(len(self.mesh.names)))
+
+    def _chain(self, place: Place, axis: int) -> Chain:
+        links: list[Link] = []
+        seen: set[tuple[str, str]] = set()
+        skipped = gap = 0
+        here: Place | None = place
+        end, why = "", Why("")
+        while here is not None:
+            made = self.maker(here)
+            layout = self.layout(here)
+            if isinstance(made, _Made):
+                key = (self._segment_name(made.call), here.value)
+                # between layers that are passed over, so are the collectives that main has there
+                if key in seen or (skipped and made.call is None):
+                    gap = gap or len(links)
+                    skipped += 1
+                else:
+                    seen.add(key)
+                    links.append(self._link(made, here, layout[axis]))
+                here, end, why = self._before(made, here.value, layout, axis)
+            else:
+                port = self.index.ports_by_value[here.value]
+                name = self.index.name_of(port)
+                links.append(Link(name, port.kind, str(layout[axis]), "", ""))
+                end, why = self._port_end(here.value, axis)
+                here = None
+        if skipped:
+            links.insert(gap, Link("...", "the same way through earlier layers", "", "", "", skipped))
+        return Chain(self.mesh.names[axis], str(self.layout(place)[axis]), tuple(links), end, why)
+
+    # -- one step --------------------------------------------------------------------------------------
+
+    def maker(self, place: Place) -> _Made | None:
+        """Who makes a value; None for an input or a parameter of the program."""
+        if place.call is None:
+            found = self.index.makers.get(place.value)
+            if found is None:
+                return None
+            item = self.lowered.main[found[0]]
+            if isinstance(item, Node):
+                return _Made(item, None, None)
+            inner = self.lowered.segments[item.segment].graph.outputs[found[1]]
+            return self.maker(Place(found[0], inner))
+        call = self.lowered.main[place.call]
+        assert isinstance(call, Call)
+        segment = self.lowered.segments[call.segment]
+        node = self._nodes[call.segment].get(place.value)
+        if node is not None:
+            return _Made(node, place.call, segment)
+        return self.maker(Place(None, self._outer(call, segment, place.value)))
+
+    def settled(self, place: Place) -> Place:
+        """The same value where it is made: inside the call that makes it."""
+        while True:
+            if place.call is None:
+                found = self.index.makers.get(place.value)
+                item = None if found is None else self.lowered.main[found[0]]
+                if found is None or not isinstance(item, Call):
+                    return place
+                place = Place(found[0], self.lowered.segments[item.segment].graph.outputs[found[1]])
+                continue
+            call = self.lowered.main[place.call]
+            assert isinstance(call, Call)
+            if place.value in self._nodes[call.segment]:
+                return place
+            place = Place(None, self._outer(call, self.lowered.segments[call.segment], place.value))
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, Mapping[str, Node]]:
+        return {
+            name: {out: node for node in segment.graph.nodes for out in node.outs}
+            for name, segment in self.lowered.segments.items()
+        }
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, Mapping[str, int]]:
+        return {
+            name: {out: k for k, node in enumerate(segment.graph.nodes) for out in node.outs}
+            for name, segment in self.lowered.segments.items()
+        }
+
+    def _outer(self, call: Call, segment: LoweredSegment, value: str) -> str:
+        """The main value that a segment's input is given by a call."""
+        inputs = [n for n, _ in segment.graph.inputs]
+        return call.args[inputs.index(value)]
+
+    def layout(self, place: Place) -> Layout:
+        """Of a value, over the axes of the mesh of one stage."""
+        if place.call is None:
+            return self.lowered.values[place.value].layout
+        call = self.lowered.main[place.call]
+        assert isinstance(call, Call)
+        return self.lowered.segments[call.segment].layouts[place.value]
+
+    def note(self, made: _Made) -> tuple[str, str, Why]:
+        """(module, the user's line, the reason) of a node."""
+        if made.call is None:
+            return made.node.origin.fqn, made.node.origin.source, Why("")
+        call = self.lowered.main[made.call]
+        assert isinstance(call, Call)
+        note = self.program.notes[call.segment][self._numbers[call.segment][made.node.name]]
+        why = self.decisions.why_of_op(call.segment, made.node.name, note.why)
+        return self.index.relabelled(note.fqn, call.label), note.source, why
+
+    def _segment_name(self, call: int | None) -> str:
+        item = None if call is None else self.lowered.main[call]
+        return item.segment if isinstance(item, Call) else ""
+
+    def _link(self, made: _Made, place: Place, placed: Placement) -> Link:
+        module, source, _ = self.note(made)
+        return Link(place.value, op_text(made.node.op), str(placed), module, source)
+
+    def _before(self, made: _Made, value: str, layout: Layout, axis: int) -> tuple[Place | None, str, Why]:
+        """(the value that a placement comes from, why it begins here if there is none, the decision)."""
+        name = self.mesh.names[axis]
+        ins = [Place(made.call, ref) for ref in refs_of(made.node)]
+        why = self.note(made)[2]
+        if made.node.op.startswith("comm.") and ins:
+            # of several values in one message, each result is that of the input in its place
+            moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
+            before = self.layout(moved)[axis]
+            if before == layout[axis]:
+                return self.settled(moved), "", Why("")
+            wanted = self._wanted_by(made, value)
+            begin = f"{op_text(made.node.op)} brings it from {before} to {layout[axis]} on {name}"
+            return (
+                None,
+                f"{begin}{f', as {wanted[0]} wants it' if wanted else ''}",
+                wanted[1] if wanted else why,
+            )
+        split = [p for p in ins if self.layout(p)[axis] != R]
+        wish = layout[axis]
+        if wish == R:
+            whole = self._unsplit(ins, axis)
+            if whole is not None:
+                return whole, "", Why("")
+            return None, f"nothing that it is computed from is divided over {name}", why
+        if not split:
+            return None, f"each rank of {name} computes its own part", why
+        if isinstance(wish, Partial) and all(self.layout(p)[axis] != wish for p in split):
+            return None, f"ranks of {name} each sum over their part of a divided dim", why
+        return self.settled(self._likeliest(split, layout, axis)), "", Why("")
+
+    def _unsplit(self, ins: Sequence[Place], axis: int) -> Place | None:
+        """Of whole inputs, the one that a collective made whole, if any did directly."""
+        for place in ins:
+            made = self.maker(place)
+            if made is not None and made.node.op.startswith("comm.") and self._moves(made, axis):
+                return self.settled(place)
+        return None
+
+    def _moves(self, made: _Made, axis: int) -> bool:
+        return str(self.mesh.names[axis]) in [str(a) for a in made.node.args[1:2]]
+
+    def _likeliest(self, split: Sequence[Place], layout: Layout, axis: int) -> Place:
+        """The input to follow: one that lies as the result does, made by an op rather than stored."""
+        alike = [p for p in split if self.layout(p)[axis] == layout[axis]] or list(split)
+        made = [p for p in alike if self.maker(p) is not None]
+        return (made or alike)[0]
+
+    def _wanted_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
+        """The first op that uses what a collective makes, in words, with its reason."""
+        if made.segment is None or made.call is None:
+            return None
+        for node in made.segment.graph.nodes:
+            if value in refs_of(node) and not node.op.startswith("comm."):
+                module, source, why = self.note(_Made(node, made.call, made.segment))
+                where = " ".join(filter(None, (module, f"({source})" if source else "")))
+                return f"{op_text(node.op)} {node.name}{f' in {where}' if where else ''}", why
+        return None
+
+    def _port_end(self, value: str, axis: int) -> tuple[str, Why]:
+        """Why an input or a parameter lies on an axis as it does."""
+        port = self.index.ports_by_value[value]
+        name, why = self.mesh.names[axis], self.decisions.why_of_port(port)
+        placed = self.lowered.values[value].layout[axis]
+        meaning = self.mesh.axes[axis].meaning
+        if port.kind in ("input", "tangent"):
+            if placed != R and meaning.splits_batch:
+                return f"{name} divides the batch", why
+            return f"it enters {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
+        return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
+
+
+def users(index: Index, place: Place) -> Iterator[tuple[Place, Node]]:
+    """Nodes of the same segment (or of main) that read a value."""
+    lowered = index.lowered
+    if place.call is None:
+        nodes: Sequence[Node] = [i for i in lowered.main if isinstance(i, Node)]
+    else:
+        call = lowered.main[place.call]
+        assert isinstance(call, Call)
+        nodes = lowered.segments[call.segment].graph.nodes
+    for node in nodes:
+        if place.value in refs_of(node):
+            yield Place(place.call, node.name), node

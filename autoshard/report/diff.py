@@ -1,0 +1,241 @@
+"""What two programs do differently: decisions, time, memory, messages; repeated layers once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.program.program import Program
+from autoshard.program.text import layout_text
+from autoshard.report.decided import Decisions, Op
+from autoshard.report.estimate import Estimator
+from autoshard.report.simulation import memory_of, parts_of, rates
+from autoshard.rules.states import OpState
+from autoshard.search.plan import Plan
+from autoshard.simulate.step import StepEstimate
+
+#: kinds of parameters that a note names
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of both, None where one has no such part. unit: ``s``, ``B`` (bytes), ``%``, ``1``."""
+
+    name: str
+    a: float | None
+    b: float | None
+    unit: str
+
+
+@dataclass(frozen=True)
+class Decided:
+    """One decision of both, in words. count: parameters or calls it holds for; "" where one has none."""
+
+    what: str
+    count: int
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two programs compared. same_model: whether they run the same graph; same_axes: whether the axes of both
+    have the same names. figures: all of them; decisions: those that differ.
+
+    ops: those of ops, None where they cannot be compared one by one. alike: decisions that are the same.
+    """
+
+    names: tuple[str, str]
+    meshes: tuple[str, str]
+    clusters: tuple[str, str]
+    targets: tuple[str, str]
+    same_model: bool
+    same_axes: bool
+    figures: tuple[Figure, ...]
+    messages: tuple[Figure, ...]
+    whole: tuple[Decided, ...]
+    parameters: tuple[Decided, ...]
+    ops: tuple[Decided, ...] | None
+    alike: int
+    notes: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing was decided otherwise."""
+        return self.same_model and not (self.whole or self.parameters or self.ops)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "same": self.same}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two. name: as the reader calls it."""
+
+    name: str
+    program: Program
+    cluster: Cluster
+
+
+def diff_of(a: Side, b: Side) -> Diff:
+    """Compare two programs; each is priced on its own cluster."""
+    one, two = _Side(a), _Side(b)
+    same_model = one.plan.fingerprint == two.plan.fingerprint
+    same_axes = one.decisions.mesh.names == two.decisions.mesh.names
+    parameters, alike, notes = _parameters(one, two)
+    ops = None
+    if same_model and same_axes:
+        ops, more = _ops(one, two)
+        alike += more
+    return Diff(
+        (a.name, b.name),
+        (a.program.whole_mesh, b.program.whole_mesh),
+        (a.cluster.name, b.cluster.name),
+        (a.program.target, b.program.target),
+        same_model,
+        same_axes,
+        tuple(_figures(one, two)),
+        tuple(_messages(one, two)),
+        tuple(_whole(one, two)),
+        parameters,
+        ops,
+        alike,
+        (*_notes(one, two, same_model, same_axes), *notes),
+    )
+
+
+class _Side:
+    def __init__(self, side: Side) -> None:
+        self.program, self.cluster = side.program, side.cluster
+        self.decisions = Decisions.of(side.program)
+        self.plan: Plan = self.decisions.plan
+        self.estimator = Estimator(side.program, side.cluster)
+        self.found: StepEstimate = self.estimator.pipeline
+
+
+def _notes(a: _Side, b: _Side, same_model: bool, same_axes: bool) -> Iterator[str]:
+    if not same_model:
+        yield "other graphs (another model, or other inputs than the batch): ops are not compared one by one"
+    elif not same_axes:
+        yield "the meshes have other axes: ops are not compared one by one"
+    if a.cluster.name != b.cluster.name:
+        yield f"prices are those of {a.cluster.name} and {b.cluster.name}: --cluster NAME for the same ones"
+    if rates(a.program, a.found).items != rates(b.program, b.found).items:
+        one, two = (f"{r.items:,} {r.what}" for r in (rates(s.program, s.found) for s in (a, b)))
+        yield f"a step of a is {one}, of b {two}: compare what is done per second"
+
+
+def _figures(a: _Side, b: _Side) -> Iterator[Figure]:
+    yield Figure("step", a.found.seconds, b.found.seconds, "s")
+    yield from _joined(dict(parts_of(a.found)), dict(parts_of(b.found)), "s")
+    rate_a, rate_b = (rates(s.program, s.found) for s in (a, b))
+    yield Figure(f"{rate_a.what}/s", rate_a.per_second, rate_b.per_second, "1")
+    yield Figure("MFU", a.found.mfu, b.found.mfu, "%")
+    yield Figure("memory at the peak", a.found.fullest.peak, b.found.fullest.peak, "B")
+    yield from _joined(dict(memory_of(a.found)), dict(memory_of(b.found)), "B")
+
+
+def _joined(a: Mapping[str, float], b: Mapping[str, float], unit: str) -> Iterator[Figure]:
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) or b.get(name):
+            yield Figure(f"  {name}", a.get(name), b.get(name), unit)
+
+
+def _messages(a: _Side, b: _Side) -> Iterator[Figure]:
+    """Bytes that a rank sends in a step, by kind of collective and axis."""
+    one, two = ({(t.kind, t.axis): t for t in s.estimator.traffic()} for s in (a, b))
+    for key in dict.fromkeys((*one, *two)):
+        kind, axis = key
+        wires = [t.wire if (t := side.get(key)) is not None else None for side in (one, two)]
+        counts = [str(t.count) if (t := side.get(key)) is not None else "0" for side in (one, two)]
+        times = counts[0] if counts[0] == counts[1] else f"{counts[0]} | {counts[1]}"
+        yield Figure(f"{kind} over {axis} x {times}", wires[0], wires[1], "B")
+
+
+def _whole(a: _Side, b: _Side) -> Iterator[Decided]:
+    """What is decided for the whole model."""
+    for what, of in (
+        ("mesh", lambda s: s.program.whole_mesh),
+        ("microbatches", lambda s: f"{s.program.microbatches} of {s.plan.batch}"),
+        ("computed again", _again),
+        ("pipeline", _pipeline),
+        ("ranks on devices", lambda s: ", ".join(map(str, s.plan.order)) or "in order"),
+        ("memory limit", lambda s: "none" if s.plan.budget is None else f"{s.plan.budget:,} bytes"),
+    ):
+        one, two = of(a), of(b)
+        if one != two:
+            yield Decided(what, 1, one, two)
+
+
+def _again(side: _Side) -> str:
+    rows = [f"{r.policy} for {r.calls} calls of {name}" for name, r in side.plan.recompute.items()]
+    return ", ".join(rows) or "nothing"
+
+
+def _pipeline(side: _Side) -> str:
+    pipeline = side.plan.pipeline
+    if pipeline is None:
+        return "none"
+    slices = f", {pipeline.slices} slices" if pipeline.slices > 1 else ""
+    cuts = ", ".join(c.label or f"call {c.call}" for c in pipeline.cuts)
+    return f"{pipeline.schedule} x {pipeline.chunks} on {pipeline.ranks} ranks{slices}, cut behind {cuts}"
+
+
+def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str, ...]]:
+    """(those that live otherwise, how many live alike, notes on those that only one model has)."""
+    one, two = _lives(a), _lives(b)
+    found: dict[tuple[str, str, str], int] = {}
+    alike = 0
+    for name in [n for n in one if n in two]:
+        if one[name] == two[name]:
+            alike += 1
+        else:
+            key = (a.decisions.starred(name), one[name], two[name])
+            found[key] = found.get(key, 0) + 1
+    rows = tuple(Decided(what, count, was, would) for (what, was, would), count in found.items())
+    notes = []
+    for name, side, own, other in (("a", a, one, two), ("b", b, two, one)):
+        missing = [n for n in own if n not in other]
+        if missing:
+            kinds = list(dict.fromkeys(side.decisions.starred(n) for n in missing))
+            more = f" and {len(kinds) - _MOST_NAMES} more kinds" if len(kinds) > _MOST_NAMES else ""
+            some = ", ".join(kinds[:_MOST_NAMES])
+            notes.append(f"{len(missing)} parameters that only {name} has: {some}{more}")
+    return rows, alike, tuple(notes)
+
+
+def _lives(side: _Side) -> dict[str, str]:
+    ports = [p for p in side.program.signature.ports if p.kind == "param"]
+    return {p.target: side.decisions.life_of_port(p) for p in ports}
+
+
+def _ops(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int]:
+    """(ops that run otherwise, how many run alike); the graphs are the same."""
+    names = a.decisions.mesh.names
+    found, alike = [], 0
+    for key, op in a.decisions.ops.items():
+        one, two = a.plan.nodes.get(key), b.plan.nodes.get(key)
+        if one is None or two is None or _same(one, two, names, b.decisions.mesh):
+            alike += 1
+        else:
+            found.append(Decided(_op_name(op, a.decisions), op.calls, _face(one, names), _face(two, names)))
+    return tuple(found), alike
+
+
+def _same(one: OpState, two: OpState, names: tuple[str, ...], mesh: Mesh) -> bool:
+    return _face(one, names) == _face(two, mesh.names)
+
+
+def _face(state: OpState, names: tuple[str, ...]) -> str:
+    """The layout of the first result, or of the first input of an op that has none."""
+    layout = next((x for x in (*state.outputs, *state.inputs) if x is not None), None)
+    return "" if layout is None else layout_text(layout, names)
+
+
+def _op_name(op: Op, decisions: Decisions) -> str:
+    module = decisions.starred(op.module) if op.module else op.segment
+    return f"{op.segment}/{op.name} = {op.op} in {module}"

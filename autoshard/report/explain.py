@@ -1,0 +1,487 @@
+"""Why a parameter, a module or a value is as it is in a program, back to the user's own lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.ir import Call, Node, Port, refs_of
+from autoshard.ir.lowered import LoweredSegment
+from autoshard.program.program import Program
+from autoshard.program.text import layout_text, op_text
+from autoshard.report.chain import Chain, Chains, Link
+from autoshard.report.decided import Decisions, starred_label
+from autoshard.report.lookup import Index, Place, Subject
+from autoshard.report.units import bytes_text, seconds_text
+from autoshard.search.plan import Why
+from autoshard.simulate.ops import collective_kind, is_message, placed_of
+from autoshard.simulate.pricing import Pricer
+
+#: decisions of a module that are listed, dearest next best choice first
+_MOST_OPS = 6
+#: parameters of a module that are listed
+_MOST_PARAMETERS = 12
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision. what: a parameter, or a value and its op. count: how many are decided about together.
+
+    layout: stored and used, for a parameter. bytes: on the fullest rank, of whole. seconds: of the op, each
+    time it runs. margin: seconds that a step would lose with the alternative, all else decided anew.
+    """
+
+    what: str
+    op: str
+    count: int
+    type: str
+    layout: str
+    bytes: float
+    whole: float
+    seconds: float
+    source: str
+    reason: str
+    alternative: str
+    margin: float
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective. value: what it makes. wire: bytes that a rank sends each time. calls: of a step of one
+    microbatch. for_op: who uses it first."""
+
+    value: str
+    kind: str
+    axis: str
+    before: str
+    after: str
+    seconds: float
+    wire: float
+    calls: int
+    where: str
+    for_op: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What was asked about, what was decided, and why.
+
+    alike: modules of repeated layers that take the same decisions. result: the value whose chains are told.
+    compute, comm: seconds that a microbatch spends in a module, forward and backward, in all alike layers.
+    """
+
+    kind: str
+    name: str
+    alike: tuple[str, ...]
+    source: str
+    parameters: tuple[Choice, ...]
+    more_parameters: int
+    result: Choice | None
+    chains: tuple[Chain, ...]
+    ops: tuple[Choice, ...]
+    moves: tuple[Move, ...]
+    compute: float = 0.0
+    comm: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain_name(program: Program, cluster: Cluster, name: str) -> Explanation:
+    """The explanation of what a name means; UsageError if it means nothing, or several things."""
+    return _Explainer(program, cluster).of(name)
+
+
+class _Explainer:
+    def __init__(self, program: Program, cluster: Cluster) -> None:
+        self.program, self.lowered = program, program.lowered
+        self.decisions, self.index = Decisions.of(program), Index(program)
+        self.chains = Chains(self.decisions, self.index)
+        self.prices = Pricer(program, cluster)
+        self.names = self.decisions.mesh.names
+
+    def of(self, name: str) -> Explanation:
+        subject = self.index.find(name)
+        if subject.port is not None:
+            return self._port(subject, subject.port)
+        if subject.place is not None:
+            return self._value(subject, subject.place)
+        return self._module(subject)
+
+    # -- parameters and inputs -------------------------------------------------------------------------
+
+    def _port(self, subject: Subject, port: Port) -> Explanation:
+        alike = [self.index.name_of(p) for p in self._class_of(port)]
+        uses = list(self._uses(port))
+        first = next((place for place, node in uses if not node.op.startswith("comm.")), None)
+        source = self._source(first) if first is not None else ""
+        place = Place(None, port.name)
+        return Explanation(
+            subject.kind,
+            subject.name,
+            tuple(alike),
+            source,
+            (self._choice_of_port(port),),
+            0,
+            None,
+            self.chains.of(place) if subject.kind == "input" else (),
+            tuple(self._choice(p, n) for p, n in uses if not n.op.startswith("comm."))[:_MOST_OPS],
+            tuple(self._moves_of(port, uses)),
+        )
+
+    def _class_of(self, port: Port) -> Sequence[Port]:
+        return self.decisions.classes.get(self.program.classes.get(port.name, ""), (port,))
+
+    def _uses(self, port: Port) -> Iterator[tuple[Place, Node]]:
+        """Ops that read a parameter, or copies of it that collectives make; each segment once."""
+        values = {port.name}
+        seen: set[str] = set()
+        for number, item in enumerate(self.lowered.main):
+            if isinstance(item, Node):
+                if values & set(refs_of(item)):
+                    yield Place(None, item.name), item
+                    if item.op.startswith("comm."):
+                        values |= _moved(item, values)
+                continue
+            if item.segment in seen or not values & set(item.args):
+                continue
+            seen.add(item.segment)
+            graph = self.lowered.segments[item.segment].graph
+            inside = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in values}
+            for node in graph.nodes:
+                if inside & set(refs_of(node)):
+                    yield Place(number, node.name), node
+                    if node.op.startswith("comm."):
+                        inside |= _moved(node, inside)
+            values |= {o for o, i in zip(item.outs, graph.outputs, strict=True) if i in inside}
+
+    def _moves_of(self, port: Port, uses: Sequence[tuple[Place, Node]]) -> Iterator[Move]:
+        """Collectives of a parameter and of its gradient."""
+        yield from (self._move(p, n) for p, n in uses if is_message(n))
+        grad = next(
+            (r for r in self.program.signature.results if r.kind == "grad" and r.target == port.target), None
+        )
+        here = None if grad is None else Place(None, grad.value)
+        while here is not None:
+            made = self.chains.maker(here)
+            if made is None or not made.node.op.startswith("comm."):
+                return
+            place = Place(made.call, made.node.name)
+            if is_message(made.node):
+                yield self._move(place, made.node)
+            ins = list(refs_of(made.node))
+            at = made.node.outs.index(self.chains.settled(here).value)
+            here = Place(made.call, ins[at] if len(ins) == len(made.node.outs) else ins[0])
+
+    # -- values and modules ----------------------------------------------------------------------------
+
+    def _value(self, subject: Subject, place: Place) -> Explanation:
+        place = self.chains.settled(place)
+        made = self.chains.maker(place)
+        assert made is not None
+        layers = self.index.same_layers(place)
+        uses = self._users(place)
+        return Explanation(
+            subject.kind,
+            subject.name,
+            layers,
+            self._source(place),
+            (),
+            0,
+            self._choice(place, made.node),
+            self.chains.of(place),
+            tuple(self._choice(p, n) for p, n in uses if not n.op.startswith("comm."))[:_MOST_OPS],
+            tuple(self._move(p, n) for p, n in uses if is_message(n)),
+        )
+
+    def _module(self, subject: Subject) -> Explanation:
+        places = self.index.modules[subject.name]
+        nodes = [(place, self._node(place)) for place in places]
+        result = self._result(subject.name, nodes)
+        inside = f"{subject.name}."
+        held = [
+            p for n, p in self.index.ports.items() if n.startswith(inside) and p.kind in ("param", "buffer")
+        ]
+        held.sort(key=lambda p: -p.type.nbytes)
+        own = self.index.same_layers(result)
+        label = next((x for x in own if subject.name == x or subject.name.startswith(f"{x}.")), "")
+        alike = tuple(x + subject.name[len(label) :] for x in own) if label else (subject.name,)
+        ranked = sorted(
+            (self._choice(p, n) for p, n in nodes if not n.op.startswith("comm.")), key=lambda c: -c.margin
+        )
+        compute, comm = self._spent(subject.name)
+        return Explanation(
+            subject.kind,
+            subject.name,
+            alike,
+            self._source(result),
+            tuple(map(self._choice_of_port, held[:_MOST_PARAMETERS])),
+            max(0, len(held) - _MOST_PARAMETERS),
+            self._choice(result, self._node(result)),
+            self.chains.of(result),
+            tuple(ranked[:_MOST_OPS]),
+            tuple(self._moves_inside(subject.name)),
+            compute,
+            comm,
+        )
+
+    def _result(self, module: str, nodes: Sequence[tuple[Place, Node]]) -> Place:
+        """The last value of a module that something outside it uses, before any collective."""
+        found = nodes[-1][0]
+        for place, node in nodes:
+            if node.op.startswith("comm."):
+                continue
+            users = list(self._users(place))
+            outside = [p for p, _ in users if not self._within(p, module)]
+            if outside or not users:
+                found = place
+        return found
+
+    def _within(self, place: Place, module: str) -> bool:
+        made = self.chains.maker(place)
+        assert made is not None
+        return f"{self.chains.note(made)[0]}.".startswith(f"{module}.")
+
+    def _inside(self, module: str) -> Iterator[tuple[Place, Node, LoweredSegment]]:
+        """Nodes of a module and of those alike, forward and backward, each segment once."""
+        wanted = self.decisions.starred(module)
+        seen: set[str] = set()
+        for number, item in enumerate(self.lowered.main):
+            if not isinstance(item, Call) or item.segment in seen:
+                continue
+            seen.add(item.segment)
+            segment = self.lowered.segments[item.segment]
+            for node, note in zip(segment.graph.nodes, self.program.notes[item.segment], strict=True):
+                if f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}."):
+                    yield Place(number, node.name), node, segment
+
+    def _spent(self, module: str) -> tuple[float, float]:
+        """Seconds (computing, communication) of a microbatch in a module and those alike."""
+        compute = comm = 0.0
+        for place, node, segment in self._inside(module):
+            cost, calls = self.prices.node(node, placed_of(segment)), self._calls(place)
+            compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
+        return compute, comm
+
+    def _moves_inside(self, module: str) -> Iterator[Move]:
+        for place, node, _ in self._inside(module):
+            if is_message(node):
+                yield self._move(place, node)
+
+    # -- pieces ----------------------------------------------------------------------------------------
+
+    def _node(self, place: Place) -> Node:
+        made = self.chains.maker(place)
+        assert made is not None
+        return made.node
+
+    def _users(self, place: Place) -> list[tuple[Place, Node]]:
+        if place.call is None:
+            nodes: Iterable[Node] = (i for i in self.lowered.main if isinstance(i, Node))
+        else:
+            nodes = self.lowered.segments[self._call(place).segment].graph.nodes
+        return [(Place(place.call, n.name), n) for n in nodes if place.value in refs_of(n)]
+
+    def _call(self, place: Place) -> Call:
+        assert place.call is not None
+        call = self.lowered.main[place.call]
+        assert isinstance(call, Call)
+        return call
+
+    def _calls(self, place: Place) -> int:
+        """How often a microbatch runs what makes a value."""
+        if place.call is None:
+            return 1
+        own = self._call(place).segment
+        return sum(isinstance(i, Call) and i.segment == own for i in self.lowered.main)
+
+    def _source(self, place: Place) -> str:
+        made = self.chains.maker(place)
+        return "" if made is None else self.chains.note(made)[1]
+
+    def _choice_of_port(self, port: Port) -> Choice:
+        why, placed = self.decisions.why_of_port(port), self.lowered.values[port.name]
+        return Choice(
+            self.index.name_of(port),
+            "",
+            len(self._class_of(port)),
+            str(port.type),
+            self.decisions.life_of_port(port),
+            self.prices.bytes_of(placed.type, placed.layout),
+            float(port.type.nbytes),
+            0.0,
+            "",
+            why.reason,
+            why.alternative,
+            why.margin,
+        )
+
+    def _choice(self, place: Place, node: Node) -> Choice:
+        """The decision about the op that makes a value."""
+        made = self.chains.maker(place)
+        assert made is not None
+        _, source, why = self.chains.note(made)
+        values = self.lowered.values if made.segment is None else placed_of(made.segment)
+        type_ = next((t for t in node.types if t is not None), None)
+        layout = self.chains.layout(place)
+        return Choice(
+            place.value,
+            op_text(node.op),
+            self._calls(place),
+            str(type_ or ""),
+            layout_text(layout, self.names),
+            0.0 if type_ is None else self.prices.bytes_of(type_, layout),
+            0.0 if type_ is None else float(type_.nbytes),
+            self.prices.node(node, values).seconds,
+            source,
+            why.reason,
+            why.alternative,
+            why.margin,
+        )
+
+    def _move(self, place: Place, node: Node) -> Move:
+        made = self.chains.maker(place)
+        assert made is not None
+        values = self.lowered.values if made.segment is None else placed_of(made.segment)
+        cost = self.prices.node(node, values)
+        before = self.chains.layout(Place(place.call, next(refs_of(node))))
+        module, source, _ = self.chains.note(made)
+        user = next(
+            (f"{op_text(n.op)} {n.name}" for p, n in self._users(place) if not n.op.startswith("comm.")), ""
+        )
+        many = f" and {len(node.outs) - 1} more" if len(node.outs) > 1 else ""
+        return Move(
+            place.value + many,
+            str(collective_kind(node)),
+            str(node.args[1]),
+            layout_text(before, self.names),
+            layout_text(self.chains.layout(place), self.names),
+            cost.seconds,
+            cost.wire,
+            self._calls(place),
+            source or module,
+            user,
+        )
+
+
+def _moved(node: Node, values: set[str]) -> set[str]:
+    """Of the results of a collective, those that are copies of some values."""
+    ins = list(refs_of(node))
+    if len(ins) != len(node.outs):
+        return set(node.outs)
+    return {out for out, ref in zip(node.outs, ins, strict=True) if ref in values}
+
+
+# -- as text ---------------------------------------------------------------------------------------------
+
+
+def explanation_lines(found: Explanation) -> Iterator[str]:
+    """What a terminal shows."""
+    yield f"{found.name}   {found.kind}{_alike_text(found.alike)}"
+    if found.source:
+        yield f"  {found.source}"
+    if found.compute or found.comm:
+        yield (
+            f"  {seconds_text(found.compute)} computing, {seconds_text(found.comm)} communication in a "
+            f"microbatch{f', in all {len(found.alike)}' if len(found.alike) > 1 else ''}"
+        )
+    if found.parameters:
+        yield ""
+        for choice in found.parameters:
+            size = f"{bytes_text(choice.bytes)} of {bytes_text(choice.whole)} on a rank"
+            yield f"{choice.what}  {choice.type}  {choice.layout}   {size}"
+            yield from _reason_lines(choice.reason, choice.alternative, choice.margin)
+        if found.more_parameters:
+            yield f"... {found.more_parameters} more parameters"
+    if found.result is not None:
+        yield ""
+        yield f"result  {_op_line(found.result)}"
+        yield from _reason_lines(found.result.reason, found.result.alternative, found.result.margin)
+    for chain in found.chains:
+        yield ""
+        yield from chain_lines(chain)
+    if found.ops:
+        yield ""
+        title = {"module": "ops inside whose next best choice would cost most"}.get(found.kind, "used by")
+        yield title
+        for choice in found.ops:
+            yield f"  {_op_line(choice)}  {choice.source}".rstrip()
+            yield from _reason_lines(choice.reason, choice.alternative, choice.margin, "      ")
+    if found.moves:
+        yield ""
+        yield "collectives"
+        for move in found.moves:
+            times = f" x {move.calls}" if move.calls > 1 else ""
+            user = f", for {move.for_op}" if move.for_op else ""
+            yield (
+                f"  {move.kind} over {move.axis} of {move.value}: {move.before} -> {move.after}, "
+                f"{bytes_text(move.wire)} a rank, {seconds_text(move.seconds)}{times}{user}"
+            )
+
+
+def _alike_text(alike: Sequence[str]) -> str:
+    if len(alike) < 2:
+        return ""
+    return f", decided alike for {len(alike)}: {starred_label(alike[0])}"
+
+
+def _op_line(choice: Choice) -> str:
+    time = f"   {seconds_text(choice.seconds)}" if choice.seconds else ""
+    times = f" x {choice.count}" if choice.count > 1 and choice.seconds else ""
+    return f"{choice.what} = {choice.op}  {choice.type}  {choice.layout}{time}{times}"
+
+
+def _reason_lines(reason: str, alternative: str, margin: float, indent: str = "  ") -> Iterator[str]:
+    text = reason_text(reason, alternative, margin)
+    if text:
+        yield f"{indent}why: {text}"
+
+
+def reason_text(reason: str, alternative: str, margin: float) -> str:
+    """``solver; the next best, dp:R tp:R, would cost a step 12.0 us more``"""
+    if not alternative:
+        return reason
+    cost = f"would cost a step {seconds_text(margin)} more" if margin > 0 else "would cost the same"
+    return f"{reason}; the next best, {alternative}, {cost}"
+
+
+def chain_lines(chain: Chain) -> Iterator[str]:
+    """A chain, neighbours on the same line of the user's together."""
+    yield f"{chain.axis}:{chain.placement} comes from"
+    wide = max((len(link.value) for link in chain.links), default=0)
+    for links in _same_line(chain.links):
+        last = links[-1]
+        if last.times:
+            yield f"  ...  {last.how} ({last.times} ops)"
+            continue
+        how = " <- ".join(link.how for link in links)
+        where = "  ".join(filter(None, (last.module, last.source)))
+        placed = f"{chain.axis}:{links[0].placement}"
+        yield f"  {links[0].value:<{wide}}  {placed:<10} {how}{f'   {where}' if where else ''}"
+    yield f"  because {chain.end}"
+    why: Why = chain.why
+    yield from _reason_lines(why.reason, why.alternative, why.margin, "          ")
+
+
+def _same_line(links: Sequence[Link]) -> Iterator[list[Link]]:
+    group: list[Link] = []
+    for link in links:
+        same = group and (group[-1].module, group[-1].source, group[-1].placement, group[-1].times) == (
+            link.module,
+            link.source,
+            link.placement,
+            link.times,
+        )
+        if same and link.source and not link.times:
+            group.append(link)
+        else:
+            if group:
+                yield group
+            group = [link]
+    if group:
+        yield group
+
+
+__all__ = ["Choice", "Explanation", "Move", "chain_lines", "explain_name", "explanation_lines", "reason_text"]

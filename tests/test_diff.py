@@ -1,0 +1,108 @@
+"""`autoshard diff`: what differs between two programs, and that nothing is said to differ that does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pipelines import pipeline
+from planned import analysed, program
+from typer.testing import CliRunner
+
+from autoshard.api import compile_analysed, plan_analysed
+from autoshard.cli.main import app
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.program.program import Program
+from autoshard.program.store import save_program
+from autoshard.report.diff import Side, diff_of
+from autoshard.search.ask import Ask
+from autoshard.search.pins import Pin
+from autoshard.search.plan_json import plan_from_json
+from autoshard.simulate.step import estimate_step
+
+CPU = load_cluster("cpu-gloo")
+MESH = "dp=2,tp=2"
+
+
+def side(name: str, made: Program) -> Side:
+    return Side(name, made, CPU)
+
+
+def pinned(*pins: str) -> Program:
+    found = plan_analysed(
+        analysed("llama"), [Mesh.parse(MESH)], CPU, ask=Ask(pins=tuple(map(Pin.parse, pins)))
+    )
+    return compile_analysed(found)
+
+
+def test_the_same_program() -> None:
+    made = program("llama", MESH)
+    found = diff_of(side("a", made), side("b", made))
+    assert found.same and not found.notes and not found.whole and found.ops == ()
+    assert all(row.a == row.b for row in (*found.figures, *found.messages))
+    plan = plan_from_json(made.plan)
+    assert found.alike == len(plan.nodes) + sum(p.kind == "param" for p in made.signature.ports)
+
+
+def test_a_pin_is_all_that_differs() -> None:
+    glob = "model.layers.*.mlp.up_proj.weight"
+    base, other = program("llama", MESH), pinned(f"{glob}=tp:S(1)")
+    found = diff_of(side("a", base), side("b", other))
+    assert not found.same and found.same_model and found.same_axes and not found.whole
+    row = next(r for r in found.parameters if r.what == glob)
+    assert row.count == 2 and "tp:S(1)" in row.b and row.a != row.b
+    one, two = plan_from_json(base.plan), plan_from_json(other.plan)
+    differing = {k for k in one.nodes if one.nodes[k].outputs != two.nodes[k].outputs}
+    assert found.ops is not None and len(found.ops) == len(differing) > 0
+    steps = [estimate_step(p, CPU).seconds for p in (base, other)]
+    assert (found.figures[0].name, found.figures[0].a, found.figures[0].b) == ("step", *steps)
+    # and the other way round
+    back = diff_of(side("b", other), side("a", base))
+    assert [(r.what, r.b, r.a) for r in back.parameters] == [(r.what, r.a, r.b) for r in found.parameters]
+
+
+def test_parts_of_the_step_add_up() -> None:
+    found = diff_of(side("a", program("llama", MESH)), side("b", program("llama", "fsdp=4")))
+    for which in ("a", "b"):
+        parts = [getattr(r, which) or 0.0 for r in found.figures if r.unit == "s" and r.name[0] == " "]
+        whole = getattr(found.figures[0], which)
+        assert sum(parts) == pytest.approx(whole)
+
+
+def test_another_mesh_and_another_model() -> None:
+    found = diff_of(side("a", program("llama", MESH)), side("b", program("llama", "fsdp=4")))
+    assert found.same_model and not found.same_axes and found.ops is None
+    assert [r.what for r in found.whole][:1] == ["mesh"] and any("other axes" in n for n in found.notes)
+    found = diff_of(side("a", program("llama", MESH)), side("b", program("gpt2", MESH)))
+    assert not found.same_model and found.ops is None and not found.parameters
+    assert any("other graphs" in n for n in found.notes)
+    assert sum("parameters that only" in n for n in found.notes) == 2
+
+
+def test_pipelines() -> None:
+    one, two = (pipeline("llama-deep", 2, "dp=2", s, 4) for s in ("1f1b", "gpipe"))
+    found = diff_of(side("a", one), side("b", two))
+    assert [r.what for r in found.whole] == ["pipeline"] and not found.parameters
+    assert "1f1b" in found.whole[0].a and "gpipe" in found.whole[0].b
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_program(program("llama", MESH), tmp_path / "a")
+    save_program(replace(pinned("*.up_proj.weight=tp:S(1)")), tmp_path / "b")
+
+    def invoke(*words: str) -> Any:
+        return CliRunner().invoke(app, ["diff", *words])
+
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    result = invoke(a, b)
+    assert result.exit_code == 0, result.output
+    for word in ("step", "b - a", "parameters that live otherwise", "ops that run otherwise", "are the same"):
+        assert word in result.stdout
+    assert "the same" in invoke(a, a).stdout and "otherwise" not in invoke(a, a).stdout
+    found = json.loads(invoke(a, b, "--json").stdout)
+    assert found["version"] == 1 and found["same"] is False and found["parameters"]
+    assert len(invoke(a, b, "--all").stdout.splitlines()) >= len(result.stdout.splitlines())
+    assert invoke(a, str(tmp_path)).exit_code == 2
