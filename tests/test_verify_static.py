@@ -9,11 +9,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
+from families import FAMILIES, family
 from pipelines import pipeline
 from planned import program
 from rule_samples import all_samples
 from sliced import program_of
+from slow_links import slow_cluster
 
 from autoshard import api
 from autoshard.cluster import Mesh
@@ -84,6 +85,32 @@ def test_slices_of_the_sequence_are_proved(name: str, mesh: str, slices: int, ag
     report = verify_static(program_of(name, 2, mesh, slices, 2, **more))
     assert report.ok, report.findings[0]
     assert not report.uncovered
+
+
+@pytest.mark.parametrize("way", ["levels", "copy=node", "copy=node,once,gradients=node"])
+def test_collectives_level_by_level_are_proved(way: str) -> None:
+    """After the gather over the outer axis, the inner one holds blocks of blocks: another name, no message."""
+    model, inputs = family("llama").make()
+    made = api.plan(
+        model,
+        "pp=2,fsdp=4",
+        example_inputs=inputs,
+        cluster=slow_cluster(nodes_of=2),
+        schedule="1f1b",
+        microbatches=2,
+    )
+    report = verify_static(api.compile_analysed(made, hierarchy=way))
+    assert report.ok, report.findings[0]
+    assert report.ranks == 8 and not report.uncovered
+
+
+def test_fewer_bits_are_noted_and_not_called_equal() -> None:
+    model, inputs = family("llama").make()
+    made = api.plan(model, "fsdp=4", example_inputs=inputs, cluster=slow_cluster())
+    report = verify_static(api.compile_analysed(made, allow="int8-weights,int4-gradients"))
+    assert report.ok
+    note = next(c.note for c in report.checked if c.name == "collectives")
+    assert "rounded" in note
 
 
 def test_a_stored_program_is_proved_as_the_one_in_memory(tmp_path: Path) -> None:

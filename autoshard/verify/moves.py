@@ -13,14 +13,16 @@ from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.lowered import Placed
 from autoshard.passes.insert_collectives import collective_node
-from autoshard.placement import Layout, Partial, layout_ok
-from autoshard.rules.local import MeshShape
+from autoshard.placement import Layout, P, Partial, R, Shard, layout_ok
+from autoshard.rules.local import MeshShape, symbolic_extent
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, join
 from autoshard.verify.result import Rule
 
 _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
+#: with fewer bits than the values have: the same up to rounding
+ROUNDED = frozenset(f"comm.{kind}_q_bucket.default" for kind in ("all_gather", "reduce_scatter"))
 #: what changes where a value lies, and not what it is
-MOVES = frozenset(
+MOVES = ROUNDED.union(
     [f"comm.{kind}.default" for kind in _KINDS]
     + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
 )
@@ -39,6 +41,13 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
     """The values of a collective, one by one; None if its text is not that of one."""
     kind = node.op.split(".")[1]
     args = node.args
+    if kind.endswith("_q_bucket"):
+        # how many bits travel of each value, and how many elements share a scale
+        if len(args) != 5 or not isinstance(args[3], tuple) or len(args[3]) != len(node.outs):
+            return None
+        if any(bits not in (0, 4, 8) for bits in args[3]) or not isinstance(args[4], int) or args[4] < 1:
+            return None
+        args = args[:3]
     if kind.endswith("_bucket"):
         sources = args[0] if args and isinstance(args[0], tuple) else ()
         wheres = args[2] if len(args) > 2 else ((),) * len(sources)
@@ -68,7 +77,7 @@ def broken_moves(
     if found is None:
         yield "collective", node.outs[0], "its arguments are not those of such a collective"
         return
-    kind, axis = node.op.split(".")[1].removesuffix("_bucket"), node.args[1]
+    kind, axis = node.op.split(".")[1].removesuffix("_bucket").removesuffix("_q"), node.args[1]
     if axis not in mesh.names:
         yield "collective", node.outs[0], f"the mesh has no axis {axis!r}"
         return
@@ -92,20 +101,60 @@ def _wrong(
         return f"{after.type} cannot lie as {_text(after.layout, mesh)}"
     step = step_between(before.type.shape, before.layout, after.layout, mesh.sizes)
     came = f"{_text(before.layout, mesh)} becomes {_text(after.layout, mesh)}"
-    if step is None:
+    if step is None and not _inside_out(before, after, axis):
         return f"{came}, which no single collective does"
-    if (step.kind, step.axis) != (kind, axis):
-        return f"{came}: that is {step.kind} over {mesh.names[step.axis]}, not {kind} over {mesh.names[axis]}"
+    done = (step.kind, step.axis) if step is not None else (_kind(before, after, axis), axis)
+    if done != (kind, axis):
+        return f"{came}: that is {done[0]} over {mesh.names[done[1]]}, not {kind} over {mesh.names[axis]}"
     given = before.layout[axis]
     reduce = given.reduce if isinstance(given, Partial) else "sum"
     if node.kwarg("op", "sum") != reduce:
         return f"what is pending is a {reduce}, it takes the {node.kwarg('op', 'sum')}"
-    right = _where(kind, axis, before.type, (before.layout, after.layout), mesh)
-    if _normal(move.where) != _normal(right):
+    right = _where(kind, axis, before.type, (before.layout, after.layout), mesh) if step is not None else None
+    if right is not None and _normal(move.where) != _normal(right):
         return f"it cuts or joins at {_normal(move.where)}; {came} is {_normal(right)}"
+    if right is None and not _sized(kind, axis, move.where, before, after, mesh):
+        return f"{came}, and a rank has another size than {move.where[3]}"
     if not _same_elements(kind, axis, move.where, before, after, mesh.sizes):
         return f"{came}, but ranks would hold other elements"
     return ""
+
+
+def _inside_out(before: Placed, after: Placed, axis: int) -> bool:
+    """Whether one axis is gathered or split around others that divide the same dim further inside.
+
+    These then hold the same elements under another name: blocks of blocks.
+    """
+    kind = _kind(before, after, axis)
+    split = (before if kind == "all_gather" else after).layout[axis]
+    if kind not in ("all_gather", "reduce_scatter", "slice") or not isinstance(split, Shard):
+        return False
+    pairs = [(p, q) for k, (p, q) in enumerate(zip(before.layout, after.layout, strict=True)) if k != axis]
+    return all(
+        p == q or (isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim == split.dim)
+        for p, q in pairs
+    )
+
+
+def _kind(before: Placed, after: Placed, axis: int) -> str:
+    """What happens to a value on one axis, "" if no collective does it."""
+    p, q = before.layout[axis], after.layout[axis]
+    if isinstance(p, Shard):
+        return "all_gather" if q == R else ""
+    if p == R:
+        return "slice" if isinstance(q, Shard) else ""
+    return "reduce_scatter" if p == P and isinstance(q, Shard) else ""
+
+
+def _sized(
+    kind: str, axis: int, where: tuple[Arg, ...], before: Placed, after: Placed, mesh: MeshShape
+) -> bool:
+    """Whether the size that a collective is told is that of the dim where the axis does not split it."""
+    dim, outer, inner, told = where
+    whole = after if kind == "all_gather" else before
+    size = symbolic_extent(whole.type.shape[dim], whole.layout, dim, mesh)
+    even = isinstance(size, int) and (size // (outer * inner)) % mesh.sizes[axis] == 0
+    return bool(told is None if even else told == size)
 
 
 @lru_cache(maxsize=8192)

@@ -104,7 +104,9 @@ def _text(work: _Work, rules: Rules) -> None:
         f"ops in {calls} calls",
         [f for name, f in by if name == "placements"],
     )
-    work.find("collectives", followed.moves, "collectives", [f for name, f in by if name == "collectives"])
+    note = f"values of {followed.rounded} are rounded: equal but for that" if followed.rounded else ""
+    moved = [f for name, f in by if name == "collectives"]
+    work.find("collectives", followed.moves, "collectives", moved, note)
     wrong = [f for name, f in by if name == "function"]
     wrong += broken_results(program, terms, followed.own)
     results = len(program.signature.results)

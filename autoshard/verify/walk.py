@@ -16,7 +16,7 @@ from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
 from autoshard.program.ends import wires_of
-from autoshard.verify.moves import MOVES, broken_moves, moves_of
+from autoshard.verify.moves import MOVES, ROUNDED, broken_moves, moves_of
 from autoshard.verify.operators import Judge, Lies
 from autoshard.verify.pieces import Pieces
 from autoshard.verify.result import At, Finding, Rule
@@ -51,13 +51,18 @@ class _Ready:
 
 @dataclass
 class Followed:
-    """What came of it. own: stage -> value -> term. calls, nodes, moves: how many were followed."""
+    """What came of it.
+
+    own: stage -> value -> term. calls, nodes, moves: how many were followed; rounded: collectives among them
+    that send fewer bits than values have. judged: different questions that were asked of the rules.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     own: dict[int, dict[str, int]] = field(default_factory=dict)
     calls: int = 0
     nodes: int = 0
     moves: int = 0
+    rounded: int = 0
     judged: int = 0
 
 
@@ -194,6 +199,7 @@ class Walk:
         """Give the outputs of a node their terms."""
         if ready.moves is not None:
             self.out.moves += 1
+            self.out.rounded += ready.node.op in ROUNDED
             env.update({out: env[source] for source, out in ready.moves})
             # what a broken text leaves out is lost
             env.update({out: LOST for out in ready.node.outs if out not in env})
