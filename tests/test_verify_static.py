@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, family
 from pipelines import pipeline
-from planned import program
+from planned import planned, program
 from rule_samples import all_samples
 from sliced import program_of
 from slow_links import slow_cluster
@@ -113,6 +113,11 @@ def test_fewer_bits_are_noted_and_not_called_equal() -> None:
     assert "rounded" in note
 
 
+def test_kernels_that_stand_for_chains_are_named_as_not_covered() -> None:
+    report = verify_static(api.compile_analysed(planned("llama", "dp=2,tp=2"), kernels=True))
+    assert report.ok and [c.name for c in report.uncovered] == ["function"]
+
+
 def test_a_stored_program_is_proved_as_the_one_in_memory(tmp_path: Path) -> None:
     made = program("llama", "dp=2,tp=2")
     save_program(made, tmp_path / "p")
@@ -138,9 +143,8 @@ def test_membership_is_what_enumeration_says(number: int) -> None:
     rule = RULES[call.node.op](call.node, call.ins)
     for sizes in ((2,), (3,), (2, 2)):
         mesh = MeshShape(tuple("abc"[: len(sizes)]), sizes)
-        states = op_states(
-            rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True
-        )
+        parts = digits_of(rule)
+        states = op_states(rule, call.ins, call.node.types, parts, sizes, lambda axis, classes: True)
         known = {(s.inputs, s.outputs) for s in states}
         for state in states[:60]:
             assert broken_state(rule, call.ins, call.node.types, state.inputs, state.outputs, mesh) is None
@@ -224,6 +228,8 @@ def test_collectives_change_one_axis_as_they_say() -> None:
     assert told(comm("all_gather", "tp", 1), (S0, S1), (S0, R)) == []
     assert told(comm("reduce_scatter", "dp", 0), (P, R), (S0, R)) == []
     assert told(comm("all_to_all", "tp", 0, 1), (R, S1), (R, S0)) == []
+    # gathered around an axis that splits further inside: that one then holds blocks of blocks
+    assert told(comm("all_gather", "dp", 0), (S0, S0), (R, Shard(0, 2))) == []
     # both axes split dim 0: what the inner one holds is a quarter
     assert told(comm("all_gather", "tp", 0), (S0, S0), (S0, R)) == []
 
@@ -235,7 +241,8 @@ def test_collectives_change_one_axis_as_they_say() -> None:
         (comm("all_reduce", "tp", op="max"), (R, P), (R, R), "pending is a sum"),
         (comm("all_reduce", "tp"), (R, Partial("max")), (R, R), "pending is a max"),
         (comm("all_gather", "tp", 0), (R, S1), (R, R), "cuts or joins"),
-        (comm("all_gather", "dp", 0), (S0, S0), (R, S0), "no single collective"),
+        (comm("all_gather", "dp", 0), (S0, S0), (R, S0), "other elements"),
+        (comm("all_gather", "tp", 1), (S1, S0), (R, S0), "no single collective"),
         (comm("all_gather", "tp", 1), (S0, S1), (R, R), "no single collective"),
         (comm("slice", "tp", 1), (R, P), (R, S1), "that is reduce_scatter"),
         (comm("all_gather", "pp", 1), (R, S1), (R, R), "no axis"),

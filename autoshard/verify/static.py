@@ -109,8 +109,10 @@ def _text(work: _Work, rules: Rules) -> None:
     work.find("collectives", followed.moves, "collectives", moved, note)
     wrong = [f for name, f in by if name == "function"]
     wrong += broken_results(program, terms, followed.own)
-    results = len(program.signature.results)
-    work.find("function", terms.statements, f"ops of the model, {results} results", wrong)
+    what = f"ops of the model, {len(program.signature.results)} results"
+    note = f"{followed.kernels} calls of kernels, and what follows from them, are not compared"
+    covered = not followed.kernels
+    work.find("function", terms.statements, what, wrong, "" if covered else note, covered=covered)
     work.find("once a step", len(program.lowered.parts), "parts", broken_steps(program, terms, followed.own))
 
 

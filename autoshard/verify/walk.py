@@ -27,6 +27,11 @@ LOST = -1
 #: what gives its input back; ranks may copy a gradient so that two parameters do not share it
 _COPIES = ("aten.clone.default", "aten.alias.default")
 _FUSED = "aten.addmm.default"
+#: what stands for a chain of ops (`passes/fuse_kernels.py`): it has no rule, and its parts are not known here
+KERNELS = frozenset(
+    f"autoshard.{name}.default"
+    for name in ("add_layer_norm", "add_rms_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
+)
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
@@ -54,7 +59,8 @@ class Followed:
     """What came of it.
 
     own: stage -> value -> term. calls, nodes, moves: how many were followed; rounded: collectives among them
-    that send fewer bits than values have. judged: different questions that were asked of the rules.
+    that send fewer bits than values have. kernels: ops that stand for chains, which are not followed. judged:
+    different questions that were asked of the rules.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -63,6 +69,7 @@ class Followed:
     nodes: int = 0
     moves: int = 0
     rounded: int = 0
+    kernels: int = 0
     judged: int = 0
 
 
@@ -205,6 +212,10 @@ class Walk:
             env.update({out: LOST for out in ready.node.outs if out not in env})
             return
         self.out.nodes += 1
+        if ready.node.op in KERNELS:
+            self.out.kernels += 1
+            env.update(dict.fromkeys(ready.node.outs, LOST))
+            return
         taken = tuple([env[r] for r in ready.refs])
         if LOST in taken:
             env.update(dict.fromkeys(ready.node.outs, LOST))
