@@ -242,7 +242,7 @@ def test_collectives_change_one_axis_as_they_say() -> None:
         (comm("all_reduce", "tp"), (R, Partial("max")), (R, R), "pending is a max"),
         (comm("all_gather", "tp", 0), (R, S1), (R, R), "cuts or joins"),
         (comm("all_gather", "dp", 0), (S0, S0), (R, S0), "other elements"),
-        (comm("all_gather", "tp", 1), (S1, S0), (R, S0), "no single collective"),
+        (comm("all_gather", "tp", 1), (S1, S0), (R, S0), "all_gather over dp, not all_gather over tp"),
         (comm("all_gather", "tp", 1), (S0, S1), (R, R), "no single collective"),
         (comm("slice", "tp", 1), (R, P), (R, S1), "that is reduce_scatter"),
         (comm("all_gather", "pp", 1), (R, S1), (R, R), "no axis"),
