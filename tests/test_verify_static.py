@@ -89,7 +89,7 @@ def test_slices_of_the_sequence_are_proved(name: str, mesh: str, slices: int, ag
 
 @pytest.mark.parametrize("way", ["levels", "copy=node", "copy=node,once,gradients=node"])
 def test_collectives_level_by_level_are_proved(way: str) -> None:
-    """After the gather over the outer axis, the inner one holds blocks of blocks: another name, no message."""
+    """After the gather over the outer axis, the inner one holds blocks of blocks: no message for that."""
     model, inputs = family("llama").make()
     made = api.plan(
         model,
