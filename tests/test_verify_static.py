@@ -9,12 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from families import FAMILIES, family
 from pipelines import pipeline
 from planned import planned, program
 from rule_samples import all_samples
 from sliced import program_of
 from slow_links import slow_cluster
+from torch import nn
 
 from autoshard import api
 from autoshard.cluster import Mesh
@@ -25,6 +27,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.placement import Layout, P, Partial, R, Shard, local_extent
 from autoshard.program.original import original_text
 from autoshard.program.store import load_program, save_program
+from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
@@ -329,3 +332,32 @@ def test_the_twin_of_a_pipeline_runs_in_numbers(tmp_path: Path) -> None:
     assert twin.ok and twin.static.ranks == 8 and "schedule 1f1b" in twin.kept
     with pytest.raises(UsageError, match="no small twin"):
         verify_twin(big, "t:mlp")
+
+
+# -- what it found ----------------------------------------------------------------------------------
+
+
+class _Tables(nn.Module):
+    """Embeddings alike but for their number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 8) for n in (32, 24, 16))
+        self.out = nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = torch.cat([table(x[:, k]) for k, table in enumerate(self.tables)], -1)
+        loss: torch.Tensor = nn.functional.cross_entropy(self.out(found), y)
+        return loss
+
+
+def test_tables_of_unlike_length_are_not_one_segment() -> None:
+    """As one, ranks would take the rows of all of them from where those of the first lie."""
+    torch.manual_seed(0)
+    model = _Tables()
+    batch = {"x": torch.randint(0, 16, (8, 3)), "y": torch.randint(0, 4, (8,))}
+    planned = api.plan(model, "dp=2,tp=2", example_inputs=batch, pins=("tables.*.weight=tp:S(0)",))
+    made = api.compile_analysed(planned)
+    report = verify_static(made)
+    assert report.ok, report.findings[0]
+    assert verify(made, model, (), batch, steps=1).ok
