@@ -83,7 +83,7 @@ class _Segment:
     backward: bool
     layers: tuple[str, ...]
     stages: tuple[int, ...]
-    inputs: tuple[dict[str, str], ...]
+    inputs: tuple[dict[str, Any], ...]
     outputs: tuple[str, ...]
     nodes: tuple[dict[str, Any], ...]
 
@@ -122,7 +122,7 @@ def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterato
                 entry.stages.add(part.stage)
                 if item.label:
                     entry.layers[item.label] = None
-    weights = _weights(program)
+    weights, sources = _weights(program), _sources(program)
     for name, segment in lowered.segments.items():
         entry = called.get(name, _Called())
         values = placed_of(segment)
@@ -136,6 +136,7 @@ def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterato
                 "type": str(t),
                 "layout": layout_text(segment.layouts[n], names),
                 "kind": "weight" if n in weights.get(name, ()) else "value",
+                "from": sources.get((name, n), []),
             }
             for n, t in segment.graph.inputs
         )
@@ -156,6 +157,26 @@ def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterato
             for n in between
         )
         yield _Segment(MAIN, 1, any(n.backward for n in between), (), (), (), (), nodes)
+
+
+def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
+    """(segment, input) -> the (segment, value) that its calls take, through collectives in main."""
+    made: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
+    for item in program.lowered.main:
+        if isinstance(item, Node):
+            ins = list(refs_of(item))
+            pairs = zip(
+                item.outs, ins if len(ins) == len(item.outs) else ins[:1] * len(item.outs), strict=False
+            )
+            made.update((out, made[ref]) for out, ref in pairs if ref in made)
+            continue
+        graph = program.lowered.segments[item.segment].graph
+        for (name, _), arg in zip(graph.inputs, item.args, strict=True):
+            if arg in made:
+                found.setdefault((item.segment, name), {})[tuple(made[arg])] = made[arg]
+        made.update((o, [item.segment, i]) for o, i in zip(item.outs, graph.outputs, strict=True))
+    return {place: list(sources.values()) for place, sources in found.items()}
 
 
 def _weights(program: Program) -> dict[str, set[str]]:
@@ -394,7 +415,8 @@ def _timeline(found: StepEstimate, prices: StagePrices) -> dict[str, Any]:
     timeline, levels = found.timeline, Levels(found, prices)
     kinds = ["F", "B", "I", "W"]
     unit = timeline.makespan / 1e6 or 1.0
-    ranks, held = [], 0
+    ranks: list[list[int]] = []
+    held = 0
     for spans in timeline.spans:
         held += len(spans)
         if ranks and held > _MOST_SPANS:

@@ -30,9 +30,9 @@ function sortable(place, id, columns, rows, onrow) {
 sortable.orders = {};
 
 const scope = (what) => el("p", { class: "soft" }, state.module
-  ? el("span", {}, what, " in ", el("b", {}, state.module), " · ",
+  ? el("span", {}, what, ", in ", el("b", {}, state.module), " · ",
     el("a", { href: "#", onclick: (event) => { event.preventDefault(); choose(""); } }, "show all"))
-  : `${what} of the whole model`);
+  : what);
 
 /** What a collective does to a placement on its axis: S(1) → R. */
 function changed(row) {
@@ -43,7 +43,7 @@ function changed(row) {
 function drawCollectives() {
   const rows = data.collectives.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.calls))} sent by a rank in a microbatch,`), place);
+  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.calls))} sent by a rank in a microbatch`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "nothing is sent here"));
   return sortable(place, "collectives", [
     ["collective", (r) => el("b", {}, r.kind), null],
@@ -60,8 +60,9 @@ function drawCollectives() {
 function drawParameters() {
   const rows = data.parameters.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  const held = sum(rows.filter((r) => r.kind === "param"), (r) => r.bytes);
-  replace($("parameters"), scope(`${rows.length} kinds of parameters, buffers and inputs, ${bytes(held)} of parameters on the fullest rank of each stage,`), place);
+  const held = bytes(sum(rows.filter((r) => r.kind === "param"), (r) => r.bytes));
+  const ranks = data.timeline.owner.length > 1 ? `ranks of all stages together store ${held}` : `a rank stores ${held}`;
+  replace($("parameters"), scope(`${rows.length} kinds of parameters, buffers and inputs (${ranks})`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "this module has no parameters"));
   return sortable(place, "parameters", [
     ["name", (r) => el("span", {}, r.name, r.kind === "param" ? "" : el("span", { class: "soft" }, ` ${r.kind}`)), null],
