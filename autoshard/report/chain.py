@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -245,17 +245,3 @@ class Chains:
                 return f"{name} divides the batch", why
             return f"it enters {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
         return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
-
-
-def users(index: Index, place: Place) -> Iterator[tuple[Place, Node]]:
-    """Nodes of the same segment (or of main) that read a value."""
-    lowered = index.lowered
-    if place.call is None:
-        nodes: Sequence[Node] = [i for i in lowered.main if isinstance(i, Node)]
-    else:
-        call = lowered.main[place.call]
-        assert isinstance(call, Call)
-        nodes = lowered.segments[call.segment].graph.nodes
-    for node in nodes:
-        if place.value in refs_of(node):
-            yield Place(place.call, node.name), node

@@ -13,7 +13,7 @@ from autoshard.program.program import Program
 from autoshard.program.text import layout_text, op_text
 from autoshard.report.chain import Chain, Chains, Link
 from autoshard.report.decided import Decisions, starred_label
-from autoshard.report.lookup import Index, Place, Subject
+from autoshard.report.lookup import Index, Place, Subject, result_of
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.search.plan import Why
 from autoshard.simulate.ops import collective_kind, is_message, placed_of
@@ -140,8 +140,8 @@ class _Explainer:
         seen: set[str] = set()
         for number, item in enumerate(self.lowered.main):
             if isinstance(item, Node):
-                if values & set(refs_of(item)):
-                    yield Place(None, item.name), item
+                if result_of(item) and values & set(refs_of(item)):
+                    yield Place(None, result_of(item)), item
                     if item.op.startswith("comm."):
                         values |= _moved(item, values)
                 continue
@@ -151,8 +151,8 @@ class _Explainer:
             graph = self.lowered.segments[item.segment].graph
             inside = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in values}
             for node in graph.nodes:
-                if inside & set(refs_of(node)):
-                    yield Place(number, node.name), node
+                if result_of(node) and inside & set(refs_of(node)):
+                    yield Place(number, result_of(node)), node
                     if node.op.startswith("comm."):
                         inside |= _moved(node, inside)
             values |= {o for o, i in zip(item.outs, graph.outputs, strict=True) if i in inside}
@@ -168,7 +168,7 @@ class _Explainer:
             made = self.chains.maker(here)
             if made is None or not made.node.op.startswith("comm."):
                 return
-            place = Place(made.call, made.node.name)
+            place = Place(made.call, result_of(made.node))
             if is_message(made.node):
                 yield self._move(place, made.node)
             ins = list(refs_of(made.node))
@@ -254,8 +254,9 @@ class _Explainer:
             seen.add(item.segment)
             segment = self.lowered.segments[item.segment]
             for node, note in zip(segment.graph.nodes, self.program.notes[item.segment], strict=True):
-                if f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}."):
-                    yield Place(number, node.name), node, segment
+                own = f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}.")
+                if own and result_of(node):
+                    yield Place(number, result_of(node)), node, segment
 
     def _spent(self, module: str) -> tuple[float, float]:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
@@ -282,7 +283,8 @@ class _Explainer:
             nodes: Iterable[Node] = (i for i in self.lowered.main if isinstance(i, Node))
         else:
             nodes = self.lowered.segments[self._call(place).segment].graph.nodes
-        return [(Place(place.call, n.name), n) for n in nodes if place.value in refs_of(n)]
+        found = [(Place(place.call, result_of(n)), n) for n in nodes if place.value in refs_of(n)]
+        return [(p, n) for p, n in found if p.value]
 
     def _call(self, place: Place) -> Call:
         assert place.call is not None

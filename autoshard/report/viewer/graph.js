@@ -2,7 +2,7 @@
 "use strict";
 
 const BOX = { wide: 186, high: 58, gap: 26, layer: 38 };
-const MANY = 3;
+const MANY = 2;
 let size = 1;
 
 // -- what is in it ----------------------------------------------------------------------------------------------

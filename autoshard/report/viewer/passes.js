@@ -80,8 +80,8 @@ function paired(rows) {
   return found;
 }
 
-/** What a line gives a value to. */
-const key = (text) => (/^\s+([\w, ]+?)\s*(?::|=)/.exec(text) || [])[1] || "";
+/** What a line gives a value to, or that it returns. */
+const key = (text) => (/^\s+([\w, ]+?)\s*(?::|=)|^\s+(return) /.exec(text) || []).slice(1).find(Boolean) || "";
 
 /** The new line with what was taken out and put in, word by word. */
 function inline(old, now, whole) {
