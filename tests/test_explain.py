@@ -22,7 +22,7 @@ from autoshard.report.chain import Chains
 from autoshard.report.decided import Decisions, starred_label
 from autoshard.report.explain import chain_lines, explain_name, explanation_lines
 from autoshard.report.lookup import Index, Place
-from autoshard.report.why_not import alternative_of, pin_for
+from autoshard.report.why_not import alternative_of, check_axes, pin_for
 from autoshard.search.pins import Pin
 from autoshard.search.plan import why_key
 from autoshard.whatif import Solver, Wishes
@@ -206,16 +206,16 @@ def test_the_next_best_choice_costs_its_margin() -> None:
 
 def test_what_is_chosen_already_changes_nothing() -> None:
     found = explain_name(llama(), CPU, "input_ids")
-    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),), Mesh.parse(MESH)))
+    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),)))
     assert answer.seconds == 0 and not answer.changed and answer.same_as_stored
 
 
 def test_what_cannot_be_is_said() -> None:
     found = explain_name(llama(), CPU, "model.layers.0.mlp.up_proj.weight")
-    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),), Mesh.parse(MESH)))
+    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),)))
     assert answer.forced is None and "cannot hold" in answer.why_not and answer.seconds is None
     with pytest.raises(UsageError, match="no axis"):
-        pin_for(found, (("xx", R),), Mesh.parse(MESH))
+        check_axes((("xx", R),), Mesh.parse(MESH))
 
 
 def test_another_mesh() -> None:

@@ -53,13 +53,14 @@ def _placement(word: str, text: str) -> Placement:
         raise UsageError(f"--why-not {text} cannot be read", why=str(error), hint=_FORM) from None
 
 
-def pin_for(found: Explanation, wanted: Wanted, mesh: Mesh) -> Pin:
-    """The pin that forces an alternative on what was explained, in all layers that are decided alike.
-
-    Raises UsageError for an axis that the mesh does not have.
-    """
+def check_axes(wanted: Wanted, mesh: Mesh) -> None:
+    """UsageError for an axis that the mesh does not have. mesh: of the ranks of one stage."""
     for axis, _ in wanted:
         mesh.index(axis)
+
+
+def pin_for(found: Explanation, wanted: Wanted) -> Pin:
+    """The pin that forces an alternative on what was explained, in all layers that are decided alike."""
     if found.kind == "value":
         return Pin(escape(found.name), wanted)
     return Pin(_glob(found.alike or (found.name,)), wanted)
