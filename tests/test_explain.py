@@ -13,6 +13,7 @@ from planned import analysed, planned, program
 from typer.testing import CliRunner
 
 from autoshard.cli.main import app
+from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.placement import R, Shard
@@ -22,7 +23,6 @@ from autoshard.report.chain import Chains
 from autoshard.report.decided import Decisions, starred_label
 from autoshard.report.explain import chain_lines, explain_name, explanation_lines
 from autoshard.report.lookup import Index, Place
-from autoshard.report.why_not import alternative_of, check_axes, pin_for
 from autoshard.search.pins import Pin
 from autoshard.search.plan import why_key
 from autoshard.whatif import Solver, Wishes

@@ -275,6 +275,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    driver.set_script_timeout(200)  # of a machine that is busy with other things
     yield Browser(driver, tmp_path_factory.mktemp("page"))
     driver.quit()
 

@@ -13,10 +13,10 @@ from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cli.opened import Opened, Opener
+    from autoshard.cli.why_not import Wanted
     from autoshard.cluster.cluster import Cluster
     from autoshard.cluster.mesh import Mesh
     from autoshard.report.explain import Explanation
-    from autoshard.report.why_not import Wanted
     from autoshard.whatif import WhatIf
 
 EitherFolder = Annotated[
@@ -64,9 +64,9 @@ def explain_command(
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
         from autoshard.cli.opened import Opener
+        from autoshard.cli.why_not import alternative_of, check_axes, whatif_json, whatif_lines
         from autoshard.cluster import Mesh
         from autoshard.report.explain import explain_name, explanation_lines
-        from autoshard.report.why_not import alternative_of, check_axes, whatif_json, whatif_lines
 
         if name is None and why_not is None:
             raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")
@@ -99,8 +99,8 @@ def _answer(
     opener: Opener, opened: Opened, prices: Cluster, found: Explanation | None, wanted: Wanted | Mesh
 ) -> WhatIf:
     """Solve the question of the folder again, with the alternative."""
+    from autoshard.cli.why_not import pin_for
     from autoshard.cluster import Mesh
-    from autoshard.report.why_not import pin_for
     from autoshard.whatif import Solver, Wishes
 
     request = opened.request

@@ -122,7 +122,8 @@ def _change_lines(changed: Sequence[Changed]) -> Iterator[str]:
     if not changed:
         yield "  nothing else would be decided otherwise"
         return
-    yield f"  {len(changed)} decision{'s' * (len(changed) > 1)} would be others"
+    many = len(changed) > 1
+    yield f"  {len(changed)} decision{'s' * many} would be {'others' if many else 'another'}"
     for row in changed[:_MOST_CHANGES]:
         times = f" x {row.count}" if row.count > 1 else ""
         yield f"    {row.what}{times}: {row.was} -> {row.would}"
