@@ -27,15 +27,16 @@ from autoshard.simulate.step import StepEstimate, simulated
 VERSION = 1
 #: actions of a timeline that the page holds; of larger ones, those of the first ranks
 _MOST_SPANS = 60_000
-#: what stands for instructions outside segments
-MAIN = "main"
+#: what stands for instructions outside segments, of every microbatch and of once a step
+MAIN, ONCE = "main", "once"
 
 
 def document(program: Program, cluster: Cluster) -> dict[str, Any]:
     """Version 1. Seconds, bytes; costs of nodes are of one call on the fullest rank; shapes are global.
 
-    ``segments``: straight-line code, every segment once with how often it is called (``main``: what stands
-    between calls); ``modules``: the model's tree with the costs of a microbatch, repeated layers as one
+    ``segments``: straight-line code, every segment once, with how often a microbatch calls it and how often
+    it runs in a step (``main`` and ``once``: what stands between calls, in every microbatch and once a
+    step); ``modules``: the model's tree with the costs of a step, all stages together, repeated layers as one
     (``model.layers.*``); ``parameters``: by class; ``collectives``: every one of the text; ``passes``: the
     text of each segment after each pass, as numbers of ``lines``; ``timeline``: actions of pipeline ranks;
     ``streams``: the ops of one microbatch of each stage, computing and one stream per mesh axis.
@@ -76,10 +77,11 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A segment of the program. layers: labels of its calls."""
+    """A segment of the program. layers: labels of its calls. calls: of a microbatch. runs: of a step."""
 
     name: str
     calls: int
+    runs: int
     backward: bool
     layers: tuple[str, ...]
     stages: tuple[int, ...]
@@ -91,6 +93,7 @@ class _Segment:
         return {
             "name": self.name,
             "calls": self.calls,
+            "runs": self.runs,
             "backward": self.backward,
             "layers": list(self.layers),
             "stages": list(self.stages),
@@ -105,6 +108,7 @@ class _Called:
     """How a segment is called."""
 
     calls: int = 0
+    runs: int = 0
     backward: bool = False
     layers: dict[str, None] = field(default_factory=dict)
     stages: set[int] = field(default_factory=set)
@@ -113,11 +117,16 @@ class _Called:
 def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterator[_Segment]:
     lowered, names = program.lowered, axis_names(program.mesh)
     called: dict[str, _Called] = {}
+    between: dict[str, list[Node]] = {MAIN: [], ONCE: []}
     for part in lowered.parts:
+        once = part.phase in ("gather", "reduce")
         for item in lowered.of(part):
-            if isinstance(item, Call):
+            if isinstance(item, Node):
+                between[ONCE if once else MAIN].append(item)
+            else:
                 entry = called.setdefault(item.segment, _Called())
                 entry.calls += 1
+                entry.runs += 1 if once else program.microbatches
                 entry.backward = item.backward
                 entry.stages.add(part.stage)
                 if item.label:
@@ -143,6 +152,7 @@ def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterato
         yield _Segment(
             name,
             entry.calls,
+            entry.runs,
             entry.backward,
             tuple(entry.layers),
             tuple(sorted(entry.stages)),
@@ -150,13 +160,14 @@ def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterato
             segment.graph.outputs,
             nodes,
         )
-    between = [item for item in lowered.main if isinstance(item, Node)]
-    if between:
+    for name, items in between.items():
         nodes = tuple(
             _node(n, Note(n.origin.fqn, n.origin.source), lowered.values, names, pricer, decisions)
-            for n in between
+            for n in items
         )
-        yield _Segment(MAIN, 1, any(n.backward for n in between), (), (), (), (), nodes)
+        runs = 1 if name == ONCE else program.microbatches
+        if nodes:
+            yield _Segment(name, 1, runs, any(n.backward for n in items), (), (), (), (), nodes)
 
 
 def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
@@ -234,7 +245,7 @@ def _node(
 
 
 def _collectives(segments: Sequence[_Segment]) -> Iterator[dict[str, Any]]:
-    """Those that send something; calls: of a microbatch. Between calls, equal ones are one row."""
+    """Those that send something; runs: in a step. Between calls, equal ones are one row."""
     rows: dict[object, dict[str, Any]] = {}
     for segment in segments:
         for number, node in enumerate(segment.nodes):
@@ -251,15 +262,15 @@ def _collectives(segments: Sequence[_Segment]) -> Iterator[dict[str, Any]]:
                     "type": node["type"],
                     "seconds": node["comm"],
                     "wire": node["wire"],
-                    "calls": segment.calls,
+                    "runs": segment.runs,
                     "module": node["module"],
                     "source": node["source"],
                     "backward": segment.backward,
                 }
                 fields = [v for k, v in row.items() if k not in ("node", "value")]
-                key: object = tuple(fields) if segment.name == MAIN else (segment.name, number)
+                key: object = tuple(fields) if segment.name in (MAIN, ONCE) else (segment.name, number)
                 if key in rows:
-                    rows[key]["calls"] += 1
+                    rows[key]["runs"] += segment.runs
                 else:
                     rows[key] = row
     yield from rows.values()
@@ -271,20 +282,24 @@ def _collectives(segments: Sequence[_Segment]) -> Iterator[dict[str, Any]]:
 def module_rows(segments: Sequence[_Segment], parameters: Iterable[str]) -> list[dict[str, Any]]:
     """The tree of modules, parents before children, in the order in which the forward meets them.
 
-    path: with ``*`` for the number of a layer; layers: how many of them. Costs are of all layers and of one
-    microbatch, forward and backward, with everything inside; "" is the whole model.
+    path: with ``*`` for the number of a layer; layers: how many of them. Costs are of all layers and stages
+    in a step, forward and backward, with everything inside; "" is the whole model.
     """
     rows: dict[str, dict[str, Any]] = {"": _row("", 1)}
+    layers: dict[str, set[str]] = {}
     for segment in [*[s for s in segments if not s.backward], *[s for s in segments if s.backward]]:
         for node in segment.nodes:
             for path in (*upwards(node["module"]), ""):
                 row = rows.setdefault(path, _row(path, 1))
-                row["layers"] = max(row["layers"], len(segment.layers) if "*" in path else 1)
+                if "*" in path:
+                    layers.setdefault(path, set()).update(segment.layers)
                 half = "backward" if segment.backward else "forward"
-                row[half] += segment.calls * (node["compute"] + node["comm"])
-                row["compute"] += segment.calls * node["compute"]
-                row["comm"] += segment.calls * node["comm"]
-                row["wire"] += segment.calls * node["wire"]
+                row[half] += segment.runs * (node["compute"] + node["comm"])
+                row["compute"] += segment.runs * node["compute"]
+                row["comm"] += segment.runs * node["comm"]
+                row["wire"] += segment.runs * node["wire"]
+    for path, found in layers.items():
+        rows[path]["layers"] = max(1, len(found))
     for module in parameters:
         for path in upwards(module):
             rows.setdefault(path, _row(path, 1))

@@ -3,6 +3,7 @@
 
 const BOX = { wide: 186, high: 58, gap: 26, layer: 38 };
 const MANY = 2;
+const BETWEEN = new Set(["main", "once"]);
 let size = 1;
 
 // -- what is in it ----------------------------------------------------------------------------------------------
@@ -11,7 +12,7 @@ let size = 1;
 function segmentsOf(module, half) {
   const found = [];
   for (const segment of data.segments) {
-    if (segment.backward !== (half === "backward") || segment.name === "main") continue;
+    if (segment.backward !== (half === "backward") || BETWEEN.has(segment.name)) continue;
     const own = segment.nodes.filter((node) => inside(node.module, module));
     if (own.length) found.push([segment, segment.calls * sum(own, (n) => n.compute + n.comm) + 1e-12 * own.length]);
   }
@@ -23,7 +24,7 @@ const bestSegment = (module, half) => segmentsOf(module, half)[0];
 /** Open the graph where an op is. */
 function showOp(segment, node) {
   const half = segments.get(segment)?.backward ? "backward" : "forward";
-  if (segment === "main") return choose(node.module, { tab: "collectives" });
+  if (BETWEEN.has(segment)) return choose(node.module, { tab: "collectives" });
   return go({ tab: "graph", module: node.module, half, segment, op: node.outs[0], all: "" });
 }
 
@@ -323,8 +324,8 @@ function fit() {
   zoomGraph(1);
 }
 
-/** Seconds of a microbatch, all calls together. */
-const itemTime = (item) => item.segment.calls * onceTime(item);
+/** Seconds of a step, all calls together. */
+const itemTime = (item) => item.segment.runs * onceTime(item);
 const onceTime = (item) => (item.nodes ? sum(item.nodes, (n) => n.compute + n.comm) : item.node && item.kind !== "port" ? item.node.compute + item.node.comm : 0);
 
 function path(way) {
@@ -419,7 +420,7 @@ function aboutItem(item) {
       ["before", node.kind ? placed(node.before) : ""],
       ["computing", node.compute ? seconds(node.compute) : ""],
       ["sending", node.comm ? `${seconds(node.comm)}, ${bytes(node.wire)} a rank` : ""],
-      ["runs", `${segment.calls} time${segment.calls > 1 ? "s" : ""} a microbatch`],
+      ["runs", `${count(segment.runs)} time${segment.runs > 1 ? "s" : ""} a step`],
       ["module", node.module || "none"],
       ["takes", list(node.refs)],
       ["goes to", list(users.map((other) => other.outs[0]))],
@@ -440,7 +441,7 @@ function aboutChild(item) {
 }
 
 const moduleFacts = (row) => [
-  ["layers", row.layers > 1 ? `${row.layers} alike` : ""],
+  ["layers", row.layers > 1 ? row.layers : ""],
   ["forward", seconds(row.forward)], ["backward", seconds(row.backward)],
   ["computing", seconds(row.compute)], ["sending", row.comm ? `${seconds(row.comm)}, ${bytes(row.wire)} a rank` : "nothing"],
   ["of the model", percent(time(row) / (time(total) || 1))],
@@ -452,10 +453,10 @@ function aboutModule(segment) {
   const talk = data.collectives.filter((c) => inside(c.module, state.module));
   return el("div", {},
     el("h3", {}, state.module || data.title),
-    el("div", { class: "soft" }, "in one microbatch, all layers together"),
+    el("div", { class: "soft" }, "in a step, all layers and stages together"),
     facts([...moduleFacts(row),
-      ["collectives", talk.length ? `${count(sum(talk, (c) => c.calls))} a microbatch` : "none"],
-      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""}` : ""]]),
+      ["collectives", talk.length ? `${count(sum(talk, (c) => c.runs))} a step` : "none"],
+      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""} a microbatch` : ""]]),
     held.length ? el("div", {}, el("b", {}, "parameters"), ...held.slice(0, 10).map((p) => el("p", {},
       el("div", {}, state.module ? p.name.slice(state.module.length + 1) : p.name, p.count > 1 ? el("span", { class: "soft" }, ` × ${p.count}`) : ""),
       el("div", { class: "soft" }, placed(p.layout)),

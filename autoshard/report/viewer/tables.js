@@ -43,15 +43,15 @@ function changed(row) {
 function drawCollectives() {
   const rows = data.collectives.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.calls))} sent by a rank in a microbatch`), place);
+  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.runs))} sent in a step by a rank of each stage`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "nothing is sent here"));
   return sortable(place, "collectives", [
     ["collective", (r) => el("b", {}, r.kind), null],
     ["placement", (r) => el("span", { class: "placed" }, el("b", {}, r.axis), ` ${changed(r)}`), null],
     ["bytes a rank", (r) => bytes(r.wire), (r) => r.wire],
     ["time", (r) => seconds(r.seconds), (r) => r.seconds],
-    ["times", (r) => count(r.calls), (r) => r.calls],
-    ["in all", (r) => seconds(r.seconds * r.calls), (r) => r.seconds * r.calls],
+    ["times", (r) => count(r.runs), (r) => r.runs],
+    ["in all", (r) => seconds(r.seconds * r.runs), (r) => r.seconds * r.runs],
     ["value", (r) => el("span", {}, el("code", {}, `${r.segment}/${r.value}`), r.values > 1 ? el("span", { class: "soft" }, ` and ${r.values - 1} more`) : ""), null],
     ["module", (r) => el("span", { title: r.source }, r.module), null],
   ], rows, (row) => showOp(row.segment, segments.get(row.segment).nodes[row.node]));
