@@ -21,7 +21,8 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.report.chain import Chains
 from autoshard.report.decided import Decisions, starred_label
-from autoshard.report.explain import chain_lines, explain_name, explanation_lines
+from autoshard.report.explain import explain_name
+from autoshard.report.explain_text import chain_lines, explanation_lines
 from autoshard.report.lookup import Index, Place
 from autoshard.search.pins import Pin
 from autoshard.search.plan import why_key

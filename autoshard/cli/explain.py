@@ -66,7 +66,8 @@ def explain_command(
         from autoshard.cli.opened import Opener
         from autoshard.cli.why_not import alternative_of, check_axes, whatif_json, whatif_lines
         from autoshard.cluster import Mesh
-        from autoshard.report.explain import explain_name, explanation_lines
+        from autoshard.report.explain import explain_name
+        from autoshard.report.explain_text import explanation_lines
 
         if name is None and why_not is None:
             raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")

@@ -199,7 +199,10 @@ class Chains:
             whole = self._unsplit(ins, axis)
             if whole is not None:
                 return whole, "", Why("")
-            return None, f"nothing that it is computed from is divided over {name}", why
+            text = (
+                "its op gives all of it on every rank" if split else "nothing that it is made of is divided"
+            )
+            return None, f"{text}{' of' if split else ' over'} {name}", why
         if not split:
             return None, f"each rank of {name} computes its own part", why
         if isinstance(wish, Partial) and all(self.layout(p)[axis] != wish for p in split):
@@ -225,13 +228,29 @@ class Chains:
 
     def _wanted_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
         """The first op that uses what a collective makes, in words, with its reason."""
-        if made.segment is None or made.call is None:
+        user = self._first_user(made.call, value)
+        if user is None:
             return None
-        for node in made.segment.graph.nodes:
-            if value in refs_of(node) and not node.op.startswith("comm."):
-                module, source, why = self.note(_Made(node, made.call, made.segment))
-                where = " ".join(filter(None, (module, f"({source})" if source else "")))
-                return f"{op_text(node.op)} {node.name}{f' in {where}' if where else ''}", why
+        module, source, why = self.note(user)
+        where = " ".join(filter(None, (module, f"({source})" if source else "")))
+        return f"{op_text(user.node.op)} {user.node.name}{f' in {where}' if where else ''}", why
+
+    def _first_user(self, call: int | None, value: str) -> _Made | None:
+        """The first op that reads a value, in its own segment or in one that it is handed to."""
+        if call is not None:
+            item = self.lowered.main[call]
+            assert isinstance(item, Call)
+            graph = self.lowered.segments[item.segment].graph
+            for node in graph.nodes:
+                if value in refs_of(node) and not node.op.startswith("comm."):
+                    return _Made(node, call, self.lowered.segments[item.segment])
+            if value not in graph.outputs:
+                return None
+            value = item.outs[graph.outputs.index(value)]
+        for number, item in enumerate(self.lowered.main):
+            if isinstance(item, Call) and value in item.args:
+                inner = self.lowered.segments[item.segment].graph.inputs[item.args.index(value)][0]
+                return self._first_user(number, inner)
         return None
 
     def _port_end(self, value: str, axis: int) -> tuple[str, Why]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UsageError
-from autoshard.report.document import MAIN, ONCE
+from autoshard.report.document_segments import MAIN, ONCE
 from autoshard.report.units import bytes_text, seconds_text
 
 #: as on the report page; shapes say the same without colour
