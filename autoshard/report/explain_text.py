@@ -95,6 +95,8 @@ def chain_lines(chain: Chain) -> Iterator[str]:
         yield f"  {links[0].value:<{wide}}  {placed:<10} {how}{f'   {where}' if where else ''}"
     yield f"  because {chain.end}"
     why = chain.why
+    if not why.alternative:
+        return  # the line above says it
     yield from _reason_lines(why.reason, why.alternative, why.margin, "          ")
 
 

@@ -122,13 +122,9 @@ function together(items, edges) {
   return { items: [...made, ...items.filter((item) => !gone.has(item))], edges: edges.filter((edge) => !gone.has(edge.from)) };
 }
 
-/** Whether the inside of a module is drawn in place of it: it is most of what it is in, and no layer. */
-function seenThrough(path) {
-  const parent = path.split(".").slice(0, -1).join(".");
-  const row = modules.get(path);
-  return Boolean(row) && !path.endsWith("*") && time(row) > 0.5 * time(modules.get(parent) || total)
-    && (children.get(path) || []).length > 0 && segmentsOf(path, state.half).length > 1;
-}
+/** Whether the inside of a module is drawn in place of it: it is made of several segments, and in no layer. */
+const seenThrough = (path) => !path.includes("*") && (children.get(path) || []).length > 0
+  && segmentsOf(path, state.half).length > 1;
 
 /** The module inside another one that a path is drawn as, "" if as itself. */
 function childOf(path, module) {
@@ -266,8 +262,8 @@ function drawItem(item, chosen, most) {
   };
   const seconds_ = cost ? seconds(cost) : "";
   const inner = item.nodes?.filter((node) => node.message).length || 0;
-  const second = talk ? moved(item.node) + (item.node.wire ? `   ${bytes(item.node.wire)}` : "   free")
-    : item.kind === "module" ? `${item.nodes.length} ops${inner ? `, ⇄ ${inner}` : ""}${item.segment.calls > 1 && !segmentAlone() ? `   × ${item.segment.calls}` : ""}`
+  const second = talk ? moved(item.node) + (item.node.wire ? ` · ${bytes(item.node.wire)}` : " · free")
+    : item.kind === "module" ? `${item.nodes.length} op${item.nodes.length > 1 ? "s" : ""}${inner ? ` · ⇄ ${inner}` : ""}${item.segment.calls > 1 && !segmentAlone() ? ` · × ${item.segment.calls}` : ""}`
     : item.ports ? list(item.ports.map((port) => port.name), 2)
     : item.kind === "port" && item.from ? `from ${item.from}` : item.type;
   const open = () => (item.kind === "module" ? choose(item.path) : null);
