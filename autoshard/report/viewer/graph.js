@@ -243,6 +243,13 @@ const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}�
 /** Whether all that is drawn is called equally often, so that nothing says how often. */
 const segmentAlone = () => Boolean(state.segment) || segmentsOf(state.module, state.half).length === 1;
 
+/** A path without its first words, if it is too long. */
+function tail(path, most) {
+  const words = path.split(".");
+  while (words.length > 1 && words.join(".").length + 1 > most) words.shift();
+  return short((words.length < path.split(".").length ? "…" : "") + words.join("."), most);
+}
+
 /** What a collective changes: tp S(1) → R. */
 function moved(node) {
   const [from, to] = [node.before, node.layout].map((layout) => Object.fromEntries(layout.split(" ").map((word) => word.split(":"))));
@@ -277,7 +284,7 @@ function drawItem(item, chosen, most) {
   item.kind === "module" ? el("svg:rect", { class: "under", x: 4, y: 4, width: wide, height: high, rx: 6 }) : null,
   el("svg:rect", { class: "box", width: wide, height: high, rx: talk ? high / 2 : 6 }),
   cost && !talk ? el("svg:rect", { class: "warm", x: 8, y: high - 4, width: Math.max(2, (wide - 16) * heat), height: 2.5, opacity: 0.35 + 0.65 * heat }) : null,
-  el("svg:text", { class: "op", x: talk ? 18 : 9, y: 18 }, short(titles[item.kind](), seconds_ ? 22 - seconds_.length - 2 * talk : 25)),
+  el("svg:text", { class: "op", x: talk ? 18 : 9, y: 18 }, (item.kind === "module" ? tail : short)(titles[item.kind](), seconds_ ? 22 - seconds_.length - 2 * talk : 25)),
   el("svg:text", { class: "small", x: wide - (talk ? 16 : 9), y: 18, "text-anchor": "end" }, seconds_),
   el("svg:text", { class: "small", x: talk ? 18 : 9, y: 33 }, short(second, 30)),
   el("svg:text", { class: "where", x: talk ? 18 : 9, y: 48 }, short(item.layout.replaceAll(":", " "), talk ? 22 : 25)),

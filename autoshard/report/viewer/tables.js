@@ -68,10 +68,10 @@ function drawParameters() {
     ["name", (r) => el("span", {}, r.name, r.kind === "param" ? "" : el("span", { class: "soft" }, ` ${r.kind}`)), null],
     ["count", (r) => count(r.count), (r) => r.count],
     ["type", (r) => el("code", {}, r.type), null],
-    ["placement", (r) => placed(r.layout), null],
+    ["placement, and the next best", (r) => el("span", {}, placed(r.layout), el("div", { class: "soft" },
+      r.alternative ? placed(r.alternative) : r.reason)), null],
     ["on a rank", (r) => bytes(r.bytes), (r) => r.bytes],
     ["of", (r) => bytes(r.whole), (r) => r.whole],
-    ["next best", (r) => (r.alternative ? placed(r.alternative) : el("span", { class: "soft" }, r.reason)), null],
     ["would cost", (r) => (r.alternative ? (r.margin > 5e-10 ? `+${seconds(r.margin)}` : "the same") : ""), (r) => r.margin],
   ], rows, (row) => choose(known(row.module) ?? "", { tab: "graph" }));
 }
