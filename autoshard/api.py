@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -19,27 +18,21 @@ from autoshard.candidates import PipeAsk, given, searched
 from autoshard.cluster import (
     Cluster,
     Mesh,
-    RankOrder,
     load_cluster,
     parse_target,
     usable_memory,
 )
-from autoshard.cost.collective import seconds
-from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import recipe_named
-from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.emitting import Emission, emit
+from autoshard.errors import UsageError, VerificationError
+from autoshard.fitting import Fitter, Peak
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering, check_slices
-from autoshard.passes.scatter_sends import Saving
-from autoshard.program.build import build_program
+from autoshard.passes.pipeline import check_slices
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.schedules.registry import make
-from autoshard.schedules.schedule import Schedule
-from autoshard.search.choose import Ask, Settled, choose, retuned
+from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
@@ -47,15 +40,7 @@ from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import (
-    Cutting,
-    Schedules,
-    Staging,
-    bare_seconds,
-    in_parts,
-    microbatch_seconds,
-    pipe_link,
-)
+from autoshard.staging import Staging
 
 Progress = Callable[[str], None]
 
@@ -95,7 +80,8 @@ class Planned:
     The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
     saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
-    staging: how its pipeline was cut, None without one.
+    staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
+    where no limit was set.
     """
 
     plan: Plan
@@ -104,6 +90,7 @@ class Planned:
     settled: Settled | None = field(default=None, repr=False)
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
+    peak: Peak | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -231,22 +218,13 @@ def plan_analysed(
 
     say = progress or (lambda _: None)
 
-    cutter = _Cutter(analysis, cluster, ask)
-
-    def judge(found: Settled) -> float:
-        try:
-            return cutter.of(found).seconds() + bare_seconds(found.placed)
-        except InfeasibleError:
-            return inf
-
-    settled = choose(analysis.model, meshes, cluster, ask, say, judge)
-    staging = None
-    if settled.configuration.pipe.ranks > 1:
-        say("cutting the pipeline")
-        slices = settled.configuration.pipe.slices
-        if slices > 1:
-            check_slices(settled.posed.model.folded, cutter.lowering(settled), slices)
-        settled, staging = _fitting(settled, ask, lambda found: cutter.of(found).best(fixed=fixed))
+    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say)
+    settled = choose(analysis.model, meshes, cluster, ask, say, fitter)
+    slices = settled.configuration.pipe.slices
+    if slices > 1:
+        check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
+    fitted = fitter.fitted(settled)
+    settled, staging = fitted.settled, fitted.staging
     best = explain(
         settled,
         cluster,
@@ -257,69 +235,7 @@ def plan_analysed(
     )
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    return Planned(best, analysis, cluster, settled, staging=staging)
-
-
-def _fitting(settled: Settled, ask: Ask, cut: Callable[[Settled], Staging]) -> tuple[Settled, Staging]:
-    """The stages of a solution; where the fullest rank is too full, of one found to hold less."""
-    for room in _ROOMS:
-        found = settled if room == 1 else retuned(settled, ask, room)
-        if found is None:
-            continue
-        settled = found
-        try:
-            return settled, cut(settled)
-        except InfeasibleError as error:
-            failure = error
-    raise failure
-
-
-class _Cutter:
-    """Places solutions and cuts them; what was done for one is kept for when it is asked for again."""
-
-    def __init__(self, analysis: Analysis, cluster: Cluster, ask: Ask) -> None:
-        self.analysis, self.cluster, self.ask = analysis, cluster, ask
-        self._schedules = Schedules()
-        self._known: list[tuple[Settled, Cutting]] = []
-
-    def of(self, settled: Settled) -> Cutting:
-        """The model at the microbatch of a solution, placed by it."""
-        for other, cutting in self._known:
-            if _same(other, settled):
-                return cutting
-        made = self._made(settled)
-        self._known.append((settled, made))
-        return made
-
-    def lowering(self, settled: Settled) -> Lowering:
-        """How the passes place the model of a solution."""
-        cluster, budget = self.cluster, self.ask.budget
-        plan = explain(settled, cluster, self.analysis.fingerprint, budget=budget, reasons=False)
-        model, mesh = settled.posed.model, Mesh.parse(plan.mesh)
-        shape, prices = MeshShape(mesh.names, mesh.sizes), cost_model(cluster, mesh)
-        return Lowering(model.flow, plan, shape, prices.plain, self.analysis.table)
-
-    def _made(self, settled: Settled) -> Cutting:
-        cluster, budget = self.cluster, self.ask.budget
-        return Cutting(
-            settled.posed.model.folded,
-            self.lowering(settled),
-            cluster,
-            self.ask.recipe,
-            budget,
-            microbatch=microbatch_seconds(settled.placed),
-            schedules=self._schedules,
-        )
-
-
-def _same(a: Settled, b: Settled) -> bool:
-    """Whether two solutions place and run everything alike."""
-    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
-    return a.posed is b.posed and a.configuration == b.configuration and states
-
-
-#: shares of the memory that the search is given until the stages fit
-_ROOMS = (1.0, 0.9, 0.8, 0.65, 0.5)
+    return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -381,12 +297,13 @@ def compile(
     cluster: str | os.PathLike[str] | Cluster | None = None,
     rules: Rules = None,
     progress: Progress | None = None,
+    **passes: Any,
 ) -> Compiled:
     """The per-rank programs of a model under a plan.
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
-    made for.
+    made for. passes: which optional passes run, see `emitting.Emission`.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
@@ -394,13 +311,14 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say))
+    return Compiled(compile_analysed(plan, say, **passes))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None) -> Program:
+def compile_analysed(planned: Planned, progress: Progress | None = None, **passes: Any) -> Program:
     """The program of a plan, from the analysis it was made with.
 
-    The program is one microbatch; a model that was captured with another batch is captured again.
+    The program is one microbatch; a model that was captured with another batch is captured again. passes: see
+    `emitting.Emission`.
     """
     say = progress or (lambda _: None)
     analysis, plan = planned.analysis, planned.plan
@@ -419,39 +337,8 @@ def compile_analysed(planned: Planned, progress: Progress | None = None) -> Prog
             hint="plan again",
         )
     say("emitting programs")
-    mesh = Mesh.parse(plan.mesh)
-    order = RankOrder(plan.order) if plan.order else None
-    prices = cost_model(planned.cluster, mesh, order)
-    how = Lowering(
-        analysis.flow,
-        plan,
-        MeshShape(mesh.names, mesh.sizes),
-        prices.plain,
-        analysis.table,
-        saving=_saving(planned.cluster, mesh, plan),
-    )
-    program = build_program(analysis.folded, how, plan, analysis.dumps, _schedule(plan))
+    program = emit(plan, analysis, planned.cluster, Emission(**passes), say)
     return replace(program, user_ops=_user_ops(analysis))
-
-
-def _saving(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
-    """What sending between stages in parts saves, None without a pipeline."""
-    if plan.pipeline is None:
-        return None
-    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
-
-    def saving(nbytes: float, axis: int) -> float:
-        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
-
-    return saving
-
-
-def _schedule(plan: Plan) -> Schedule | None:
-    """The order in which the stages of a plan run, None without a pipeline."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        return None
-    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
 
 
 def _user_ops(analysis: Analysis) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
-from autoshard.ir import DTYPES, Call, Folded
+from autoshard.ir import DTYPES, Call, Folded, Port
 from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement, Statements, statements_of
 from autoshard.passes.cut_pipeline import Homes, homes_of
-from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.gather_once import gathers_of
+from autoshard.passes.pipeline import Lowering, kept_ports, late_ports, place
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
@@ -149,23 +151,32 @@ class Cutting:
             self._line.scale(microbatch)
         self._trials: dict[tuple[str, int], _Trial | None] = {}
 
-    def seconds(self) -> float:
-        """Of a simulated step by the plan's own schedule. Raises InfeasibleError if no cut fits."""
+    def seconds(self, *, fixed: bool = False) -> float:
+        """Of a simulated step by the plan's own schedule, or where no cut fits that, the best other one.
+
+        Raises InfeasibleError if no cut fits any.
+        """
         found = self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if found is None and not fixed:
+            tried = (self._trial(*kind) for kind in self._kinds())
+            found = min((t for t in tried if t is not None), key=lambda t: t.seconds, default=None)
         if found is None:
             raise self._no_room()
         return found.seconds
+
+    def _kinds(self) -> list[tuple[str, int]]:
+        """(schedule, chunks) that may be tried."""
+        ranks = self.pipeline.ranks
+        kinds = [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
 
     def best(self, *, fixed: bool) -> Staging:
         """The stages. fixed: whether the schedule was asked for, or others may be tried, too.
 
         Raises InfeasibleError if no cut fits the memory.
         """
-        kinds = [(self.pipeline.schedule, self.pipeline.chunks)]
-        ranks = self.pipeline.ranks
-        if not fixed:
-            kinds += [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
-        found = {kind: self._trial(*kind) for kind in dict.fromkeys(kinds)}
+        kinds = self._kinds()
+        found = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
         best = min((t for t in found.values() if t is not None), key=lambda t: t.seconds, default=None)
         if best is None:
             raise self._no_room()
@@ -230,9 +241,12 @@ class _Slots:
         calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
         self.numbers = {id(call): k for k, call in enumerate(calls)}
         self.count = len(self.ops)
-        self.forward, self.input, self.weight, self.held, self.state = (
-            np.zeros(self.count) for _ in range(5)
-        )
+        self.forward, self.input, self.weight, self.state = (np.zeros(self.count) for _ in range(4))
+        #: bytes of a microbatch: kept from forward on, the part of it that weight gradients need, and what
+        #: backward makes for those
+        self.held, self.held_weight, self.made = (np.zeros(self.count) for _ in range(3))
+        #: gathered once a step, and kept beside the microbatches
+        self.copies = self._copies()
         self.update = np.zeros(self.count)
         #: the part of forward and backward that is attention
         self.seen, self.seen_back = np.zeros(self.count), np.zeros(self.count)
@@ -301,11 +315,27 @@ class _Slots:
 
     def _kept(self) -> None:
         """What backward reads of forward, at the slot that makes it."""
-        makers = self.makers
+        late = {v for p in self.homes.weight for v in self._sources(self.whole.all[p])}
         wanted = {v for s in self.whole.all if s.backward for v in self._sources(s)}
         for value in wanted:
-            if value in makers and value in self.whole.values:
-                self.held[makers[value]] += self.bytes_of(self.whole.values[value])
+            if value not in self.whole.values or value in self.copies:
+                continue
+            nbytes = self.bytes_of(self.whole.values[value])
+            if value in self.makers:
+                self.held[self.makers[value]] += nbytes
+                self.held_weight[self.makers[value]] += nbytes * (value in late)
+        for place_, statement in enumerate(self.whole.all):
+            slot = self.homes.slot[place_]
+            if statement.backward and slot is not None and place_ not in self.homes.weight:
+                made = [v for v in statement.makes if v in late and v in self.whole.values]
+                self.made[slot] += sum(self.bytes_of(self.whole.values[v]) for v in made)
+
+    def _copies(self) -> set[str]:
+        """What gathering once a step makes of parameters."""
+        if self.how.plan.microbatches == 1:
+            return set()
+        forward = [s for s in self.whole.all if not s.backward]
+        return {v for s in gathers_of(forward, kept_ports(self.folded, self.how)) for v in s.makes}
 
     def _parameters(self, cluster: Cluster) -> None:
         """Parameters with gradient and optimizer, at the first op that uses them."""
@@ -314,6 +344,7 @@ class _Slots:
             for value in self._sources(statement):
                 first.setdefault(value, slot)
         trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
+        late = late_ports(self.folded, self.how)
         for port in self.folded.joint.ports:
             if port.kind != "param":
                 continue
@@ -322,10 +353,30 @@ class _Slots:
             slot = first.get(port.name, 0)
             extra = 0.0
             if port.target in trained:
-                extra = self.recipe.gradient_bytes(width) + self.recipe.optimizer_bytes(width)
+                extra = self.recipe.optimizer_bytes(width)
+                self.state[slot] += self._gradient(port, own, port.name in late)
                 moved = own / width * self.recipe.update_bytes(width)
                 self.update[slot] += moved / cluster.device.memory_bandwidth
             self.state[slot] += own + own / width * extra
+        for value in self.copies & self.read:
+            self.state[self.makers[value]] += self.bytes_of(self.whole.values[value])
+
+    def _gradient(self, port: Port, own: float, late: bool) -> float:
+        """Bytes of a gradient as it is summed up over the microbatches."""
+        width = DTYPES[port.type.dtype][1]
+        if self.how.plan.microbatches * self.slices == 1:
+            return own / width * self.recipe.gradient_bytes(width)
+        if late:
+            used = self.how.plan.params[self.how.flow.class_of[port.name]].use
+            own = max(own, self.estimator.bytes_of(port.type, used))
+        return own / width * self.recipe.sum_bytes(width)
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """Values that statements read which are not gathers themselves."""
+        return frozenset(
+            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s)
+        )
 
     def _sends(self) -> np.ndarray:
         """Seconds for what crosses behind every slot, there and (its gradient) back."""
@@ -425,7 +476,8 @@ class _Slots:
             return tuple(float(v) for v in np.add.reduceat(x, edges))
 
         sends = tuple(float(self.send[e]) / 2 for e in ends)
-        held = total(self.held)
+        held, made = total(self.held), total(self.made)
+        held_weight = tuple(min(a, b) for a, b in zip(total(self.held_weight), held, strict=True))
         state, update = total(self.state), total(self.update)
         base, updates = [0.0] * schedule.ranks, [0.0] * schedule.ranks
         for stage, rank in enumerate(schedule.owner):
@@ -434,7 +486,16 @@ class _Slots:
         whole = total(self.input + self.weight)
         parts = total(self.input), total(self.weight)
         costs = StageCosts(
-            total(self.forward), whole, *parts, sends, sends, held, held, tuple(base), tuple(updates)
+            total(self.forward),
+            whole,
+            *parts,
+            sends,
+            sends,
+            held,
+            held_weight,
+            tuple(base),
+            tuple(updates),
+            made,
         )
         if schedule.slices == 1:
             return costs

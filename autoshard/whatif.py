@@ -153,7 +153,7 @@ def _slices(count: int) -> int | None:
 
 
 def _summary(planned: Planned) -> Summary:
-    return summarise(planned.plan, planned.analysis, planned.settled, planned.staging)
+    return summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
 
 
 def decides_alike(one: Plan, other: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is split over ranks: the reference, which is the CPU implementation.
+"""Cross-entropy over a vocabulary that is split over ranks: references (the CPU implementations) and ops.
 
 Each rank reduces its part of a row of logits to four numbers; one gather of those and `merge_stats` give
 the row's loss and log-sum-exp on every rank, and the gradient of a part needs nothing more. Compare the
@@ -7,10 +7,14 @@ all-reduces of a maximum, a sum and a picked logit in M. Shoeybi et al., Megatro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
+from autoshard.kernels.launch import launched
+from autoshard.kernels.registry import KernelSpec, all_moved
+from autoshard.kernels.samples import Generator, normal, whole
 from autoshard.torch_adapters.op_library import define
 
 
@@ -38,7 +42,11 @@ def merge_stats(stats: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Columns: m, s (sum of exponentials is s * exp(m)), the target's logit, the sum of the logits.
     """
-    stacked = torch.stack(list(stats))
+    return cast(torch.Tensor, torch.ops.autoshard.xent_merge(torch.stack(list(stats))))
+
+
+def xent_merge(stacked: torch.Tensor) -> torch.Tensor:
+    """Statistics of all shards [ways, n, 4] -> those of the whole rows [n, 4]."""
     top = stacked[..., 0].amax(0)
     weights = torch.exp(stacked[..., 0] - top)
     weights = torch.where(torch.isfinite(stacked[..., 0]), weights, torch.zeros_like(weights))
@@ -104,7 +112,18 @@ def _finish_fake(
     return stats.new_empty(stats.shape[:1], dtype=dtype), stats.new_empty(stats.shape[:1])
 
 
-define("xent_stats(Tensor logits, Tensor target, int offset) -> Tensor", xent_stats, _stats_fake)
+define(
+    "xent_stats(Tensor logits, Tensor target, int offset) -> Tensor",
+    xent_stats,
+    _stats_fake,
+    cuda=launched("triton_vocab_ce", "xent_stats", xent_stats),
+)
+define(
+    "xent_merge(Tensor stacked) -> Tensor",
+    xent_merge,
+    lambda stacked: stacked.new_empty(stacked.shape[1:]),
+    cuda=launched("triton_vocab_ce", "xent_merge", xent_merge),
+)
 define(
     "xent_finish(Tensor stats, Tensor target, int ignore_index, float label_smoothing, int vocabulary, "
     "ScalarType dtype) -> (Tensor, Tensor)",
@@ -116,4 +135,76 @@ define(
     "float label_smoothing, int vocabulary, int offset) -> Tensor",
     xent_part_backward,
     lambda grad, logits, *rest: torch.empty_like(logits),
+    cuda=launched("triton_vocab_ce", "xent_part_backward", xent_part_backward),
+)
+
+
+def _rows(
+    g: Generator, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """(logits, targets, offset) with targets inside, outside and ignored."""
+    for n, v, offset in ((5, 1000, 300), (3, 17, 0), (2, 5000, 4)):
+        target = whole(g, 0, 2 * v, (n,), device)
+        target[0] = offset
+        target[-1] = -100
+        yield normal(g, (n, v), dtype, device, 4.0), target, offset
+    logits = normal(g, (4, 100), dtype, device)
+    logits[0] = -float("inf")  # all of this part is masked
+    logits[1, 5:] = -float("inf")
+    logits[2] = 80.0
+    logits[3, 7] = float("nan")
+    yield logits, torch.tensor([3, 2, 99, 1], device=device), 0
+
+
+def _stats_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    return _rows(g, dtype, device)
+
+
+def _merge_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    yield (normal(g, (3, 300, 4), torch.float32, device).abs(),)
+    one = normal(g, (2, 5, 4), torch.float32, device).abs()
+    one[0, 1, 0] = -float("inf")
+    one[:, 2, 0] = -float("inf")
+    yield (one,)
+
+
+def _backward_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for smoothing, (logits, target, offset) in zip(
+        (0.0, 0.1, 0.0, 0.1), _rows(g, dtype, device), strict=True
+    ):
+        lse = torch.logsumexp(logits.float().nan_to_num(neginf=0.0), 1) + 0.5
+        grad = normal(g, (logits.shape[0],), dtype, device)
+        yield grad, logits, target, lse, -100, smoothing, 2 * logits.shape[1], offset
+
+
+def _large_stats(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    yield normal(g, (8192, 131072), dtype, device), whole(g, 0, 131072, (8192,), device), 0
+
+
+def _large_merge(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    yield (normal(g, (8, 8192, 4), torch.float32, device).abs(),)
+
+
+def _large_backward(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for logits, target, offset in _large_stats(g, dtype, device):
+        lse = torch.full((logits.shape[0],), 12.5, device=device)
+        grad = normal(g, (logits.shape[0],), dtype, device)
+        yield grad, logits, target, lse, -100, 0.0, logits.shape[1], offset
+
+
+SPECS = (
+    KernelSpec(
+        "xent_stats", xent_stats, ("triton_vocab_ce", "xent_stats"), all_moved, _stats_samples, _large_stats
+    ),
+    KernelSpec(
+        "xent_merge", xent_merge, ("triton_vocab_ce", "xent_merge"), all_moved, _merge_samples, _large_merge
+    ),
+    KernelSpec(
+        "xent_part_backward",
+        xent_part_backward,
+        ("triton_vocab_ce", "xent_part_backward"),
+        all_moved,
+        _backward_samples,
+        _large_backward,
+    ),
 )

@@ -14,9 +14,12 @@ stage adds to it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cached_property
+from heapq import merge
+from itertools import accumulate, pairwise
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Joint, Node, Origin, Ref
@@ -113,6 +116,8 @@ def _ends(whole: Statements, cuts: Sequence[Cut], mesh: MeshShape) -> list[int]:
     """For each cut, how many of the statements come before it."""
     calls = [k for k, i in enumerate(whole.lowered.main) if isinstance(i, Call) and not i.backward]
     ends: list[int] = []
+    places = _places(whole)
+    crossing = _crossing(whole, mesh)
     for cut in cuts:
         if not 0 <= cut.call < len(calls):
             raise UsageError(
@@ -120,56 +125,69 @@ def _ends(whole: Statements, cuts: Sequence[Cut], mesh: MeshShape) -> list[int]:
                 why=f"the forward pass has {len(calls)} calls",
                 hint="plan again for this model",
             )
-        end = _after(whole, calls[cut.call], cut)
-        ends.append(_cheapest(whole, end, mesh))
+        end = _after(whole, places.get(calls[cut.call], range(0)), cut)
+        ends.append(_cheapest(whole, end, crossing))
     if any(a >= b for a, b in pairwise(ends)):
         raise UsageError("the pipeline cuts are not in the order of the forward pass", hint="plan again")
     return ends
 
 
-def _after(whole: Statements, item: int, cut: Cut) -> int:
-    """The place behind the op that the cut names, in a call."""
-    last = None
+def _places(whole: Statements) -> dict[int, range]:
+    """Number of an instruction of main -> the places of its statements, which stand together."""
+    found: dict[int, range] = {}
     for place, statement in enumerate(whole.all):
-        if statement.item == item and (not cut.value or cut.value in statement.node.outs):
-            last = place
-    if last is None:
+        start = found[statement.item].start if statement.item in found else place
+        found[statement.item] = range(start, place + 1)
+    return found
+
+
+def _after(whole: Statements, places: range, cut: Cut) -> int:
+    """The place behind the op that the cut names, in a call of these places."""
+    named = [p for p in places if not cut.value or cut.value in whole.all[p].node.outs]
+    if not named:
         raise UsageError(
             f"{cut} names a value that the call does not make",
             hint="plan again: the cut was made for another program",
         )
-    return last + 1
+    return named[-1] + 1
 
 
-def _cheapest(whole: Statements, end: int, mesh: MeshShape) -> int:
+def _cheapest(whole: Statements, end: int, crossing: Sequence[int]) -> int:
     """A cut may slide over the collectives behind it, to where the fewest bytes cross."""
-    best, place = end, end
-    least = _crossing(whole, end, mesh)
+    best = place = end
     while place < len(whole.all) and not whole.all[place].backward:
         if not whole.all[place].node.op.startswith("comm."):
             break
         place += 1
-        crossing = _crossing(whole, place, mesh)
-        if crossing < least:
-            best, least = place, crossing
+        if crossing[place] < crossing[best]:
+            best = place
     return best
 
 
-def _crossing(whole: Statements, end: int, mesh: MeshShape) -> int:
-    """Bytes per rank that a stage that ends here sends on; whole copies travel in parts."""
-    made = {v for s in whole.all[:end] for v in s.makes}
-    used = {v for s in whole.all[end:] if not s.backward for v in s.uses}
-    total = 0
-    for value in made & used:
-        placed = whole.values[value]
-        shape = local_shape(placed.type.shape, placed.layout, mesh.sizes, (0,) * len(mesh.sizes))
-        size = placed.type.nbytes // max(1, placed.type.numel)
-        for n in shape:
-            size *= n
-        for p, ways in zip(placed.layout, mesh.sizes, strict=True):
-            size = -(-size // ways) if p == R else size
-        total += size
-    return total
+def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
+    """Bytes per rank that a stage that ends before a place sends on; whole copies travel in parts."""
+    made: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for place, statement in enumerate(whole.all):
+        if not statement.backward:
+            last.update(dict.fromkeys((v for v in statement.uses if v in made), place))
+            made.update(dict.fromkeys(statement.makes, place))
+    steps = [0] * (len(whole.all) + 2)
+    for value, end in last.items():
+        size = _sent(whole.values[value], mesh)
+        steps[made[value] + 1] += size
+        steps[end + 1] -= size
+    return list(accumulate(steps))
+
+
+def _sent(placed: Placed, mesh: MeshShape) -> int:
+    """Bytes of a value that a rank sends."""
+    size = placed.type.nbytes // max(1, placed.type.numel)
+    for n in local_shape(placed.type.shape, placed.layout, mesh.sizes, (0,) * len(mesh.sizes)):
+        size *= n
+    for p, ways in zip(placed.layout, mesh.sizes, strict=True):
+        size = -(-size // ways) if p == R else size
+    return size
 
 
 # -- what runs where -----------------------------------------------------------------------------------
@@ -496,9 +514,11 @@ class _Stages:
         wanted = set(self.whole.results)
         wanted |= {t for parts in sums.values() for s in parts.values() for t in s.terms}
         needs = [{v for s in statements for v in s.uses} for statements in chosen]
+        users = Counter(v for need in needs for v in need)
         pieces: dict[tuple[int, bool], list[Instruction]] = {}
         for stage, statements in enumerate(chosen):
-            elsewhere = wanted.union(*(n for k, n in enumerate(needs) if k != stage))
+            made = {v for s in statements for v in s.makes}
+            elsewhere = {v for v in made if v in wanted or users[v] > (v in needs[stage])}
             items = taker.take(statements, elsewhere)
             for backward in (False, True):
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
@@ -514,17 +534,25 @@ class _Stages:
         )
         return _joined(lowered, order)
 
+    @cached_property
+    def places(self) -> Mapping[int | None, Sequence[int]]:
+        """Stage -> the places of its statements, last first; None -> of those that any stage may make."""
+        found: dict[int | None, list[int]] = {}
+        for place in range(len(self.whole.all) - 1, -1, -1):
+            found.setdefault(self.at[place], []).append(place)
+        return found
+
     def _chosen(self, stage: int, sums: Mapping[str, _Sum]) -> list[Statement]:
         """The statements of a stage in order, with those that it makes for itself."""
         needed = {t for s in sums.values() for t in s.terms}
         needed |= {v for v in self.whole.results if self._is_here(v, stage)}
         picked: list[Statement] = []
-        for place in range(len(self.whole.all) - 1, -1, -1):
+        for place in merge(self.places.get(stage, ()), self.places.get(None, ()), reverse=True):
             statement, at = self.whole.all[place], self.at[place]
             here = not needed.isdisjoint(statement.makes)
             # what backward makes again may be used in other stages only, which have it from forward
             optional = at is None or (statement.backward and self._repeats(statement))
-            if at not in (stage, None) or (optional and not here):
+            if optional and not here:
                 continue
             uses = tuple(self._at_hand(v, stage) for v in statement.uses)
             picked.append(replace(statement, uses=uses))

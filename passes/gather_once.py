@@ -8,7 +8,7 @@ part of their own, ``gather``, which runs before the first microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autoshard.ir.lowered import Lowered
@@ -22,7 +22,7 @@ def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
     """
     whole = statements_of(lowered)
     of_part = by_part(whole)
-    early = {part: _early(of_part[part], set(kept)) for part in lowered.parts if part.phase == "forward"}
+    early = {part: gathers_of(of_part[part], kept) for part in lowered.parts if part.phase == "forward"}
     if not any(early.values()):
         return lowered
     chosen = {id(s) for statements in early.values() for s in statements}
@@ -31,7 +31,7 @@ def gather_once(lowered: Lowered, kept: Collection[str]) -> Lowered:
     return regrouped(whole, [*gathers, *left])
 
 
-def _early(statements: list[Statement], kept: set[str]) -> list[Statement]:
+def gathers_of(statements: Sequence[Statement], kept: Collection[str]) -> list[Statement]:
     """The gathers of kept parameters, with what is between a parameter and its gather."""
     known = set(kept)
     derived: list[Statement] = []

@@ -17,12 +17,16 @@ from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
+from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
+from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
+from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
+from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
@@ -41,7 +45,10 @@ class Lowering:
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
-    in parts saves; None to send everything whole.
+    in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
+    bucket: whether collectives of parameters share messages. quantise: with how few bits parameters and
+    gradients may travel; None for all of them. hierarchy: axes whose collectives are done level by level.
+    secondary: which parameters and gradients are split over fewer ranks within a step.
     """
 
     flow: Flow
@@ -51,6 +58,19 @@ class Lowering:
     rules: Mapping[str, RuleFn]
     split_backward: bool = False
     saving: Saving | None = None
+    kernels: bool = False
+    bucket: bool = True
+    quantise: Quantising | None = None
+    hierarchy: tuple[ByLevel, ...] = ()
+    secondary: Secondary = NO_SECONDARY
+
+    @property
+    def last_mesh(self) -> MeshShape:
+        """The mesh that a rank's program is for: axes that are taken apart are there part by part."""
+        mesh = self.mesh
+        for each in self.hierarchy:
+            mesh = each.levels.refined(mesh)
+        return mesh
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
@@ -91,7 +111,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         ports = {p.name for p in folded.joint.ports}
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
         _watched("054_scatter_sends", lowered, watch)
-    kept = _kept_ports(folded, how)
+    kept = kept_ports(folded, how)
     if kept and how.plan.microbatches > 1:
         lowered = gather_once(lowered, kept)
         _watched("056_gather_once", lowered, watch)
@@ -102,35 +122,67 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
         _watched("058_slice_sequence", lowered, watch)
         lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
-    lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-    results = zip(folded.joint.results, lowered.results, strict=True)
-    grads = {value for result, value in results if result.kind == "grad"}
+    if how.bucket:
+        lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
+    grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
-    return _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    params, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
+    if how.hierarchy:
+        mesh = how.mesh
+        for each in how.hierarchy:
+            lowered, mesh = by_level(lowered, mesh, each), each.levels.refined(mesh)
+        _watched("072_hierarchy", lowered, watch)
+    if how.secondary != NO_SECONDARY:
+        lowered = secondary_shards(lowered, params, grads, how.secondary)
+        _watched("074_secondary_shards", lowered, watch)
+    if how.quantise is not None:
+        lowered = quantise_collectives(lowered, params, grads, how.last_mesh, how.quantise)
+        _watched("075_quantise_collectives", lowered, watch)
+    lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
+    if not how.kernels:
+        return lowered
+    fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
+    return _watched("090_fuse_kernels", fused, watch)
 
 
-def _kept_ports(folded: Folded, how: Lowering) -> set[str]:
+def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
+    """Values that are results of a kind."""
+    results = zip(folded.joint.results, lowered.results, strict=True)
+    return {value for result, value in results if result.kind == kind}
+
+
+def _ports(folded: Folded, kind: str) -> set[str]:
+    """Inputs of a kind."""
+    return {p.name for p in folded.joint.ports if p.kind == kind}
+
+
+def kept_ports(folded: Folded, how: Lowering) -> set[str]:
     """Parameters whose gathered copies the plan keeps from forward to backward."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
 
 
+def late_ports(folded: Folded, how: Lowering) -> set[str]:
+    """Parameters whose gradients the plan reduces once a step, if it has several microbatches."""
+    states = how.plan.params
+    ports = [p.name for p in folded.joint.ports if p.kind == "param"]
+    return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
+
+
 def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
     """Gradients that the plan keeps whole until the end of a step of several microbatches."""
     if how.plan.microbatches == 1:
         return set()
-    states = how.plan.params
-    late = {
-        p.target
-        for p in folded.joint.ports
-        if p.kind == "param" and (s := states.get(how.flow.class_of[p.name])) is not None and s.late
-    }
+    ports = late_ports(folded, how)
+    late = {p.target for p in folded.joint.ports if p.name in ports}
     results = zip(folded.joint.results, lowered.results, strict=True)
     return {value for result, value in results if result.kind == "grad" and result.target in late}
 
 
+#: the first pass whose result is on a mesh whose axes may have been taken apart
+REFINES = "072_hierarchy"
 #: names of the passes, for ``inspect --after``
 PASSES = (
     "010_fold",
@@ -147,7 +199,11 @@ PASSES = (
     "059_localize",
     "060_bucket",
     "070_defer_reductions",
+    "072_hierarchy",
+    "074_secondary_shards",
+    "075_quantise_collectives",
     "080_fuse_bias",
+    "090_fuse_kernels",
 )
 
 

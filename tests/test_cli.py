@@ -188,6 +188,7 @@ def test_verify(invoke: Invoke, program: str) -> None:
     assert "verified" in result.stdout and "state after 2 steps" in result.stdout
     found = document(invoke("verify", program, "--json"))
     assert found["ok"] and found["reference"].startswith("eager") and len(found["losses"]) == 3
+    assert found["static"]["ok"] and found["static"]["ranks"] == 4
     kinds = {c["kind"] for c in found["checks"]}
     assert kinds == {"output", "gradient", "state after 3 steps"}
 
@@ -204,9 +205,23 @@ def test_verify_names_the_tensor_that_is_wrong(invoke: Invoke, program: str, pla
     text = (changed / "program.py").read_text()
     assert "1e-05" in text
     tamper(changed, text.replace("1e-05", "0.5"))
-    result = invoke("verify", str(changed))
+    result = invoke("verify", str(changed), "--lockstep")
     assert result.exit_code == 5
-    assert "gradient up.weight" in result.stderr and "wrong" in result.stdout
+    assert "gradient" in result.stdout and "wrong" in result.stdout
+    static = invoke("verify", str(changed), "--static")
+    assert static.exit_code == 5 and "arguments" in static.stderr and "program.py:" in static.stderr
+    found = json.loads(invoke("verify", str(changed), "--static", "--json").stdout)
+    assert not found["ok"] and found["static"]["findings"][0]["line"] > 0
+
+
+def test_verify_without_running(invoke: Invoke, program: str) -> None:
+    result = invoke("verify", program, "--static")
+    assert result.exit_code == 0, result.output
+    assert "verified" in result.stdout and "state after" not in result.stdout
+    assert invoke("verify", program, "--static", "--recapture").exit_code == 0
+    result = invoke("verify", program, "--static", "--recapture", "--target", "t:dropping")
+    assert result.exit_code == 5 and "original.py" in result.stderr
+    assert invoke("verify", program, "--limit", "1KiB").exit_code == 0
 
 
 def tamper(folder: Path, text: str) -> None:
@@ -322,7 +337,8 @@ def test_wrong_questions(invoke: Invoke, program: str) -> None:
         ("inspect", program, "--after", "nothing"),
         ("inspect", program, "--segment", "nothing"),
         ("inspect", program, "--after", "010", "--rank", "0"),
-        ("verify", program, "--limit", "1KiB"),
+        ("verify", program, "--lockstep", "--limit", "1KiB"),
+        ("verify", program, "--lockstep", "--static"),
         ("compile", "--plan", program, "-o", "never"),
         ("run", program),
     ):

@@ -9,7 +9,7 @@ import torch
 from pipelines import model_and_batch
 
 import autoshard
-from autoshard import UsageError, api
+from autoshard import UsageError, fitting
 from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
 from autoshard.program.verify import verify
@@ -62,7 +62,7 @@ def test_a_stored_plan_compiles_to_the_same_program() -> None:
 
 def test_values_that_all_ranks_have_cross_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Section 4.1 of the SC'21 paper: the bytes between stages are divided by the tensor ranks."""
-    monkeypatch.setattr(api, "_saving", lambda *_: lambda nbytes, axis: nbytes)
+    monkeypatch.setattr(fitting, "saving_of", lambda *_: lambda nbytes, axis: nbytes)
     model, batch = small()
     planned = autoshard.plan(model, "pp=2,tp=2", example_inputs=batch, microbatches=2, schedule="1f1b")
     whole = [c for c in planned.plan.pipeline.cuts] if planned.plan.pipeline else []

@@ -81,7 +81,7 @@ def plan_case(case: Case) -> PlanningRow:
         meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk())
     planned = plan_analysed(analysis, meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()
-    summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging)
+    summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
     assert summary.step is not None
     usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.rivals if r.ratio is not None]
     ratio, rival = min(usable, default=(0.0, ""))

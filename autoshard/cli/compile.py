@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,6 +39,9 @@ def compile_command(
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
+    allow: opt.AllowOption = "",
+    hierarchy: opt.HierarchyOption = "off",
+    without: opt.WithoutOption = "",
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -49,6 +53,7 @@ def compile_command(
 
         check_target(out, overwrite=overwrite)
         say = Progress()
+        passes = {"allow": allow, "hierarchy": hierarchy, **_switched(without)}
         if plan is None:
             if target is None:
                 raise UsageError(
@@ -65,22 +70,33 @@ def compile_command(
                 rules=rules,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
-            program = api.compile_analysed(planned, say)
+            program = api.compile_analysed(planned, say, **passes)
         else:
             if target or mesh or gpus or batch or seq or memory:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, rules, say)
+            program, options = _from_plan(plan, cluster, rules, say, passes)
         program = api.with_options(program, **{k: str(v) for k, v in options.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
 
+def _switched(without: str) -> dict[str, bool]:
+    """Passes that are switched off, by name."""
+    from autoshard.emitting import OPTIONAL
+
+    names = [n.strip() for n in without.split(",") if n.strip()]
+    for name in names:
+        if name not in OPTIONAL:
+            raise UsageError(f"no pass is called {name!r}", hint=f"one of {', '.join(OPTIONAL)}")
+    return dict.fromkeys(names, False)
+
+
 def _from_plan(
-    folder: Path, cluster: str | None, rules: Path | None, say: Progress
+    folder: Path, cluster: str | None, rules: Path | None, say: Progress, passes: Mapping[str, Any]
 ) -> tuple[Program, dict[str, int]]:
-    """The program of a stored plan; the model is captured again."""
+    """The program of a stored plan; the model is captured again. passes: see `emitting.Emission`."""
     from autoshard import api
     from autoshard.cli.folders import read_plan
     from autoshard.interop.targets import build, load_rules
@@ -97,6 +113,7 @@ def _from_plan(
         cluster=cluster or stored.cluster,
         rules=own,
         progress=say,
+        **passes,
     )
     return compiled.program, options
 

@@ -66,12 +66,31 @@ SlicesOption = Annotated[
 MicrobatchesOption = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="of a step [default: the best number]")
 ]
+AllowOption = Annotated[
+    str,
+    typer.Option(
+        "--allow",
+        metavar="int8-weights,int4-gradients",
+        help="with how few bits parameters and gradients may travel where that is faster [default: all bits]",
+    ),
+]
+HierarchyOption = Annotated[
+    str,
+    typer.Option(
+        "--hierarchy",
+        metavar="auto|levels|copy=node|...",
+        help="collectives level by level, with copies of parameters split inside a level",
+    ),
+]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 MemoryOption = Annotated[
     str | None, typer.Option("--memory", metavar="16GiB", help="bytes per rank [default: 94 % of the device]")
 ]
 ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
+]
+WithoutOption = Annotated[
+    str, typer.Option("--without", metavar="bucket,overlap,kernels", help="passes that are left out")
 ]
 RulesOption = Annotated[
     Path | None,

@@ -116,7 +116,7 @@ def plan_command(
                 "" if rules is None else str(rules),
             )
             write_plan(out, planned.plan, request, overwrite=overwrite)
-        summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging)
+        summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
         if json:
             print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})
         else:
@@ -277,7 +277,16 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         f"{summary.parameter_count:,}) + gradients {bytes_text(summary.gradient_bytes)} "
         f"+ optimizer {bytes_text(summary.optimizer_bytes)}",
     )
-    if summary.memory is not None:
+    if summary.peak is not None:
+        peak = summary.peak
+        yield (
+            "memory",
+            f"{bytes_text(peak.bytes)} at the simulated peak of the fullest rank: parameters with gathered "
+            f"copies {bytes_text(peak.parameters)} + gradients {bytes_text(peak.gradients)} + optimizer "
+            f"{bytes_text(peak.optimizer)} + activations {bytes_text(peak.activations)} + inside a part "
+            f"{bytes_text(peak.inside)}",
+        )
+    elif summary.memory is not None:
         yield (
             "memory",
             f"{bytes_text(summary.memory.total)} at the peak: parameters and what belongs to them, with "

@@ -1,4 +1,4 @@
-"""``autoshard verify``: all ranks of a program against the model itself."""
+"""``autoshard verify``: a program proved without running it, then run against the model itself."""
 
 from __future__ import annotations
 
@@ -12,19 +12,42 @@ from autoshard.cli.output import Progress, memory_of, print_json, print_table, r
 from autoshard.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from autoshard.cluster import Cluster
     from autoshard.interop.targets import Built
     from autoshard.program.program import Program
     from autoshard.program.verify import Verification
     from autoshard.rules.user import Rules
+    from autoshard.verify.result import StaticReport
+    from autoshard.verify.twin import Twin
 
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="AdamW steps after the first backward")]
 LimitOption = Annotated[
-    str, typer.Option("--limit", metavar="2GiB", help="refuse models with more parameter bytes than this")
+    str,
+    typer.Option("--limit", metavar="2GiB", help="models with more parameter bytes than this are not run"),
+]
+StaticOption = Annotated[
+    bool, typer.Option("--static", help="only what is proved without running: seconds for thousands of ranks")
+]
+LockstepOption = Annotated[
+    bool, typer.Option("--lockstep", help="run all ranks also if something is proved to be wrong")
+]
+TwinOption = Annotated[
+    bool, typer.Option("--twin", help="run a small model of the same architecture in place of this one")
+]
+ModelOption = Annotated[
+    bool, typer.Option("--recapture", help="capture the model again: is it the one stored with the program")
 ]
 
 
 def verify_command(
     folder: opt.FolderArgument,
+    static: StaticOption = False,
+    lockstep: LockstepOption = False,
+    twin: TwinOption = False,
+    recapture: ModelOption = False,
+    cluster: opt.ClusterOption = None,
     steps: StepsOption = 3,
     seed: opt.SeedOption = 0,
     limit: LimitOption = "2GiB",
@@ -33,31 +56,192 @@ def verify_command(
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Run all ranks of a program in this process on real data and compare with eager PyTorch."""
+    """Prove what can be proved of all ranks; then run them in this process on real data against PyTorch."""
     with reporting(debug):
-        from autoshard.api import split_inputs
         from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
-        from autoshard.program.verify import has_dropout, verify
 
-        say = Progress()
+        if static + lockstep + twin > 1:
+            raise UsageError("--static, --lockstep and --twin exclude each other", hint="give one of them")
+        say = Progress(quiet=json)
         say(f"reading {folder}")
         own = load_rules(rules)
         program = load_program(folder, rules=own)
-        _check_size(program, memory_of(limit) or 0)
-        say(f"building {target or program.target} with real weights")
-        built = model_of(program, folder, target, seed)
-        one_rank = _for_one_rank(built, own, say) if has_dropout(program) else None
-        args, kwargs = split_inputs(built.inputs)
-        outcome = verify(
-            program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say
-        )
+        most = memory_of(limit) or 0
+        if lockstep:
+            _check_size(program, most)
+        proved = _proved(program, own, cluster, say)
+        document: dict[str, object] = {"command": "verify", "folder": str(folder), "ok": proved.ok}
+        if not json:
+            _print_static(proved)
+        if recapture:
+            _check_model(program, folder, target, own, say)
+        outcome, small = None, None
+        if lockstep or (not static and not twin and proved.ok and _runs(program, most)):
+            outcome = _run(program, folder, own, target, steps, seed, say)
+            document |= _document(outcome)
+        elif not static and proved.ok:
+            small = _twin(program, folder, target, steps, seed, say, needed=twin)
+            if small is None:
+                say.note(_not_run(program, most))
+            else:
+                document |= _document(small.outcome) | {"twin": _twin_document(small)}
+        ran = outcome or (small.outcome if small is not None else None)
+        document["ok"] = proved.ok and (ran is None or ran.ok) and (small is None or small.static.ok)
         if json:
-            print_json(_document(outcome, str(folder)))
-        else:
-            _print(outcome)
-        if not outcome.ok:
-            raise _failure(outcome)
+            from autoshard.report.verification import as_json
+
+            print_json({**document, "static": as_json(proved)})
+        elif ran is not None:
+            if small is not None:
+                _print_twin(small)
+            _print(ran)
+        if not proved.ok:
+            raise _broken(proved)
+        if small is not None and not small.static.ok:
+            raise _broken(small.static)
+        if ran is not None and not ran.ok:
+            raise _failure(ran)
+        if not json:
+            stdout().print("[bold green]verified[/]")
+
+
+def _proved(program: Program, rules: Rules, cluster: str | None, say: Progress) -> StaticReport:
+    from autoshard.verify.static import verify_static
+
+    say(f"proving {program.whole_mesh} without running it")
+    return verify_static(program, rules=rules, cluster=_machine(program, cluster))
+
+
+def _machine(program: Program, named: str | None) -> Cluster | None:
+    """Whose memory the program must fit: the cluster that is named, or that it was planned to fit."""
+    from autoshard.cli.inspect import prices_of
+    from autoshard.search.plan_json import plan_from_json
+
+    if named is None and plan_from_json(program.plan).budget is None:
+        return None
+    return prices_of(program.plan, named)
+
+
+def _check_model(program: Program, folder: Path, other: str | None, rules: Rules, say: Progress) -> None:
+    """Whether the model stored with the program is what its target is captured as now."""
+    from autoshard.verify.model import same_model
+
+    say("capturing the model again")
+    same_model(program, _target_of(program, folder, other), rules)
+    say("it is the model stored with the program")
+
+
+def _target_of(program: Program, folder: Path, other: str | None) -> str:
+    target = other or program.target
+    if not target:
+        raise UsageError(
+            f"{folder} does not say which model it is for",
+            why="it was compiled from Python, not by `autoshard compile`",
+            hint="pass --target module:callable",
+        )
+    return target
+
+
+def _runs(program: Program, most: int) -> bool:
+    """Whether the model is small enough to be run here."""
+    from autoshard.program.verify import parameter_bytes
+
+    return parameter_bytes(program) <= most
+
+
+def _not_run(program: Program, most: int) -> str:
+    from autoshard.program.verify import parameter_bytes
+    from autoshard.report.units import bytes_text
+
+    size = bytes_text(parameter_bytes(program))
+    return f"not run: {size} of parameters, the limit is {bytes_text(most)}, and only configs have a twin"
+
+
+def _twin(
+    program: Program,
+    folder: Path,
+    target: str | None,
+    steps: int,
+    seed: int,
+    say: Progress,
+    *,
+    needed: bool,
+) -> Twin | None:
+    """A small twin, verified; None if the target is no config, unless it was asked for."""
+    from autoshard.interop.targets import is_config
+    from autoshard.verify.twin import verify_twin
+
+    source = target or program.target
+    if not needed and not is_config(source):
+        return None
+    return verify_twin(program, _target_of(program, folder, target), steps=steps, seed=seed, progress=say)
+
+
+def _twin_document(twin: Twin) -> dict[str, object]:
+    from autoshard.report.verification import as_json
+
+    return {"mesh": twin.mesh, "config": twin.config, "kept": list(twin.kept), "static": as_json(twin.static)}
+
+
+def _print_twin(twin: Twin) -> None:
+    console = stdout()
+    sizes = ", ".join(f"{k}={v}" for k, v in twin.config.items())
+    console.print(f"twin   {sizes}", markup=False)
+    console.print(f"as in the program  {'; '.join(twin.kept)}", markup=False)
+
+
+def _run(
+    program: Program,
+    folder: Path,
+    rules: Rules,
+    target: str | None,
+    steps: int,
+    seed: int,
+    say: Progress,
+) -> Verification:
+    """All ranks in lockstep against the model."""
+    from autoshard.api import split_inputs
+    from autoshard.program.verify import has_dropout, verify
+
+    say(f"building {target or program.target} with real weights")
+    built = model_of(program, folder, target, seed)
+    one_rank = _for_one_rank(built, rules, say) if has_dropout(program) else None
+    args, kwargs = split_inputs(built.inputs)
+    return verify(program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
+
+
+def _print_static(report: StaticReport) -> None:
+    from autoshard.report.verification import lines_of, rows_of
+
+    console = stdout()
+    ranks = f"{report.ranks:,} rank{'s' * (report.ranks > 1)}"
+    console.print(f"[bold]{report.mesh}[/]  {ranks} proved without running, {report.seconds:.1f} s")
+    made = table("rules", "checked", "", "")
+    for name, count, note, outcome in rows_of(report):
+        colour = "green" if outcome == "ok" else "yellow" if outcome == "not covered" else "bold red"
+        made.add_row(name, count, f"[{colour}]{outcome}[/]", note)
+    print_table(made)
+    for found in report.findings:
+        console.print()
+        for line in lines_of(found):
+            console.print(line, markup=False)
+    console.print()
+
+
+def _broken(report: StaticReport) -> VerificationError:
+    """The first finding as an error; all of them stand on stdout."""
+    from autoshard.report.verification import place_of
+
+    first = report.findings[0]
+    finding, more = first.finding, len(report.findings) - 1
+    yours = f"; yours: {first.source}" if first.source else ""
+    return VerificationError(
+        f"{finding.what} (rule: {finding.rule})" + (f", and {more} more" if more else ""),
+        where=place_of(first) + yours,
+        why=finding.why,
+        hint="compile it again; if it stays wrong, report the target and the mesh",
+    )
 
 
 def _check_size(program: Program, limit: int) -> None:
@@ -91,19 +275,27 @@ def _for_one_rank(built: Built, rules: Rules, say: Progress) -> Program:
     return api.compile_analysed(planned)
 
 
-def _document(outcome: Verification, folder: str) -> dict[str, object]:
+def _document(outcome: Verification) -> dict[str, object]:
     from math import isfinite
 
     return {
-        "command": "verify",
-        "folder": folder,
-        "ok": outcome.ok,
         "mesh": outcome.mesh,
         "ranks": outcome.ranks,
         "steps": outcome.steps,
         "reference": outcome.reference,
         "tolerance": outcome.tolerance.error,
         "losses": list(outcome.losses),
+        "quantised": [
+            {
+                "collective": r.kind,
+                "bits": r.bits,
+                "values": r.values,
+                "mean_error": r.mean,
+                "worst_error": r.worst,
+                "worst": r.name,
+            }
+            for r in outcome.rounded
+        ],
         "checks": [
             {"kind": c.kind, "tensor": c.name, "error": c.error if isfinite(c.error) else None, "ok": c.ok}
             for c in outcome.checks
@@ -124,10 +316,15 @@ def _print(outcome: Verification) -> None:
         word = "[green]ok[/]" if not bad else f"[bold red]{bad} wrong[/]"
         made.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
     print_table(made)
+    for r in outcome.rounded:
+        what = "parameters gathered" if r.kind == "all_gather" else "gradients reduced"
+        console.print(
+            f"int{r.bits}    {r.values} {what}: relative error {r.mean:.1e} on average, {r.worst:.1e} "
+            f"at worst ({r.name}), in the 2-norm",
+            markup=False,
+        )
     if outcome.losses:
         console.print("loss  " + "  ".join(f"{x:.6f}" for x in outcome.losses))
-    if outcome.ok:
-        console.print("[bold green]verified[/]")
 
 
 def _failure(outcome: Verification) -> VerificationError:

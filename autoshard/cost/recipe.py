@@ -9,6 +9,9 @@ from types import MappingProxyType
 from autoshard.cluster.load import nearest
 from autoshard.errors import UsageError
 
+#: per element of a sum of gradients of half precision (`runtime.stepper`)
+SUM_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -27,6 +30,10 @@ class Recipe:
     def gradient_bytes(self, width: int) -> int:
         """Per element of a parameter that has ``width`` bytes per element."""
         return width if self.gradient is None else self.gradient
+
+    def sum_bytes(self, width: int) -> int:
+        """Per element while gradients are summed over microbatches: halves are summed in fp32."""
+        return max(SUM_BYTES if width < SUM_BYTES else width, self.gradient_bytes(width))
 
     def optimizer_bytes(self, width: int) -> int:
         return 2 * width if self.optimizer is None else self.optimizer

@@ -3,7 +3,7 @@
 Importing this package defines them all in the ``autoshard`` namespace of ``torch.ops``.
 """
 
-from autoshard.kernels import vocab_ce, vocab_embedding
+from autoshard.kernels import norm, quant, quant_reduce, vocab_ce, vocab_embedding
 from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter
 
 __all__ = [
@@ -12,6 +12,9 @@ __all__ = [
     "dropout",
     "experts",
     "loss",
+    "norm",
+    "quant",
+    "quant_reduce",
     "recurrent",
     "scatter",
     "vocab_ce",

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
-from autoshard.passes.pipeline import Lowering, lower
+from autoshard.passes.pipeline import REFINES, Lowering, lower
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
+from autoshard.program.original import notes_of_original, original_of
 from autoshard.program.program import Program, Signature, Stages
 from autoshard.report.dump import dump_text
 from autoshard.schedules.schedule import Schedule
@@ -28,11 +29,14 @@ def build_program(
     texts = dict(dumps)
     stages = None
     if plan.pipeline is not None and schedule is not None:
-        stages = Stages(schedule, plan.pipeline.position)
+        stages = Stages(schedule, plan.pipeline.position + _added_before(plan.pipeline.position, how))
         how = replace(how, split_backward=schedule.splits_backward)
-    lowered = lower(
-        folded, how, lambda name, graph: texts.__setitem__(name, dump_text(name, graph, plan.mesh))
-    )
+    mesh = str(how.last_mesh)
+
+    def watch(name: str, graph: Folded | Lowered) -> None:
+        texts[name] = dump_text(name, graph, mesh if name >= REFINES else plan.mesh)
+
+    lowered = lower(folded, how, watch)
     names = port_names(folded.joint.ports)
     signature = Signature.of(folded.joint)
     ports = tuple(replace(p, name=names[p.name]) for p in signature.ports)
@@ -40,7 +44,7 @@ def build_program(
         replace(r, value=names.get(v, v)) for r, v in zip(signature.results, lowered.results, strict=True)
     )
     program = Program(
-        plan.mesh,
+        mesh,
         _renamed(lowered, names),
         replace(signature, ports=ports, results=results),
         {name: notes_of_segment(lowered, name) for name in lowered.segments},
@@ -50,10 +54,18 @@ def build_program(
         plan.target,
         microbatches=plan.microbatches,
         stages=stages,
+        original=original_of(folded, names),
+        original_notes=notes_of_original(folded),
         classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
     )
     check_holders(program)
     return program
+
+
+def _added_before(position: int, how: Lowering) -> int:
+    """By how many axes the mesh grows before a position."""
+    inner = how.mesh.names[:position]
+    return sum(len(h.levels.parts) - 1 for h in how.hierarchy if h.levels.axis in inner)
 
 
 def _renamed(lowered: Lowered, names: dict[str, str]) -> Lowered:

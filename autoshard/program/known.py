@@ -9,12 +9,22 @@ from autoshard.rules.registry import RULES
 _LOWERED = (
     "aten.addmm.default",
     "aten.alias.default",
+    "autoshard.add_layer_norm.default",
+    "autoshard.add_rms_norm.default",
     "autoshard.embedding_part.default",
     "autoshard.embedding_part_backward.default",
     "autoshard.expert_mm_part.default",
     "autoshard.expert_outer_part.default",
     "autoshard.index_add_part.default",
+    "autoshard.layer_norm_backward.default",
+    "autoshard.rms_norm.default",
+    "autoshard.rms_norm_backward.default",
     "autoshard.scatter_add_part.default",
+)
+#: with fewer bits than the values have
+QUANTISED = (
+    "comm.all_gather_q_bucket.default",
+    "comm.reduce_scatter_q_bucket.default",
 )
 COLLECTIVES = (
     "comm.all_gather.default",
@@ -25,6 +35,7 @@ COLLECTIVES = (
     "comm.all_gather_bucket.default",
     "comm.reduce_scatter_bucket.default",
     "comm.all_reduce_bucket.default",
+    *QUANTISED,
     "comm.expert_mm.default",
     "comm.expert_outer.default",
 )

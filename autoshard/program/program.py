@@ -9,7 +9,7 @@ from autoshard.ir.lowered import Lowered
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ class Program:
     segments and main. notes: segment -> one note per node. plan: JSON text of the plan it was made from.
     dumps: pass name -> text of the graph after it. constants: port target -> torch tensor. target: where the
     model came from (``hf:config.json``), if known. user_ops: ops in it whose rules are the user's own.
+    original: the model before placements (`autoshard.program.original`), None if it was not kept; and where
+    each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
+    of the batch; its shapes are those of one microbatch of all ranks together.
     microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
     those of one microbatch of all ranks together. classes: port name -> the key under which the plan decides
     about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
@@ -87,6 +90,8 @@ class Program:
     user_ops: tuple[str, ...] = ()
     microbatches: int = 1
     stages: Stages | None = None
+    original: Lowered | None = None
+    original_notes: dict[str, tuple[Note, ...]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
 
     @property

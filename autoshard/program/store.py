@@ -25,6 +25,7 @@ from autoshard.ir import Call, Port, Result
 from autoshard.ir.lowered import Lowered, Part
 from autoshard.program.ends import returns_of
 from autoshard.program.known import known_ops
+from autoshard.program.original import original_text, parse_original
 from autoshard.program.parse import parse_program
 from autoshard.program.program import FORMAT, Note, Program, Signature, Stages
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
@@ -103,6 +104,8 @@ def _write(program: Program, folder: Path) -> None:
     }
     if program.stages is not None:
         files["schedule.json"] = schedule_to_json(program.stages)
+    if program.original is not None:
+        files["original.py"] = original_text(program.original, program.signature, program.original_notes)
     files |= {f"dumps/{name}.py": text for name, text in program.dumps.items()}
     (folder / "dumps").mkdir()
     for name, text in files.items():
@@ -117,6 +120,7 @@ def _write(program: Program, folder: Path) -> None:
         "user_ops": list(program.user_ops),
         "microbatches": program.microbatches,
         "signature": _signature_out(program.signature),
+        "original_results": list(program.original.results) if program.original is not None else [],
         "files": {name: _digest(text) for name, text in files.items()},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -128,8 +132,18 @@ def _digest(text: str) -> str:
 
 def _notes(program: Program) -> dict[str, Any]:
     rows = {k: [[n.fqn, n.source, n.why] for n in notes] for k, notes in program.notes.items()}
-    labels = [item.label for item in program.lowered.main if isinstance(item, Call)]
-    return {"segments": rows, "labels": labels, "classes": program.classes}
+    original = {k: [[n.fqn, n.source] for n in notes] for k, notes in program.original_notes.items()}
+    return {
+        "segments": rows,
+        "labels": _labels(program.lowered),
+        "original": original,
+        "original_labels": [] if program.original is None else _labels(program.original),
+        "classes": program.classes,
+    }
+
+
+def _labels(lowered: Lowered) -> list[str]:
+    return [item.label for item in lowered.main if isinstance(item, Call)]
 
 
 def _constant_out(value: object) -> dict[str, Any]:
@@ -192,6 +206,11 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
     signature = _signature_in(manifest["signature"], ports)
     _check_returns(signature, lowered, returns)
     lowered = replace(_labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results))
+    original = None
+    if "original.py" in texts:
+        ends = tuple(map(str, manifest["original_results"]))
+        original = parse_original(texts["original.py"], ends, signature, known_ops(user_ops))
+        original = _labelled(original, notes["original_labels"])
     return Program(
         mesh,
         lowered,
@@ -205,7 +224,9 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         user_ops,
         _microbatches_in(manifest["microbatches"]),
         _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], len(mesh.split(","))),
-        {str(k): str(v) for k, v in notes.get("classes", {}).items()},
+        original,
+        {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["original"].items()},
+        {str(k): str(v) for k, v in notes["classes"].items()},
     )
 
 

@@ -10,10 +10,11 @@ their losses is what is trained. A batch of the size of one microbatch is verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +23,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
-from autoshard.ir import Port
+from autoshard.ir import Node, Port
+from autoshard.program.known import QUANTISED as QUANTISED_OPS
 from autoshard.program.program import Program
+from autoshard.runtime.lockstep import Rounding
 from autoshard.runtime.microbatch import calls_of
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.step_lockstep import Held, StepLockstep
@@ -48,6 +51,8 @@ class Tolerance:
 FLOAT32 = Tolerance(1e-4, 1e-2)
 #: half precision only shows gross mistakes: verify a float32 model of the same architecture too
 HALF = Tolerance(5e-2, 1e-1)
+#: bits in which parameters or gradients travel -> what that does to the tensors of a small model
+QUANTISED: Mapping[int, Tolerance] = MappingProxyType({8: Tolerance(5e-2, 1e-1), 4: Tolerance(3e-1, 3e-1)})
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,23 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """What quantising did to all messages of a kind: see `runtime.lockstep.Rounding`.
+
+    name: the value with the worst error; worst, mean: of the errors of all values.
+    """
+
+    kind: str
+    bits: int
+    values: int
+    mean: float
+    worst: float
+    name: str
+
+
+@dataclass(frozen=True)
 class Verification:
-    """The outcome for one program. reference: what it was compared with. seconds: of the lockstep run."""
+    """The outcome for one program. reference: what it was compared with. rounded: what was sent quantised."""
 
     mesh: str
     ranks: int
@@ -71,6 +91,7 @@ class Verification:
     tolerance: Tolerance
     checks: tuple[Check, ...]
     losses: tuple[float, ...] = field(default=())
+    rounded: tuple[Rounded, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -146,11 +167,33 @@ def verify(
         tolerance = tolerance_of(program)
         checks, losses = _compare(subject, reference, steps, tolerance, say)
     ranks = Mesh.parse(program.whole_mesh).world_size
-    return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses)
+    rounded = tuple(_rounded(subject.lockstep.rounding))
+    return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded)
+
+
+def _rounded(errors: Sequence[Rounding]) -> Iterator[Rounded]:
+    """By kind of message and bits, in the order in which they first came up."""
+    for kind, bits in dict.fromkeys((r.kind, r.bits) for r in errors):
+        own = [r for r in errors if (r.kind, r.bits) == (kind, bits)]
+        worst = max(own, key=lambda r: r.error)
+        names = len({r.name for r in own})
+        yield Rounded(kind, bits, names, sum(r.error for r in own) / len(own), worst.error, worst.name)
+
+
+def fewest_bits(program: Program) -> int:
+    """Of what travels quantised; 0 if nothing does."""
+    lowered = program.lowered
+    nodes = [n for s in lowered.segments.values() for n in s.graph.nodes]
+    nodes += [i for i in lowered.main if isinstance(i, Node)]
+    sent = [bits for n in nodes if n.op in QUANTISED_OPS for bits in n.args[3] if bits]
+    return min(sent, default=0)
 
 
 def tolerance_of(program: Program) -> Tolerance:
-    """By the coarsest type among the program's inputs and outputs."""
+    """By the coarsest type among the program's inputs and outputs, or the fewest bits that it sends."""
+    bits = fewest_bits(program)
+    if bits:
+        return QUANTISED[bits]
     values = program.lowered.values
     types = {p.type.dtype for p in program.signature.ports}
     types |= {values[r.value].type.dtype for r in program.signature.results}

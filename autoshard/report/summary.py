@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.analysis import Analysis
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
+from autoshard.fitting import Peak
 from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even, local_shape
@@ -132,6 +133,24 @@ class StageRow:
 
 
 @dataclass(frozen=True)
+class PeakRow:
+    """Simulated bytes of the fullest rank at its peak. inside: of what lives for a moment within a part."""
+
+    bytes: float
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    inside: float
+
+    @classmethod
+    def of(cls, peak: Peak) -> PeakRow:
+        held = peak.held
+        inside = peak.bytes - held.total
+        return cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, inside)
+
+
+@dataclass(frozen=True)
 class Summary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
@@ -176,13 +195,18 @@ class Summary:
     untied_bound: float | None = None
     untied_gap: float | None = None
     pipeline: PipelineRow | None = None
+    peak: PeakRow | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def summarise(
-    plan: Plan, analysis: Analysis, settled: Settled | None = None, staging: Staging | None = None
+    plan: Plan,
+    analysis: Analysis,
+    settled: Settled | None = None,
+    staging: Staging | None = None,
+    peak: Peak | None = None,
 ) -> Summary:
     """The summary of a plan for the model it was made for; with costs if the search is given, too."""
     ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
@@ -234,6 +258,7 @@ def summarise(
         proof.untied,
         proof.untied_gap,
         None if staging is None else _pipeline(staging),
+        None if peak is None else PeakRow.of(peak),
     )
 
 

@@ -20,6 +20,9 @@ class MeshShape:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
 
 def symbolic_extent(size: int, layout: Layout, dim: int, mesh: MeshShape) -> int | LocalSize:
     """Local elements of a dim: an int if all ranks hold the same number, else a symbol."""

@@ -109,7 +109,7 @@ def split_state(
     return AxisState(tuple(inputs), tuple(outputs), factor, part)
 
 
-def _exchange_state(
+def exchange_state(
     rule: Factored,
     ins: Sequence[TensorType],
     outs: Sequence[TensorType | None],
@@ -161,7 +161,7 @@ def _axis_states(
                     found[state] = found.get(state, frozenset()) | {digit[2]}
         for pair in rule.exchange:
             for digit in digits[pair[0]]:
-                state = _exchange_state(rule, ins, outs, pair, digit, ways)
+                state = exchange_state(rule, ins, outs, pair, digit, ways)
                 if state is not None:
                     found[state] = found.get(state, frozenset()) | {digit[2]}
         for group in rule.linear:
@@ -209,7 +209,7 @@ def _combined(
         for axis, ways in enumerate(mesh_sizes)
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
-    outside = _with_inner(rule)
+    outside = with_inner(rule)
     for combo in product(*per_axis):
         inputs = tuple(tuple(s.inputs[k] for s in combo) for k in range(len(ins)))
         outputs = tuple(_join(combo, k) for k in range(len(outs)))
@@ -220,9 +220,9 @@ def _combined(
             for t, lay in zip(outs, outputs, strict=True)
         ):
             continue
-        if any(lay is not None and _mixed_partial(lay) for lay in outputs):
+        if any(lay is not None and mixed_partial(lay) for lay in outputs):
             continue
-        if not _nests(rule, outside, combo, mesh_sizes) or not _one_exchange(combo):
+        if not nests(rule, outside, combo, mesh_sizes) or not one_exchange(combo):
             continue
         ways = 1
         for state, size in zip(combo, mesh_sizes, strict=True):
@@ -233,13 +233,13 @@ def _combined(
     return list(found.values())
 
 
-def _one_exchange(combo: Sequence[AxisState]) -> bool:
+def one_exchange(combo: Sequence[AxisState]) -> bool:
     """Whether at most one axis exchanges rows, and then no other splits their owners."""
     owners = [s.owners for s in combo if s.owners is not None]
     return not owners or (len(owners) == 1 and all(s.factor != owners[0] for s in combo))
 
 
-def _nests(
+def nests(
     rule: Factored, outside: frozenset[int], combo: Sequence[AxisState], mesh_sizes: Sequence[int]
 ) -> bool:
     """Whether axes that split the same factor cut every tensor that has it at the same places.
@@ -270,7 +270,7 @@ def _nested_ok(size: int, shards: tuple[tuple[Shard, int], ...], uneven: bool) -
     return uneven or local_extent(size, last)[1] * prod(w for _, w in shards) == size
 
 
-def _with_inner(rule: Factored) -> frozenset[int]:
+def with_inner(rule: Factored) -> frozenset[int]:
     """Factors that are not the innermost of a dim of some tensor."""
     tensors = [*rule.inputs, *(o for o in rule.outputs if o is not None)]
     return frozenset(f for dims in tensors for dim in dims for f in dim[:-1])
@@ -286,6 +286,6 @@ def _join(combo: Sequence[AxisState], index: int) -> Layout | None:
     return tuple(layout)
 
 
-def _mixed_partial(layout: Layout) -> bool:
+def mixed_partial(layout: Layout) -> bool:
     """Sums and maxima pending on one tensor do not commute."""
     return len({p.reduce for p in layout if isinstance(p, Partial)}) > 1

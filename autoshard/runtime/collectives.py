@@ -16,6 +16,7 @@ from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
 from autoshard.runtime import exchange
 from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
 
 #: (dim, outer, inner, size before the split or None if it divides evenly)
@@ -176,6 +177,50 @@ class GroupCollectives:
         flat = _wait(_FUNCTIONAL.all_reduce_(packed, op, self.groups[axis]))
         pieces = flat.split([x.numel() for x in xs])
         return [p.view(x.shape) for p, x in zip(pieces, xs, strict=True)]
+
+    def all_gather_q_bucket(
+        self,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        wheres: Sequence[Where],
+        bits: Sequence[int],
+        group: int,
+    ) -> list[torch.Tensor]:
+        """Several gathers as one message in which those with bits are quantised; also the rank's own part
+        comes out as the others see it."""
+        ways = view.size_of(axis)
+        shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
+        how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
+        wires = self._gather(pack([xs], how), ways, axis)
+        return [
+            joined(rows, parts, dim, outer)
+            for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
+        ]
+
+    def reduce_scatter_q_bucket(
+        self,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        wheres: Sequence[Where],
+        bits: Sequence[int],
+        group: int,
+    ) -> list[torch.Tensor]:
+        """Several reduce-scatters as one exchange in which those with bits are quantised; summed in fp32."""
+        ways, own = view.size_of(axis), view.coord_of(axis)
+        parts = [
+            [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
+            for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
+        ]
+        how = Packing.of([max(p.numel() for p in row) for row in parts], bits, group, xs[0].dtype)
+        sent = pack([[row[k] for row in parts] for k in range(ways)], how)
+        counts = [how.nbytes] * ways
+        got = _wait(_FUNCTIONAL.all_to_all_single(sent.view(-1), counts, counts, self.groups[axis]))
+        return [
+            flat[: row[own].numel()].view(row[own].shape)
+            for flat, row in zip(sums(got.view(ways, -1), how), parts, strict=True)
+        ]
 
     def slice(
         self,

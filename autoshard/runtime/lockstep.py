@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,14 +13,29 @@ from autoshard.ir import Call, Node, Ref
 from autoshard.ir.lowered import Part
 from autoshard.program.program import Program
 from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
+from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import Env, PreparedSegment, Step
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What quantising did to a value: |changed - exact| / |exact|, both in the 2-norm.
+
+    name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather or
+    reduce_scatter.
+    """
+
+    kind: str
+    name: str
+    bits: int
+    error: float
 
 
 class Lockstep:
     """Runs every rank of a program side by side.
 
-    Values are lists with one tensor per rank.
+    Values are lists with one tensor per rank. rounding: of every quantised value that was sent so far.
     """
 
     def __init__(self, program: Program, device: torch.device | None = None) -> None:
@@ -33,6 +48,7 @@ class Lockstep:
             name: [PreparedSegment(s.graph, view, _unbound, self.device) for view in self.views]
             for name, s in program.lowered.segments.items()
         }
+        self.rounding: list[Rounding] = []
 
     def shards(self, x: torch.Tensor, name: str) -> list[torch.Tensor]:
         """What each rank holds of a global tensor for an input of the program."""
@@ -118,7 +134,10 @@ class Lockstep:
         kind, axis = node.op.split(".")[1], str(node.args[1])
         results: list[Any] = [None] * len(self.views)
         for group in self.mesh.groups(axis):
-            outs = COLLECTIVES[kind](node, [self.views[r] for r in group], [inputs[r][0] for r in group])
+            views, given = [self.views[r] for r in group], [inputs[r][0] for r in group]
+            outs = COLLECTIVES[kind](node, views, given)
+            if kind in QUANTISED:
+                self.rounding += _rounding(node, outs, QUANTISED[kind](node, views, given))
             for rank, out in zip(group, outs, strict=True):
                 results[rank] = out
         return results
@@ -205,6 +224,54 @@ def _bucket(one: Collective) -> Collective:
     return run
 
 
+def _all_gather_q(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """Every rank's parts through one buffer each, and joined."""
+    _, _, wheres, bits, group = node.args
+    how = Packing.of([max(x[t].numel() for x in xs) for t in range(len(wheres))], bits, group, xs[0][0].dtype)
+    wires = torch.cat([pack([x], how) for x in xs])
+    outs = []
+    for t, (rows, (dim, outer, _, _)) in enumerate(zip(unpack(wires, how), wheres, strict=True)):
+        outs.append(joined(rows, [x[t].shape for x in xs], dim, outer))
+    return [[out.clone() for out in outs] for _ in xs]
+
+
+def _reduce_scatter_q(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """Every rank's parts through one buffer per receiver, which adds up what it gets."""
+    _, _, wheres, bits, group = node.args
+    ways = len(xs)
+    cut = [
+        [
+            [
+                take_part(x, dim, ways, k, outer, inner)
+                for x, (dim, outer, inner, _) in zip(row, wheres, strict=True)
+            ]
+            for k in range(ways)
+        ]
+        for row in xs
+    ]
+    numels = [max(row[t].numel() for row in cut[0]) for t in range(len(wheres))]
+    how = Packing.of(numels, bits, group, xs[0][0].dtype)
+    sent = [pack(rows, how) for rows in cut]
+    found = []
+    for k in range(ways):
+        got = sums(torch.stack([wires[k] for wires in sent]), how)
+        found.append([x[: like.numel()].view(like.shape) for x, like in zip(got, cut[0][k], strict=True)])
+    return found
+
+
+def _rounding(node: Node, outs: Sequence[Any], exact: Sequence[Any]) -> list[Rounding]:
+    """Per quantised tensor of a bucket, over the ranks of a group."""
+    found = []
+    for t, (name, bits) in enumerate(zip(node.outs, node.args[3], strict=True)):
+        if bits:
+            pairs = [(a[t].double(), b[t].double()) for a, b in zip(outs, exact, strict=True)]
+            lost = sum(float((a - b).square().sum()) for a, b in pairs)
+            whole = sum(float(b.square().sum()) for _, b in pairs)
+            kind = node.op.split(".")[1].removesuffix("_q_bucket")
+            found.append(Rounding(kind, name, bits, (lost / whole) ** 0.5 if whole else 0.0))
+    return found
+
+
 COLLECTIVES: dict[str, Collective] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -216,4 +283,11 @@ COLLECTIVES: dict[str, Collective] = {
     "all_reduce_bucket": _bucket(_all_reduce),
     "all_gather_bucket": _bucket(_all_gather),
     "reduce_scatter_bucket": _bucket(_reduce_scatter),
+    "all_gather_q_bucket": _all_gather_q,
+    "reduce_scatter_q_bucket": _reduce_scatter_q,
+}
+#: collectives with less precision -> what they would give with all of it
+QUANTISED: dict[str, Collective] = {
+    "all_gather_q_bucket": COLLECTIVES["all_gather_bucket"],
+    "reduce_scatter_q_bucket": COLLECTIVES["reduce_scatter_bucket"],
 }

@@ -18,6 +18,7 @@ stage takes them in order going forward and in reverse order going back, when al
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 #: forward, whole backward, its input-gradient part, its weight-gradient part
@@ -67,7 +68,7 @@ class Schedule:
         """The number of an action's slice among all slices of all microbatches."""
         return action.microbatch * self.slices + action.slice
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether any backward comes in two parts."""
         return any(a.kind in "IW" for row in self.actions for a in row)

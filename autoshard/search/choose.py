@@ -42,7 +42,7 @@ def choose(
 
     Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
     fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
-    judge: seconds of a solved configuration with a pipeline, once it is cut.
+    judge: of solved configurations, once they are programs.
     """
     ask = ask or Ask()
     if not meshes:

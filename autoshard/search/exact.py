@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
-from typing import TypeAlias
+from typing import Protocol
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
@@ -33,8 +33,16 @@ _MARGIN = 1.03
 _FAR = 1.2
 
 
-#: seconds of a step of a solved configuration with its stages cut, inf if they do not fit
-Judge: TypeAlias = Callable[[Settled], float]
+class Judge(Protocol):
+    """What is known of a solved configuration once it is a program."""
+
+    def seconds(self, found: Settled) -> float:
+        """Of a step with its stages cut; inf if they do not fit."""
+        ...
+
+    def fit(self, found: Settled) -> Settled:
+        """The solution, or one that holds less and fits as a program. Raises InfeasibleError."""
+        ...
 
 
 class Exact:
@@ -42,7 +50,7 @@ class Exact:
 
     failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
     stopped the search; what is known by then still gives a plan. judge: how pipelines are compared, which the
-    formula for equal stages only estimates.
+    formula for equal stages only estimates, and whether what looks best fits as a program.
     """
 
     def __init__(
@@ -98,6 +106,16 @@ class Exact:
                 break
             seconds = found.placed.seconds
             judged = solved[where] = self._judged(found)
+            if judged < reached and self.judge is not None and not self.interrupted:
+                try:
+                    fits = self.judge.fit(found)
+                except InfeasibleError as error:
+                    self.failures.append(error)
+                    solved[where] = inf
+                    continue
+                if fits.placed is not found.placed:
+                    found = fits
+                    judged = solved[where] = self._judged(found)
             kinds.add(where.pipe.ranks > 1)
             work += found.posed.problem.choices
             if isfinite(estimated.seconds):
@@ -114,7 +132,7 @@ class Exact:
         """Seconds by which a solved configuration is compared."""
         if self.judge is None or found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
-        return self.judge(found)
+        return self.judge.seconds(found)
 
     def worst(self) -> AutoshardError:
         """Why nothing can be solved: what came closest."""
@@ -198,8 +216,9 @@ class Exact:
 
 
 def _like(where: Configuration, solved: Mapping[Configuration, float]) -> int:
-    """How many configurations were solved that have a pipeline, or none, as this one."""
-    return sum(isfinite(s) and (c.pipe.ranks > 1) == (where.pipe.ranks > 1) for c, s in solved.items())
+    """How many configurations were solved that have a pipeline, or none, as this one; one failure is free."""
+    alike = [isfinite(s) for c, s in solved.items() if (c.pipe.ranks > 1) == (where.pipe.ranks > 1)]
+    return max(sum(alike), len(alike) - 1)
 
 
 def _kind(where: Configuration) -> object:

@@ -28,8 +28,7 @@ class Lives:
 
     states: tuple[ParamState, ...]
     seconds: dict[Time, Array]
-    kind: Bytes
-    held: Array
+    held: dict[Bytes, Array]
 
 
 def lives_of(
@@ -50,6 +49,7 @@ def lives_of(
     states: list[ParamState] = []
     gathers: list[float] = []
     held: list[float] = []
+    sums: list[float] = []
     updates: list[float] = []
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
@@ -61,14 +61,18 @@ def lives_of(
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
                 gathers.append(once)
-                held.append(_bytes(type_, own, whole, keep, late, trained, len(group.ports), prices))
+                held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
+                sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
     costs = count * np.array(gathers)
     keeps = np.array([s.keep for s in states], dtype=bool)
     seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
     seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
-    return Lives(tuple(states), seconds, Bytes("state"), np.array(held))
+    bytes_ = {Bytes("state"): np.array(held)}
+    if trained:
+        bytes_[Bytes("sums")] = np.array(sums)
+    return Lives(tuple(states), seconds, bytes_)
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
@@ -83,7 +87,6 @@ def _bytes(
     own: float,
     whole: float,
     keep: bool,
-    late: bool,
     trained: bool,
     count: int,
     prices: Prices,
@@ -96,9 +99,15 @@ def _bytes(
         held += count * own / width * per_element
     if whole > own:
         held += (count if keep else min(count, GATHERED)) * whole
-        if keep and late:
-            held += count * (whole - own) / width * prices.recipe.gradient_bytes(width)
     return held
+
+
+def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, prices: Prices) -> float:
+    """Bytes that the gradients of a class hold beyond their shards while microbatches are summed up."""
+    width = DTYPES[type_.dtype][1]
+    most = max(own, whole) if late else own
+    summed, alone = prices.recipe.sum_bytes(width), prices.recipe.gradient_bytes(width)
+    return count * (most * summed - own * alone) / width
 
 
 def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> float:

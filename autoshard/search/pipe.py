@@ -29,6 +29,11 @@ class Pipe:
     slices: int = 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of parameters are made apart from, and later than, what other stages wait for."""
+        return self.schedule.startswith("zb-")
+
+    @property
     def hops(self) -> float:
         """Seconds that the first microbatch is on its way, there and back; what follows is sent meanwhile."""
         return 2 * (self.ranks * self.chunks - 1) * self.hop

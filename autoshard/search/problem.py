@@ -344,7 +344,8 @@ class _Builder:
         number = self._add(group.key, ParamVar(group.key, lives.states))
         for key, seconds in lives.seconds.items():
             self.terms.add(key, number, seconds)
-        self.terms.hold(lives.kind, number, lives.held)
+        for kind, held in lives.held.items():
+            self.terms.hold(kind, number, held)
 
     def _stored_layouts(self, group: PortClass) -> list[Layout]:
         """Layouts over the mesh that a parameter may have between steps."""

@@ -28,7 +28,7 @@ from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed
-from autoshard.search.setting import Setting
+from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamVar
@@ -200,7 +200,7 @@ def _between(low: Way, high: Way, t: float) -> Profile:
     held = _mixed(low.taken.bytes, high.taken.bytes, t)
     return Profile(
         {k: v for k, v in times.items() if k.kind in ("work", "talk")},
-        {k: v for k, v in held.items() if k.kind != "state"},
+        {k: v for k, v in held.items() if k.kind not in OF_STATE},
     )
 
 
@@ -424,6 +424,7 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     gathered = given.whole > _MORE * own
     reduce = gather + given.count * sum((seconds("all_reduce", own, links[k]) for k in spread), zeros)
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
+    summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
     touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * given.width
     elements = given.count * own / given.width
@@ -431,21 +432,26 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     state = float((given.count * own + elements * (grad + optimizer)).sum())
     whole = given.count * given.whole
     copies = np.where(gathered, given.whole, 0.0)
+    sums = float((elements * (summed - grad)).sum())
     windows = float((np.minimum(given.count, GATHERED) * copies).sum())
     fixed = {Time("update"): update}
     if not gathered.any():
-        return [Profile({**fixed, Time("last", True): float(reduce.sum())}, {Bytes("state"): state})]
+        return [Profile({**fixed, Time("last", True): float(reduce.sum())}, _held(state, sums))]
     forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
     ahead = {Time("gather"): forward, Time("gather", True): backward}
     first = {Time("first"): forward}
     each, once = {Time("reduce", True): float(reduce.sum())}, {Time("last", True): float(reduce.sum())}
     held = state + float((given.count * copies).sum())
-    full_grads = float((np.where(gathered, whole / given.width - elements, 0.0) * grad).sum())
+    whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [
-        Profile({**fixed, **ahead, **each}, {Bytes("state"): state + windows}),
-        Profile({**fixed, **first, **each}, {Bytes("state"): held}),
-        Profile({**fixed, **first, **once}, {Bytes("state"): held + full_grads}),
+        Profile({**fixed, **ahead, **each}, _held(state + windows, sums)),
+        Profile({**fixed, **first, **each}, _held(held, sums)),
+        Profile({**fixed, **first, **once}, _held(held, sums + whole_sums)),
     ]
+
+
+def _held(state: float, sums: float) -> dict[Bytes, float]:
+    return {Bytes("state"): state, Bytes("sums"): sums}
 
 
 def _divides(size: int, ways: int) -> bool:

@@ -74,6 +74,8 @@ class Setting:
         chosen = self.recompute.get(key.segment)
         if key.kind == "state":
             return 1 / self.pipe.ranks
+        if key.kind == "sums":
+            return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
         flight = self.flight
         if key.kind == "held":
             return flight
@@ -83,6 +85,10 @@ class Setting:
             if self.optimistic:
                 return min(flight, 1 / calls)
             if chosen is None or not chosen.calls or (chosen.policy == "selective" and not key.cheap):
+                return flight
+            if self.pipe.splits_backward:
+                # what backward makes again waits for the gradients of parameters, on the fullest rank
+                # for as many microbatches as it would have been kept for
                 return flight
             # what runs again is made for one microbatch at a time
             return min(flight, flight * (calls - chosen.calls) / calls + 1 / calls)
@@ -154,13 +160,15 @@ class Setting:
 
     def state_bytes(self, taken: Profile, more: float = 0.0) -> float:
         """Bytes of parameters and what belongs to them, on top of ``more``."""
-        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind == "state"), more)
+        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind in OF_STATE), more)
 
     def activation_bytes(self, taken: Profile) -> float:
         """Bytes of everything else at the peak."""
-        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind != "state"), 0.0)
+        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
 
 
+#: bytes that belong to parameters
+OF_STATE = ("state", "sums")
 #: where seconds of these kinds count
 _IN_FORWARD = {"work": "work_forward", "talk": "talk_forward"}
 _IN_BACKWARD = {"work": "work_backward", "talk": "talk_backward"}

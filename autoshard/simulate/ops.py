@@ -7,8 +7,10 @@ from dataclasses import replace
 from math import prod
 
 from autoshard.cluster.mesh import Mesh
+from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.kernels.registry import Operand, specs
 from autoshard.placement import Layout, Shard, local_shape
 from autoshard.rules import attention, experts, matmul
 from autoshard.simulate.behaviour import Behaviour
@@ -19,6 +21,8 @@ EXCHANGES = {
     "expert_mm": "autoshard.expert_mm.default",
     "expert_outer": "autoshard.expert_outer.default",
 }
+#: buckets with less precision
+QUANTISED = frozenset(("all_gather_q", "reduce_scatter_q"))
 #: ops that only look at their input in another way
 VIEWS = frozenset(
     f"aten.{name}"
@@ -90,8 +94,15 @@ class Ops:
         moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
         if node.op in PRODUCTS:
             return [self._other_product(node, ins, outs, dtype, moved)]
+        kernel = specs().get(node.op)
+        if kernel is not None:
+            cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
+            return [Traffic(cost.moved, cost.flop)]
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
         return [Traffic(moved, float(numel))]
+
+    def _operand(self, placed: Placed) -> Operand:
+        return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
     def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> list[Work]:
         left, made = self.shape(ins[-2]), self.shape(out)
@@ -145,6 +156,8 @@ class Ops:
         kind = collective_kind(node)
         if kind in EXCHANGES:
             return self._exchange(node, values)
+        if kind in QUANTISED:
+            return self._quantised(node, values)
         counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
         total = sum(self.nbytes(values[n]) for n in counted)
         message = Message(kind, self.mesh.index(str(node.args[1])), total)
@@ -153,6 +166,31 @@ class Ops:
             return [message]
         copy = Traffic(2 * total)
         return [message, copy] if kind == "all_gather" else [copy, message]
+
+    def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+        """A bucket with less precision: packed, sent, unpacked (`runtime.quantised`).
+
+        Gathers that join along rows are unpacked to where they stay; others are copied once more.
+        """
+        gathers = collective_kind(node) == "all_gather_q"
+        ins, outs = [values[n] for n in refs_of(node)], [values[n] for n in node.outs]
+        axis = self.mesh.index(str(node.args[1]))
+        packed = float(self.packed(node, values))
+        taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
+        if not gathers:
+            first, last = Traffic(3 * taken + packed), Traffic(packed + given)
+            return [first, Message("all_to_all", axis, packed), last]
+        again = sum(self.nbytes(v) for v, w in zip(outs, node.args[2], strict=True) if w[0] or w[1] > 1)
+        first = Traffic(3 * taken + packed / self.mesh.sizes[axis])
+        return [first, Message("all_gather", axis, packed), Traffic(packed + given + 2 * again)]
+
+    def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
+        """Bytes of the buffers of all ranks of an axis together, for a quantised bucket."""
+        parts = list(refs_of(node)) if collective_kind(node) == "all_gather_q" else node.outs
+        numels = [prod(self.shape(values[n])) for n in parts]
+        width = DTYPES[values[node.outs[0]].type.dtype][1]
+        size = self.mesh.sizes[self.mesh.index(str(node.args[1]))]
+        return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
     def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
         """Rows sent to the ranks of their experts, the products, and results sent back."""

@@ -225,7 +225,7 @@ def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
     the order alone, not on when. Raises UsageError if the costs do not suit the schedule."""
     _check_costs(schedule, costs)
     return tuple(
-        max(base, base + max(_steps(schedule, row, costs), default=0.0))
+        max(base, base + max(in_flight_bytes(schedule, row, costs), default=0.0))
         for row, base in zip(schedule.actions, costs.base, strict=True)
     )
 
@@ -235,7 +235,7 @@ def _at(schedule: Schedule, action: Action) -> int:
     return action.stage * schedule.slices + action.slice
 
 
-def _steps(schedule: Schedule, row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
+def in_flight_bytes(schedule: Schedule, row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
     """Bytes in flight after each change, in order: at the start of a forward, at the end of the others."""
     held, now = costs.held, 0.0
     made = costs.made_weight or (0.0,) * len(held)
@@ -256,7 +256,7 @@ def _steps(schedule: Schedule, row: Sequence[Action], costs: StageCosts) -> Iter
 def _curve(
     schedule: Schedule, row: Sequence[Span], costs: StageCosts, base: float
 ) -> tuple[tuple[float, float], ...]:
-    steps = _steps(schedule, [span.action for span in row], costs)
+    steps = in_flight_bytes(schedule, [span.action for span in row], costs)
     changes = (
         (s.start if s.action.kind == "F" else s.end, base + b) for s, b in zip(row, steps, strict=True)
     )

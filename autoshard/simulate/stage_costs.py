@@ -13,6 +13,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
+from autoshard.cost.recipe import SUM_BYTES
 from autoshard.ir import DTYPES, Port
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import wires_of
@@ -28,8 +29,6 @@ from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING
 
-#: bytes of an element of a gradient that is summed over microbatches, if it is narrower by itself
-_SUM_BYTES = 4
 _HALF = ("bf16", "f16")
 
 
@@ -104,33 +103,45 @@ class StagePrices:
         made.parts = self.parts.repriced(made.pricer.price, cluster.device)
         return made
 
+    @cached_property
+    def held(self) -> StageCosts:
+        """The bytes of `costs`, without its seconds."""
+        count, slices = self.schedule.stages, self.schedule.slices
+        kept = [self.kept[s] for s in range(count) for _ in range(slices)]
+        nothing, hops = (0.0,) * (count * slices), (0.0,) * ((count - 1) * slices)
+        return StageCosts(
+            *(nothing,) * 4,
+            hops,
+            hops,
+            held=tuple(k.held / slices for k in kept),
+            held_weight=tuple(k.weight / slices for k in kept),
+            base=tuple(state.total for state in self.states),
+            update=(0.0,) * self.schedule.ranks,
+            made_weight=tuple(k.made / slices for k in kept),
+        )
+
     # -- time ------------------------------------------------------------------------------------------
 
     @cached_property
     def costs(self) -> StageCosts:
         """For one microbatch each, or one slice of it, of which each keeps as much."""
         count, slices = self.schedule.stages, self.schedule.slices
-        kept = [self.kept[s] for s in range(count) for _ in range(slices)]
         up, down = self.sends
-
         ahead, back = self.waits
 
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
             units = ((s, c) for s in range(count) for c in range(slices))
             return tuple(self.parts.of(s, *phases, slice=c).seconds + waits[s] for s, c in units)
 
-        return StageCosts(
+        return replace(
+            self.held,
             forward=each(ahead, "forward"),
             backward=each(back, "backward", "weight"),
             backward_input=each(back, "backward"),
             backward_weight=each((0.0,) * count, "weight"),
             send_forward=up,
             send_backward=down,
-            held=tuple(k.held / slices for k in kept),
-            held_weight=tuple(k.weight / slices for k in kept),
-            base=tuple(state.total for state in self.states),
             update=tuple(end.total for end in self.ends),
-            made_weight=tuple(k.made / slices for k in kept),
         )
 
     @cached_property
@@ -281,7 +292,7 @@ class StagePrices:
         """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision."""
         dtype = self.program.lowered.values[value].type.dtype
         wide = dtype in _HALF and self.program.microbatches * self.schedule.slices > 1
-        return self.size(value) * (_SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
+        return self.size(value) * (SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
 
     @cached_property
     def _trained(self) -> frozenset[str]:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
@@ -19,11 +18,11 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.ops import placed_of
 from autoshard.simulate.parts import AGAIN
+from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import Played
-from autoshard.simulate.transients import Transients
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ class _Step:
     def __init__(self, program: Program, cluster: Cluster, rank: int, behaviour: Behaviour) -> None:
         self.program, self.cluster, self.behaviour = program, cluster, behaviour
         self.prices = StagePrices(program, cluster, rank, behaviour)
-        self.transients = Transients(program, self.prices.sheets)
+        self.peaks = Peaks(self.prices)
         self.schedule = self.prices.schedule
         self.timeline = simulate(self.schedule, self.prices.costs)
 
@@ -214,35 +213,9 @@ class _Step:
         state, timeline = self.prices.states[rank], self.timeline
         busy = timeline.busy[rank]
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
-        at_peak, peak = self._peak(rank)
+        at_peak, peak = self.peaks.all[rank]
         stages = self.prices.stages_of[rank]
         return RankRow(rank, stages, busy, timeline.makespan - busy, held, peak, at_peak)
-
-    def _peak(self, rank: int) -> tuple[Held, float]:
-        """(what the rank holds as the part begins in which it holds most, bytes at that point).
-
-        Gradients are there from the first backward of their stage on, unless they lie in buffers that are
-        always there.
-        """
-        state = self.prices.states[rank]
-        missing = {} if self.behaviour.gradient_buffers else dict(self.prices.gradients_of[rank])
-        most, level, absent = -inf, state.total, 0.0
-
-        def note(before: float, rise: float) -> None:
-            nonlocal most, level, absent
-            without = sum(missing.values())
-            if before - without + rise > most:
-                most, level, absent = before - without + rise, before, without
-
-        before = state.total
-        for span, (_, after) in zip(self.timeline.spans[rank], self.timeline.curve[rank][1:], strict=True):
-            note(before, self.transients.of(span.action.stage, span.action.kind))
-            if span.action.kind in "BW":
-                missing.pop(span.action.stage, None)
-            before = after
-        note(before, self.transients.end(rank))
-        held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
-        return held, most
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:

@@ -139,6 +139,10 @@ class Transients:
                 return got + (0.0 if whole else taken)
             case "all_to_all":
                 return 2 * taken
+            case "all_gather_q":
+                return self.sheets.ops.packed(node, values) + given
+            case "reduce_scatter_q":
+                return 2.0 * self.sheets.ops.packed(node, values) + taken
             case _:
                 return self.sheets.ops.workspace(node, values)
 

@@ -22,15 +22,13 @@ def define(
 ) -> None:
     """Add the op ``autoshard::<schema>``.
 
-    implementation: for the CPU, and for all devices where ``cuda`` is None. fake: types of the outputs.
+    implementation: for all devices, but for NVIDIA's where there is ``cuda``. fake: types of the outputs.
     backward, save: its gradient, as ``torch.library.register_autograd`` takes them.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema)
-    if cuda is None:
-        LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    else:
-        LIBRARY.impl(name, implementation, "CPU")
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    if cuda is not None:
         LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"autoshard::{name}", fake, lib=LIBRARY)
     if backward is not None:

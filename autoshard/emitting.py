@@ -1,0 +1,149 @@
+"""From a plan to a program: which of the optional passes run, and at which prices they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autoshard.analysis import Analysis
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.collective import AxisLink, link_of, seconds
+from autoshard.cost.kernel_time import traffic_seconds
+from autoshard.cost.on_mesh import cost_model
+from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
+from autoshard.ir.flow import Flow
+from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.pipeline import REFINES, Lowering
+from autoshard.passes.quantise_collectives import Precision, Quantising
+from autoshard.passes.scatter_sends import Saving
+from autoshard.program.build import build_program
+from autoshard.program.program import Program
+from autoshard.rules.local import MeshShape
+from autoshard.schedules.registry import make
+from autoshard.schedules.schedule import Schedule
+from autoshard.search.plan import Plan
+from autoshard.staging import in_parts, pipe_link
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Which optional passes a program is made with.
+
+    allow: with how few bits parameters and gradients may travel between ranks where that is faster, as
+    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it. hierarchy: how collectives are laid
+    on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
+    `hierarchies.ways`); the program's mesh then has an axis for each of them. kernels: whether chains of ops
+    that have a kernel of ours become one op. bucket: whether collectives of parameters share messages.
+    overlap: whether messages are on their way while something else is computed.
+    """
+
+    allow: str = ""
+    hierarchy: str = OFF
+    kernels: bool = False
+    bucket: bool = True
+    overlap: bool = True
+
+
+#: passes that can be left out
+OPTIONAL = ("bucket", "overlap", "kernels")
+#: every pass that makes a step shorter without anything being allowed
+DEFAULT = Emission()
+
+
+def emit(
+    plan: Plan,
+    analysis: Analysis,
+    cluster: Cluster,
+    wanted: Emission = DEFAULT,
+    say: Callable[[str], None] = lambda _: None,
+) -> Program:
+    """The program of a plan for the analysed model. Raises UsageError for what cannot be as wanted."""
+    precision = Precision.parse(wanted.allow)
+    how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
+
+    def build(way: Way) -> Program:
+        laid = _laid_out(how, way, cluster, precision)
+        return build_program(analysis.folded, laid, plan, analysis.dumps, schedule_of(plan))
+
+    mesh = Mesh.parse(plan.mesh)
+    options = ways(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
+    program, tried = best_way(options, build, cluster, plan.budget, say)
+    if REFINES in program.dumps:
+        text = comparison(tried) + program.dumps[REFINES]
+        program = replace(program, dumps={**program.dumps, REFINES: text})
+    return program
+
+
+def lowering_of(
+    plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: Emission = DEFAULT
+) -> Lowering:
+    """What the passes after the search need to know of a plan."""
+    mesh = Mesh.parse(plan.mesh)
+    order = RankOrder(plan.order) if plan.order else None
+    return Lowering(
+        flow,
+        plan,
+        MeshShape(mesh.names, mesh.sizes),
+        cost_model(cluster, mesh, order).plain,
+        analysis.table,
+        saving=saving_of(cluster, mesh, plan),
+        kernels=wanted.kernels,
+        bucket=wanted.bucket,
+    )
+
+
+def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
+    """What sending between stages in parts saves, None without a pipeline."""
+    if plan.pipeline is None:
+        return None
+    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
+
+    def saving(nbytes: float, axis: int) -> float:
+        return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])
+
+    return saving
+
+
+def schedule_of(plan: Plan) -> Schedule | None:
+    """The order in which the stages of a plan run, None without a pipeline."""
+    pipeline = plan.pipeline
+    if pipeline is None:
+        return None
+    return make(pipeline.schedule, pipeline.ranks, plan.microbatches, pipeline.chunks, pipeline.slices)
+
+
+def _whole(mesh: Mesh, plan: Plan) -> Mesh:
+    """The mesh of all ranks."""
+    if plan.pipeline is None:
+        return mesh
+    at = plan.pipeline.position
+    return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
+
+
+def _laid_out(how: Lowering, way: Way, cluster: Cluster, precision: Precision) -> Lowering:
+    """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
+    taken = replace(
+        how,
+        hierarchy=tuple(ByLevel(levels, lambda kind, nbytes, axis: 0.0) for levels in way.levels),
+        secondary=way.secondary,
+    )
+    mesh, last = Mesh.parse(str(how.mesh)), Mesh.parse(str(taken.last_mesh))
+    links: dict[str, AxisLink] = {}
+    for each in (mesh, last):
+        whole = _whole(each, how.plan)
+        links |= {
+            a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
+        }
+
+    def of(kind: str, nbytes: float, axis: str) -> float:
+        return float(seconds(kind, nbytes, links[axis]))
+
+    hierarchy = tuple(ByLevel(levels, of) for levels in way.levels)
+    quantise = None
+    if str(precision):
+        copy = partial(traffic_seconds, device=cluster.device)
+        quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
+    return replace(taken, hierarchy=hierarchy, quantise=quantise)

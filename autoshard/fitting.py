@@ -1,0 +1,220 @@
+"""What a solution of the search holds as a program: stages cut, passes run, peaks simulated, until it fits.
+
+The search counts bytes by what they are (`search/terms.py`), not what lives inside a part for a moment, nor
+what a pipeline's schedule piles up on one rank. So whatever would be taken is lowered and its memory
+simulated, and solved again with less room as long as it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
+
+from autoshard.analysis import Analysis
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.emitting import lowering_of, saving_of, schedule_of
+from autoshard.errors import InfeasibleError
+from autoshard.passes.pipeline import Lowering, lower
+from autoshard.program.program import Program, Signature, Stages
+from autoshard.search.amounts import bytes_up
+from autoshard.search.ask import Ask, Settled
+from autoshard.search.choose import retuned
+from autoshard.search.explain import explain
+from autoshard.search.plan import Plan
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.kept import Held
+from autoshard.simulate.peaks import Peaks
+from autoshard.simulate.stage_costs import StagePrices
+from autoshard.staging import (
+    Cutting,
+    Schedules,
+    Staging,
+    bare_seconds,
+    microbatch_seconds,
+)
+
+#: how often a solution is solved again with less room
+_ROUNDS = 4
+#: share of the memory that may be left over without looking for something faster
+_LEFT = 0.06
+#: less room than what is missing, since what is solved again is not what was measured
+_MORE = 1.03
+#: share of the room that is left when no stages can be cut that fit
+_SMALLER = 0.88
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is."""
+
+    rank: int
+    held: Held
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A solution that fits. staging: None without a pipeline. peak: None where no limit was set."""
+
+    settled: Settled
+    staging: Staging | None = None
+    peak: Peak | None = None
+
+
+class Fitter:
+    """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
+
+    fixed: whether the schedule of a pipeline is decided.
+    """
+
+    def __init__(
+        self, analysis: Analysis, cluster: Cluster, ask: Ask, *, fixed: bool, progress: Callable[[str], None]
+    ) -> None:
+        self.analysis, self.cluster, self.ask, self.fixed = analysis, cluster, ask, fixed
+        self.progress = progress
+        self._schedules = Schedules()
+        self._cuttings: list[tuple[Settled, Cutting]] = []
+        self._fitted: list[tuple[Settled, Fitted]] = []
+
+    def seconds(self, found: Settled) -> float:
+        """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
+        try:
+            return self.cutting(found).seconds(fixed=self.fixed) + bare_seconds(found.placed)
+        except InfeasibleError:
+            return inf
+
+    def fit(self, found: Settled) -> Settled:
+        """The solution, or one of the same configuration that holds less. Raises InfeasibleError."""
+        return self.fitted(found).settled
+
+    def fitted(self, found: Settled) -> Fitted:
+        """The same with its stages and its peak."""
+        for other, known in self._fitted:
+            if _same(known.settled, found):
+                return replace(known, settled=found)
+            if _same(other, found):
+                return replace(known, settled=replace(found, placed=known.settled.placed))
+        made = self._made(found)
+        self._fitted.append((found, made))
+        return made
+
+    def _made(self, found: Settled) -> Fitted:
+        over, made = self._over(found)
+        if made is not None and over <= 0:
+            return made
+        failure = self._failure(found, made)
+        budget = self.ask.budget
+        assert budget is not None
+        best: Fitted | None = None
+        # shares of the memory that the search is given: with the least known the program is too large, with
+        # the most that is known to be too little nothing is found
+        high, low = 1.0, 0.0
+        room = _SMALLER if made is None else 1.0 - _MORE * over / budget
+        for _ in range(_ROUNDS):
+            room = room if low < room < high else (low + high) / 2
+            tried = retuned(found, self.ask, room)
+            if tried is None:
+                low, room = room, (room + high) / 2
+                continue
+            over, made = self._over(tried)
+            if made is None or over > 0:
+                high, room = room, room * _SMALLER if made is None else room - _MORE * over / budget
+                continue
+            if best is None or tried.placed.seconds < best.settled.placed.seconds:
+                best = made
+            if -over <= _LEFT * budget:
+                break
+            low, room = room, (room + high) / 2
+        if best is None:
+            raise failure
+        return best
+
+    def _over(self, tried: Settled) -> tuple[float, Fitted | None]:
+        """(bytes beyond the budget, the solution with its stages); None for one that no cut fits."""
+        staging = None
+        if tried.configuration.pipe.ranks > 1:
+            self.progress("cutting the pipeline")
+            try:
+                staging = self.cutting(tried).best(fixed=self.fixed)
+            except InfeasibleError:
+                if self.ask.budget is None:
+                    raise
+                return inf, None
+        if self.ask.budget is None:
+            return 0.0, Fitted(tried, staging)
+        peak = self.peak(tried, staging)
+        return peak.bytes - self.ask.budget, Fitted(tried, staging, peak)
+
+    def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
+        name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
+        if made is None or made.peak is None:
+            why = "no stages of it fit, however they are cut"
+            failure = InfeasibleError(f"no plan for {name} fits {budget} per rank", why=why)
+        else:
+            held = made.peak.held
+            inside = made.peak.bytes - held.total
+            failure = InfeasibleError(
+                f"no plan for {name} fits {budget} per rank: the one that was found holds "
+                f"{bytes_up(made.peak.bytes)} at its simulated peak",
+                why=f"parameters {bytes_up(held.parameters)}, gradients {bytes_up(held.gradients)}, "
+                f"optimizer {bytes_up(held.optimizer)}, activations {bytes_up(held.activations)}, "
+                f"inside a part {bytes_up(inside)}, on pipeline rank {made.peak.rank}",
+                hint="use more ranks on fsdp or tp, smaller microbatches, or a larger --memory",
+            )
+            failure.smallest_bytes = made.peak.bytes
+        return failure
+
+    def peak(self, settled: Settled, staging: Staging | None) -> Peak:
+        """The simulated peak of the program that a solution becomes."""
+        self.progress("simulating its memory")
+        plan, how = self.lowering(settled)
+        schedule = None
+        if staging is not None:
+            plan = replace(plan, pipeline=staging.pipeline)
+            schedule = schedule_of(plan)
+            splits = schedule is not None and schedule.splits_backward
+            saving = saving_of(self.cluster, Mesh.parse(plan.mesh), plan)
+            how = replace(how, plan=plan, split_backward=splits, saving=saving)
+        folded = settled.posed.model.folded
+        program = Program(
+            plan.mesh,
+            lower(folded, how),
+            Signature.of(folded.joint),
+            {},
+            microbatches=plan.microbatches,
+            stages=None if schedule is None else Stages(schedule, 0),
+        )
+        peaks = Peaks(StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe)))
+        rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
+        return Peak(rank, held, most)
+
+    def cutting(self, settled: Settled) -> Cutting:
+        """The model at the microbatch of a solution, placed by it and not cut yet."""
+        for other, cutting in self._cuttings:
+            if _same(other, settled):
+                return cutting
+        made = Cutting(
+            settled.posed.model.folded,
+            self.lowering(settled)[1],
+            self.cluster,
+            self.ask.recipe,
+            self.ask.budget,
+            microbatch=microbatch_seconds(settled.placed),
+            schedules=self._schedules,
+        )
+        self._cuttings.append((settled, made))
+        return made
+
+    def lowering(self, settled: Settled) -> tuple[Plan, Lowering]:
+        """The plan of a solution, and how the passes place its model."""
+        budget, print_ = self.ask.budget, self.analysis.fingerprint
+        plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
+        return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster)
+
+
+def _same(a: Settled, b: Settled) -> bool:
+    """Whether two solutions place and run everything alike."""
+    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
+    return a.posed is b.posed and a.configuration == b.configuration and states

@@ -1,0 +1,76 @@
+"""The whole model before placements, stored beside its program so that one can be checked against the other.
+
+It is written in the same text as a program, on a mesh without axes, and read back by the same parser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from autoshard.errors import VerificationError
+from autoshard.ir import Call, Folded
+from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.program.parse import parse_program
+from autoshard.program.program import Note, Program, Signature
+from autoshard.program.text import main_lines, segment_lines
+
+
+def original_of(folded: Folded, names: Mapping[str, str]) -> Lowered:
+    """The folded model (as after ``030_normalize``) as a program on a mesh without axes.
+
+    names: port -> what the program calls it. Results keep the order of the joint graph.
+    """
+    segments = {n: LoweredSegment(g, dict.fromkeys(g.types(), ()), {}) for n, g in folded.segments.items()}
+    values = {names[p.name]: Placed(p.type, ()) for p in folded.joint.ports}
+    calls = [_renamed(c, names) for c in folded.calls]
+    for call in calls:
+        graph = folded.segments[call.segment]
+        types = graph.types()
+        values.update({o: Placed(types[i], ()) for o, i in zip(call.outs, graph.outputs, strict=True)})
+    main = (*(c for c in calls if not c.backward), *(c for c in calls if c.backward))
+    first = sum(not c.backward for c in calls)
+    parts = (Part(0, "forward", 0, first), Part(0, "backward", first, len(main)))
+    results = tuple(names.get(r.value, r.value) for r in folded.joint.results)
+    return Lowered(segments, main, values, results, parts)
+
+
+def _renamed(call: Call, names: Mapping[str, str]) -> Call:
+    return replace(call, args=tuple(names.get(a, a) for a in call.args))
+
+
+def notes_of_original(folded: Folded) -> dict[str, tuple[Note, ...]]:
+    """Where each node of each segment of the folded model comes from."""
+    return {
+        name: tuple(Note(n.origin.fqn, n.origin.source) for n in graph.nodes)
+        for name, graph in folded.segments.items()
+    }
+
+
+def original_text(original: Lowered, signature: Signature, notes: Mapping[str, tuple[Note, ...]]) -> str:
+    """The text of ``original.py``. signature: of the program, whose ports it shares."""
+    results = tuple(replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True))
+    as_program = Program("", original, replace(signature, results=results), dict(notes))
+    lines = ["# the model as captured, decomposed and normalized; shapes are those of one microbatch", ""]
+    for name, segment in original.segments.items():
+        own = notes.get(name) or (Note(),) * len(segment.graph.nodes)
+        lines += ["", *segment_lines(segment, own, ()), ""]
+    lines += ["", *main_lines(as_program, ())]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def parse_original(
+    text: str, results: tuple[str, ...], signature: Signature, ops: Collection[str]
+) -> Lowered:
+    """The model of a text. Raises VerificationError unless it has the ports and results of the program."""
+    lowered, ports, _ = parse_program(text, (), ops)
+    if ports != signature.ports:
+        raise VerificationError(
+            "original.py and program.py have different inputs", hint="compile the program again"
+        )
+    made = {p.name for p in ports} | {o for i in lowered.main for o in i.outs}
+    if len(results) != len(signature.results) or not made.issuperset(results):
+        raise VerificationError(
+            "original.py does not make the results that the manifest names", hint="compile the program again"
+        )
+    return replace(lowered, results=results)

@@ -1,0 +1,93 @@
+"""Which elements of a dim a rank holds, written out: the definition that placements stand for.
+
+Slow and plain on purpose: `autoshard.placement` and the runtime compute the same by formulas, and are checked
+against this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.placement import Layout, Shard
+
+#: (placement, ranks of its axis), in the order of the mesh
+Splits = tuple[tuple[Shard, int], ...]
+
+
+def splits_of(layout: Layout, dim: int, sizes: Sequence[int]) -> Splits:
+    """What splits a dim."""
+    return tuple((p, n) for p, n in zip(layout, sizes, strict=True) if isinstance(p, Shard) and p.dim == dim)
+
+
+def axes_of(layout: Layout, dim: int) -> tuple[int, ...]:
+    """The axes (their numbers) that split a dim."""
+    return tuple(k for k, p in enumerate(layout) if isinstance(p, Shard) and p.dim == dim)
+
+
+@lru_cache(maxsize=4096)
+def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
+    """Global indices, in order, of a dim of ``size`` elements on the rank at these coordinates of its axes.
+
+    An axis splits the middle of (outer, middle, inner); of its outer blocks the rank has those that axes
+    further outside left there.
+    """
+    index = np.arange(size, dtype=np.int64)
+    done: list[tuple[int, int]] = []
+    for (placed, ways), coordinate in zip(splits, at, strict=True):
+        outer = placed.outer
+        for other, split in done:
+            if other < placed.outer:
+                outer //= split
+        index = cut(index, outer, placed.inner, ways, coordinate)
+        done.append((placed.outer, ways))
+    return index
+
+
+def cut(index: NDArray[np.int64], outer: int, inner: int, ways: int, coordinate: int) -> NDArray[np.int64]:
+    """Part ``coordinate`` of ``ways`` of the middle of (outer, middle, inner), cut as torch.chunk does."""
+    if outer < 1 or len(index) % (outer * inner):
+        return np.empty(0, dtype=np.int64)
+    blocks = index.reshape(outer, -1, inner)
+    step = -(-blocks.shape[1] // ways)
+    return blocks[:, coordinate * step : (coordinate + 1) * step].reshape(-1)
+
+
+def join(parts: Sequence[NDArray[np.int64]], outer: int) -> NDArray[np.int64]:
+    """The whole of parts of the middle, in order of their coordinates; empty if they do not fit together."""
+    if outer < 1 or any(len(p) % outer for p in parts):
+        return np.empty(0, dtype=np.int64)
+    return np.concatenate([p.reshape(outer, -1) for p in parts], axis=1).reshape(-1)
+
+
+@lru_cache(maxsize=4096)
+def cover(size: int, splits: Splits) -> str:
+    """What is wrong with how ranks divide a dim: "" if every element is held once and no rank holds none."""
+    seen = np.zeros(size, dtype=np.int32)
+    for at in product(*(range(n) for _, n in splits)):
+        index = held(size, splits, at)
+        if not len(index):
+            return f"the rank at {at} holds nothing of {size} elements"
+        seen[index] += 1
+    if (seen == 1).all():
+        return ""
+    lost, twice = int((seen == 0).sum()), int((seen > 1).sum())
+    return f"of {size} elements, {lost} are held by no rank and {twice} by several"
+
+
+def coordinates(axes: Sequence[int], sizes: Sequence[int]) -> Iterator[dict[int, int]]:
+    """Every combination of coordinates on these axes."""
+    for at in product(*(range(sizes[a]) for a in axes)):
+        yield dict(zip(axes, at, strict=True))
+
+
+def held_at(
+    size: int, layout: Layout, dim: int, sizes: Sequence[int], at: Mapping[int, int]
+) -> NDArray[np.int64]:
+    """`held` of one dim of a layout, at coordinates by axis."""
+    own = tuple(at[a] for a in axes_of(layout, dim))
+    return held(size, splits_of(layout, dim, sizes), own)

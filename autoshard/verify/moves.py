@@ -1,0 +1,165 @@
+"""Collectives: each brings one value from one placement into another on one axis, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.cost.reshard import step_between
+from autoshard.ir import Arg, Node, Origin, Ref, TensorType
+from autoshard.ir.lowered import Placed
+from autoshard.passes.insert_collectives import collective_node
+from autoshard.placement import Layout, Partial, layout_ok
+from autoshard.rules.local import MeshShape
+from autoshard.verify.indices import axes_of, coordinates, cut, held_at, join
+from autoshard.verify.result import Rule
+
+_KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
+#: what changes where a value lies, and not what it is
+MOVES = frozenset(
+    [f"comm.{kind}.default" for kind in _KINDS]
+    + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One value of a collective. where: (dim, outer, inner, size) of what is cut or joined; () for a sum."""
+
+    source: str
+    out: str
+    where: tuple[Arg, ...]
+
+
+def moves_of(node: Node) -> tuple[Move, ...] | None:
+    """The values of a collective, one by one; None if its text is not that of one."""
+    kind = node.op.split(".")[1]
+    args = node.args
+    if kind.endswith("_bucket"):
+        sources = args[0] if args and isinstance(args[0], tuple) else ()
+        wheres = args[2] if len(args) > 2 else ((),) * len(sources)
+        fits = len(args) == 2 + (kind != "all_reduce_bucket") and isinstance(wheres, tuple)
+        if not fits or not len(sources) == len(wheres) == len(node.outs):
+            return None
+        if not all(isinstance(s, Ref) for s in sources) or not all(isinstance(w, tuple) for w in wheres):
+            return None
+        return tuple(Move(s.name, o, w) for s, o, w in zip(sources, node.outs, wheres, strict=True))
+    if len(args) < 2 or not isinstance(args[0], Ref) or len(node.outs) != 1:
+        return None
+    where: tuple[Arg, ...] = ()
+    if kind == "all_to_all" and len(args) == 4:
+        where = (args[2], args[3], node.kwarg("split_outer", 1), node.kwarg("concat_outer", 1))
+    elif kind in ("all_gather", "reduce_scatter", "slice") and len(args) == 3:
+        where = (args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))
+    elif kind != "all_reduce" or len(args) != 2:
+        return None
+    return (Move(args[0].name, node.outs[0], where),)
+
+
+def broken_moves(
+    node: Node, values: Mapping[str, Placed], mesh: MeshShape
+) -> Iterator[tuple[Rule, str, str]]:
+    """(rule, value, why) of everything that is wrong with a collective. values: those around it."""
+    found = moves_of(node)
+    if found is None:
+        yield "collective", node.outs[0], "its arguments are not those of such a collective"
+        return
+    kind, axis = node.op.split(".")[1].removesuffix("_bucket"), node.args[1]
+    if axis not in mesh.names:
+        yield "collective", node.outs[0], f"the mesh has no axis {axis!r}"
+        return
+    dtypes = {values[m.source].type.dtype for m in found}
+    if len(dtypes) > 1:
+        yield "collective", node.outs[0], f"one message cannot hold {' and '.join(sorted(dtypes))}"
+    for move in found:
+        why = _wrong(move, node, kind, mesh.names.index(axis), values, mesh)
+        if why:
+            yield "collective", move.out, why
+
+
+def _wrong(
+    move: Move, node: Node, kind: str, axis: int, values: Mapping[str, Placed], mesh: MeshShape
+) -> str:
+    """What is wrong with one value of a collective, "" if nothing."""
+    before, after = values[move.source], values[move.out]
+    if before.type != after.type:
+        return f"it is given {before.type} and gives {after.type}"
+    if not layout_ok(after.type.shape, after.layout, mesh.sizes):
+        return f"{after.type} cannot lie as {_text(after.layout, mesh)}"
+    step = step_between(before.type.shape, before.layout, after.layout, mesh.sizes)
+    came = f"{_text(before.layout, mesh)} becomes {_text(after.layout, mesh)}"
+    if step is None:
+        return f"{came}, which no single collective does"
+    if (step.kind, step.axis) != (kind, axis):
+        return f"{came}: that is {step.kind} over {mesh.names[step.axis]}, not {kind} over {mesh.names[axis]}"
+    given = before.layout[axis]
+    reduce = given.reduce if isinstance(given, Partial) else "sum"
+    if node.kwarg("op", "sum") != reduce:
+        return f"what is pending is a {reduce}, it takes the {node.kwarg('op', 'sum')}"
+    right = _where(kind, axis, before.type, (before.layout, after.layout), mesh)
+    if _normal(move.where) != _normal(right):
+        return f"it cuts or joins at {_normal(move.where)}; {came} is {_normal(right)}"
+    if not _same_elements(kind, axis, move.where, before, after, mesh.sizes):
+        return f"{came}, but ranks would hold other elements"
+    return ""
+
+
+@lru_cache(maxsize=8192)
+def _same_elements(
+    kind: str, axis: int, where: tuple[Arg, ...], before: Placed, after: Placed, sizes: tuple[int, ...]
+) -> bool:
+    """Whether a collective, done on indices, gives every rank the elements that its new placement names."""
+    if kind == "all_reduce":
+        return (
+            before.layout[:axis] + before.layout[axis + 1 :] == after.layout[:axis] + after.layout[axis + 1 :]
+        )
+    dims = {int(where[0]), int(where[1])} if kind == "all_to_all" else {int(where[0])}
+    for dim in dims:
+        size = before.type.shape[dim]
+        axes = sorted({*axes_of(before.layout, dim), *axes_of(after.layout, dim)} - {axis})
+        for at in coordinates(axes, sizes):
+            have = [held_at(size, before.layout, dim, sizes, {**at, axis: k}) for k in range(sizes[axis])]
+            want = [held_at(size, after.layout, dim, sizes, {**at, axis: k}) for k in range(sizes[axis])]
+            for k, index in enumerate(want):
+                if not np.array_equal(_given(kind, dim, where, have, k, sizes[axis]), index):
+                    return False
+    return True
+
+
+def _given(
+    kind: str, dim: int, where: tuple[Arg, ...], have: list[NDArray[np.int64]], rank: int, ways: int
+) -> NDArray[np.int64]:
+    """The elements of a dim that a rank of the group has after the collective."""
+    if kind == "all_gather":
+        return join(have, where[1])
+    if kind in ("slice", "reduce_scatter"):
+        return cut(have[rank], where[1], where[2], ways, rank)
+    # all to all: one dim is cut on every rank, the other joined
+    if dim == where[0]:
+        return cut(have[rank], where[2], 1, ways, rank)
+    return join(have, where[3])
+
+
+def _where(
+    kind: str, axis: int, type_: TensorType, layouts: tuple[Layout, Layout], mesh: MeshShape
+) -> tuple[Arg, ...]:
+    """The place at which the collective between two layouts cuts or joins."""
+    node = collective_node(mesh, kind, axis, "x", type_, layouts, "y", Origin(), False)
+    made = moves_of(node)
+    assert made is not None
+    return made[0].where
+
+
+def _normal(where: tuple[Arg, ...]) -> tuple[Arg, ...]:
+    """Where parts are even, how long the multiples are that they are made of does not matter."""
+    if len(where) == 4 and where[3] is None:
+        return (where[0], where[1], 1, None)
+    return where
+
+
+def _text(layout: Layout, mesh: MeshShape) -> str:
+    return " ".join(f"{n}:{p}" for n, p in zip(mesh.names, layout, strict=True))

@@ -1,0 +1,143 @@
+"""Everything that is checked of a program without running it, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from autoshard.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import VerificationError
+from autoshard.ir import Call
+from autoshard.program.ends import check_parts
+from autoshard.program.program import Program
+from autoshard.report.units import bytes_text
+from autoshard.rules.local import MeshShape
+from autoshard.rules.registry import RULES
+from autoshard.rules.user import Rules, rule_table
+from autoshard.verify.locate import Locator
+from autoshard.verify.memory import fit
+from autoshard.verify.once import broken_steps
+from autoshard.verify.operators import Judge
+from autoshard.verify.order import Moves, check_order
+from autoshard.verify.ports import broken_results, broken_shards
+from autoshard.verify.result import At, Checked, Finding, Rule, StaticReport
+from autoshard.verify.terms import Terms
+from autoshard.verify.walk import Followed, Walk
+
+#: more findings than this help nobody
+_MOST = 20
+
+
+def verify_static(
+    program: Program, *, rules: Rules = None, cluster: Cluster | None = None, moves: Moves | None = None
+) -> StaticReport:
+    """Prove what can be proved of all ranks' programs without running them; what is broken is reported.
+
+    rules: the user's own. cluster: whose memory the program must fit, None to leave that out. moves: what
+    the pipeline's ranks do, if not what follows from the program.
+    """
+    started = perf_counter()
+    work = _Work(program)
+    try:
+        check_parts(program.lowered)
+    except VerificationError as error:
+        work.find("stages", 1, "parts", [Finding("step", error.what, At(), error.where)])
+    else:
+        _text(work, rules)
+        _pipeline(work, moves)
+        if cluster is not None:
+            _memory(work, cluster)
+    whole = Mesh.parse(program.whole_mesh)
+    locator = Locator(program)
+    located = tuple(locator.located(f) for f in work.findings[:_MOST])
+    return StaticReport(
+        program.whole_mesh, whole.world_size, tuple(work.checked), located, perf_counter() - started
+    )
+
+
+@dataclass
+class _Work:
+    """What is put together on the way."""
+
+    program: Program
+    checked: list[Checked] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def find(
+        self,
+        name: str,
+        count: int,
+        of: str,
+        found: Iterable[Finding],
+        note: str = "",
+        *,
+        covered: bool = True,
+    ) -> None:
+        """Note a group of rules, and what was found."""
+        own = list(found)
+        self.findings += own
+        self.checked.append(Checked(name, count, of, len(own), note, covered))
+
+
+def _text(work: _Work, rules: Rules) -> None:
+    """Placements, function, ends: what the text says."""
+    program = work.program
+    mesh = Mesh.parse(program.mesh)
+    shape = MeshShape(mesh.names, mesh.sizes)
+    ports = program.signature.ports
+    work.find("shards", len(ports), "inputs", broken_shards(program, shape))
+    if program.original is None:
+        note = "the program was stored without its model: compile it again"
+        work.find("placements", 0, "ops", (), note, covered=False)
+        work.find("function", 0, "terms", (), note, covered=False)
+        return
+    sources = {name: [n.source or n.fqn for n in notes] for name, notes in program.original_notes.items()}
+    terms = Terms(program.original, ports, sources)
+    judge = Judge(rule_table(RULES, rules), shape)
+    followed = Walk(program.lowered, {p.name for p in ports}, terms, judge).run()
+    by = list(_grouped(followed))
+    calls = sum(isinstance(i, Call) for i in program.lowered.main)
+    work.find(
+        "placements",
+        followed.nodes,
+        f"ops in {calls} calls",
+        [f for name, f in by if name == "placements"],
+    )
+    work.find("collectives", followed.moves, "collectives", [f for name, f in by if name == "collectives"])
+    wrong = [f for name, f in by if name == "function"]
+    wrong += broken_results(program, terms, followed.own)
+    results = len(program.signature.results)
+    work.find("function", terms.statements, f"ops of the model, {results} results", wrong)
+    work.find("once a step", len(program.lowered.parts), "parts", broken_steps(program, terms, followed.own))
+
+
+#: which group of rules a broken rule belongs to
+_GROUP: dict[Rule, str] = {
+    "placement": "placements",
+    "partial": "placements",
+    "arguments": "placements",
+    "interface": "placements",
+    "collective": "collectives",
+}
+
+
+def _grouped(followed: Followed) -> Iterator[tuple[str, Finding]]:
+    return ((_GROUP.get(f.rule, "function"), f) for f in followed.findings)
+
+
+def _pipeline(work: _Work, moves: Moves | None) -> None:
+    """Schedule and messages."""
+    ordered = check_order(work.program, moves)
+    first = [f for f in ordered.findings if f.rule == "schedule"]
+    rest = [f for f in ordered.findings if f.rule != "schedule"]
+    work.find("schedule", ordered.actions, "actions", first)
+    work.find("messages", ordered.messages, "messages", rest)
+
+
+def _memory(work: _Work, cluster: Cluster) -> None:
+    found = fit(work.program, cluster)
+    broken = found.finding
+    note = f"{bytes_text(found.peak)} of {bytes_text(found.room)}, simulated on {cluster.name}"
+    work.find("memory", 1, "fullest rank", [broken] if broken is not None else [], note)

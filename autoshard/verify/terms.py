@@ -1,0 +1,200 @@
+"""What the model computes, as numbered terms: equal computations have equal numbers.
+
+Value numbering over the whole captured model, call by call: an op on terms is a term; the same op with the
+same arguments on the same terms is the same one. A program computes the model if each of its ops, its
+placements taken away, gives one of these terms, and its results are those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.ir import Arg, Call, CallSite, Node, Port, Ref, TensorType, refs_of, substitute
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment
+
+#: an op with its arguments, and the types of what it takes and makes
+_Key = tuple[str, str, tuple[TensorType, ...], tuple[TensorType | None, ...]]
+#: terms that an op takes, and the number of its random draw, -1 if it draws none
+Uses = tuple[tuple[int, ...], int]
+
+ADD = "aten.add.Tensor"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An op with the places of its inputs: ``mul(0, 1)``.
+
+    number: equal patterns have equal numbers. node: its uses are called ``0``, ``1``, ... in order of
+    appearance. ins: their types.
+    """
+
+    number: int
+    node: Node
+    ins: tuple[TensorType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A term: a pattern on terms. outs: numbers of what it gives. source: the user's line."""
+
+    pattern: Pattern
+    uses: Uses
+    outs: tuple[int, ...]
+    source: str
+
+
+def positional(node: Node) -> Node:
+    """The node with its uses called by their place, its random draw by 0, and its outputs by theirs."""
+    places = iter(range(len(list(refs_of(node)))))
+    made = substitute(node, lambda _: Ref(str(next(places))))
+    return Node(
+        made.op,
+        tuple(_without_site(a) for a in made.args),
+        made.kwargs,
+        tuple(f"o{k}" for k in range(len(made.outs))),
+        made.types,
+    )
+
+
+def _without_site(arg: Arg) -> Arg:
+    return CallSite(0) if isinstance(arg, CallSite) else arg
+
+
+def site_of(node: Node) -> int:
+    """The number of a random op within its segment, -1 if it is none."""
+    return next((a.offset for a in node.args if isinstance(a, CallSite)), -1)
+
+
+def spelled(node: Node) -> tuple[str, str]:
+    """Op and arguments of a positional node, by which two are compared: 1, 1.0 and True differ."""
+    return node.op, repr((node.args, node.kwargs))
+
+
+class Patterns:
+    """Patterns by what they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, Pattern] = {}
+
+    def of(self, node: Node, ins: Sequence[TensorType]) -> Pattern:
+        """The pattern of a node whose uses have these types."""
+        bare = positional(node)
+        op, args = spelled(bare)
+        key = (op, args, tuple(ins), bare.types)
+        if key not in self._known:
+            self._known[key] = Pattern(len(self._known), bare, tuple(ins))
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A node of a segment, ready to be numbered at every call."""
+
+    pattern: Pattern
+    refs: tuple[str, ...]
+    outs: tuple[str, ...]
+    site: int
+    source: str
+
+
+class Terms:
+    """The terms of a model.
+
+    ports: port -> term. results: term of every result, in order. by_uses: what is made of some terms. made:
+    term -> what makes it (ports left out). fixed: terms that only depend on parameters.
+    """
+
+    def __init__(
+        self, original: Lowered, ports: Sequence[Port], sources: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.patterns = Patterns()
+        self.ports = {p.name: k for k, p in enumerate(ports)}
+        self.fixed = {k for k, p in enumerate(ports) if p.kind in ("param", "const")}
+        self.count = len(ports)
+        self.made: dict[int, Made] = {}
+        self.by_uses: dict[Uses, list[Made]] = {}
+        self.statements = 0
+        self._known: dict[tuple[int, Uses], Made] = {}
+        env = dict(self.ports)
+        prepared = {
+            name: self._prepared(segment, sources.get(name, ()))
+            for name, segment in original.segments.items()
+        }
+        for item in original.main:
+            self._run(item, env, original, prepared)
+        self.results = tuple(env[r] for r in original.results)
+
+    def _prepared(self, segment: LoweredSegment, sources: Sequence[str]) -> tuple[_Prepared, ...]:
+        types = segment.graph.types()
+        found = []
+        for number, node in enumerate(segment.graph.nodes):
+            refs = tuple(refs_of(node))
+            pattern = self.patterns.of(node, [types[r] for r in refs])
+            source = sources[number] if number < len(sources) else ""
+            found.append(_Prepared(pattern, refs, node.outs, site_of(node), source))
+        return tuple(found)
+
+    def _run(
+        self,
+        item: Instruction,
+        env: dict[str, int],
+        original: Lowered,
+        prepared: Mapping[str, tuple[_Prepared, ...]],
+    ) -> None:
+        assert isinstance(item, Call)
+        graph = original.segments[item.segment].graph
+        own = {inner: env[a] for (inner, _), a in zip(graph.inputs, item.args, strict=True)}
+        for node in prepared[item.segment]:
+            uses = (tuple([own[r] for r in node.refs]), node.site + item.site if node.site >= 0 else -1)
+            own.update(zip(node.outs, self.make(node.pattern, uses, node.source).outs, strict=True))
+            self.statements += 1
+        env.update({out: own[inner] for out, inner in zip(item.outs, graph.outputs, strict=True)})
+
+    def make(self, pattern: Pattern, uses: Uses, source: str = "") -> Made:
+        """The term of a pattern on terms, a new one if it is."""
+        key = (pattern.number, uses)
+        if key not in self._known:
+            outs = tuple(range(self.count, self.count + len(pattern.node.outs)))
+            self.count += len(outs)
+            made = Made(pattern, uses, outs, source)
+            self._known[key] = made
+            self.by_uses.setdefault(uses, []).append(made)
+            self.made.update(dict.fromkeys(outs, made))
+            if self.fixed.issuperset(uses[0]) and uses[1] < 0:
+                self.fixed.update(outs)
+        return self._known[key]
+
+    def terms_of(self, value: int) -> tuple[int, ...]:
+        """The terms that a sum is made of, in ascending order; of anything else, itself."""
+        found: list[int] = []
+        waiting = [value]
+        while waiting:
+            at = waiting.pop()
+            made = self.made.get(at)
+            if made is not None and is_sum(made.pattern):
+                waiting += made.uses[0]
+            else:
+                found.append(at)
+        return tuple(sorted(found))
+
+    def all_terms(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(t for v in values for t in self.terms_of(v)))
+
+
+def is_sum(pattern: Pattern) -> bool:
+    """Whether a pattern adds two tensors of the type of the sum."""
+    node = pattern.node
+    plain = node.op == ADD and not node.kwargs and len(pattern.ins) == 2 and len(node.args) == 2
+    return plain and all(t == node.types[0] for t in pattern.ins)
+
+
+def parts_in_order(phases: Sequence[str], slices: int) -> Iterator[tuple[str, int]]:
+    """(phase, slice) in the order in which a stage runs them."""
+    for phase in phases:
+        order = range(slices) if phase == "forward" else reversed(range(slices))
+        yield from ((phase, k) for k in order)
+
+
+def renamed(node: Node, outs: tuple[str, ...]) -> Node:
+    return replace(node, outs=outs)

@@ -1,0 +1,26 @@
+"""Random arguments for tests and benchmarks of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+#: None for the device "meta"
+Generator: TypeAlias = "torch.Generator | None"
+
+
+def normal(
+    g: Generator, shape: Sequence[int], dtype: torch.dtype, device: torch.device, size: float = 1.0
+) -> torch.Tensor:
+    """Normal values of standard deviation ``size``, made where the generator lives."""
+    home = g.device if g is not None else device
+    made = torch.randn(*shape, generator=g, dtype=torch.float32, device=home)
+    return (made.mul_(size) if size != 1 else made).to(device=device, dtype=dtype)
+
+
+def whole(g: Generator, low: int, high: int, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 from ``low`` to below ``high``."""
+    home = g.device if g is not None else device
+    return torch.randint(low, high, tuple(shape), generator=g, device=home).to(device)

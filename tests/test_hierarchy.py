@@ -1,0 +1,338 @@
+"""Collectives level by level, second copies of parameters: what is made, and that numbers stay the same."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from families import family
+from lockstep_check import compare_step
+from slow_links import slow_cluster
+from test_gloo import HERE, torchrun
+
+from autoshard import UsageError
+from autoshard.api import Planned, compile_analysed, plan
+from autoshard.cluster import Cluster, Mesh, load_cluster
+from autoshard.cluster.cluster import Level
+from autoshard.cluster.levels import levels_of
+from autoshard.hierarchies import ways
+from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.lowered import Placed
+from autoshard.passes.hierarchy import Levels, check_levels
+from autoshard.placement import Shard
+from autoshard.program.program import Program
+from autoshard.program.store import load_program, save_program
+from autoshard.program.verify import verify
+from autoshard.rules.local import MeshShape
+from autoshard.search.plan import Recompute
+from autoshard.simulate.step import estimate_step
+
+# -- which levels an axis crosses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "axis", "expected"),
+    [
+        (
+            "mi250x-frontier",
+            "fsdp=384",
+            "fsdp",
+            (("fsdp_slingshot", 48), ("fsdp_node", 4), ("fsdp_package", 2)),
+        ),
+        ("mi250x-frontier", "fsdp=48,tp=2", "fsdp", (("fsdp_slingshot", 12), ("fsdp_node", 4))),
+        ("mi250x-frontier", "dp=4,fsdp=8", "fsdp", (("fsdp_node", 4), ("fsdp_package", 2))),
+        ("mi250x-frontier", "dp=4,fsdp=8", "dp", ()),
+        ("mi250x-frontier", "fsdp=2", "fsdp", ()),
+        ("mi250x-frontier", "fsdp=12", "fsdp", ()),  # the last node is half full
+        ("h100-dgx", "fsdp=64", "fsdp", (("fsdp_infiniband", 8), ("fsdp_nvlink", 8))),
+        ("h100-dgx", "fsdp=16,tp=3", "fsdp", ()),
+        ("holmes-ib-roce", "fsdp=64", "fsdp", ()),  # unlike parts
+    ],
+)
+def test_levels(name: str, mesh: str, axis: str, expected: tuple[tuple[str, int], ...]) -> None:
+    assert levels_of(load_cluster(name), Mesh.parse(mesh), axis) == expected
+
+
+def test_levels_are_the_wiring_between_the_ranks_of_each_part() -> None:
+    """Ranks that differ along the part of a level lie in one group of it, and in different ones below."""
+    cluster, mesh = load_cluster("mi250x-frontier"), Mesh.parse("fsdp=32")
+    parts = levels_of(cluster, mesh, "fsdp")
+    refined = Mesh.parse(str(Levels("fsdp", parts).refined(MeshShape(mesh.names, mesh.sizes))))
+    inside = {"fsdp_package": (1, 2), "fsdp_node": (2, 8), "fsdp_slingshot": (8, 32)}
+    for axis, (below, within) in inside.items():
+        for group in refined.groups(axis):
+            assert len({rank // within for rank in group}) == 1
+            assert len({rank // below for rank in group}) == len(group)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((("a", 2), ("b", 3)), "no refinement"),
+        ((("a", 8),), "no refinement"),
+        ((("tp", 2), ("b", 4)), "same name"),
+    ],
+)
+def test_refinements_that_do_not_fit(parts: tuple[tuple[str, int], ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_levels(Levels("fsdp", parts), MeshShape(("fsdp", "tp"), (8, 2)))
+
+
+# -- wishes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("copy=socket", "no inner level"),
+        ("copy=slingshot", "no inner level"),
+        ("once", "how copies are made"),
+        ("sideways", "is no hierarchy"),
+    ],
+)
+def test_wishes_that_do_not_fit(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        ways(text, load_cluster("mi250x-frontier"), Mesh.parse("fsdp=16"), Mesh.parse("fsdp=16"))
+
+
+def test_one_level_has_no_hierarchy() -> None:
+    mesh = Mesh.parse("fsdp=8")
+    with pytest.raises(UsageError, match="more than one level"):
+        ways("levels", load_cluster("h100-dgx"), mesh, mesh)
+    assert [w.name for w in ways("auto", load_cluster("h100-dgx"), mesh, mesh)] == ["off"]
+
+
+# -- programs ------------------------------------------------------------------------------------------
+
+
+def three_levels() -> Cluster:
+    nodes = slow_cluster(nodes_of=4)
+    return replace(nodes, name="three", levels=(Level("pair", 2, 1e-6, 1e9), *nodes.levels))
+
+
+def zero3(wish: Planned) -> Planned:
+    """The plan with every parameter gathered anew for every use."""
+    params = {place: replace(s, keep=False, late=s.stored == s.use) for place, s in wish.plan.params.items()}
+    return replace(wish, plan=replace(wish.plan, params=params))
+
+
+@functools.cache
+def planned(mesh: str, name: str = "llama") -> Planned:
+    model, inputs = family(name).make()
+    return plan(model, mesh, example_inputs=inputs, cluster=three_levels())
+
+
+@functools.cache
+def program(hierarchy: str, mesh: str = "fsdp=8", name: str = "llama", stage: int = 3) -> Program:
+    """stage: of ZeRO, 3 or what the plan has."""
+    wish = planned(mesh, name)
+    return compile_analysed(zero3(wish) if stage == 3 else wish, hierarchy=hierarchy)
+
+
+def nodes_of(made: Program, phases: tuple[str, ...] = ()) -> list[Node]:
+    """Of all calls of these phases, or of all of them."""
+    found: list[Node] = []
+    for part in made.lowered.parts:
+        if phases and part.phase not in phases:
+            continue
+        for item in made.lowered.of(part):
+            if isinstance(item, Call):
+                found += made.lowered.segments[item.segment].graph.nodes
+            else:
+                found.append(item)
+    return found
+
+
+def axes_of(made: Program, kind: str, *phases: str) -> list[str]:
+    """Axes of gathers or reductions, in order, each once."""
+    found = (str(n.args[1]) for n in nodes_of(made, phases) if n.op.startswith(f"comm.{kind}"))
+    return list(dict.fromkeys(found))
+
+
+NETWORK, NODE, PAIR = "fsdp_network", "fsdp_node", "fsdp_pair"
+
+
+def test_the_network_goes_first_in_gathers_and_last_in_reductions() -> None:
+    made = program("levels")
+    assert made.mesh == f"{NETWORK}=2,{NODE}=2,{PAIR}=2"
+    assert axes_of(made, "all_gather", "forward") == [NETWORK, NODE, PAIR]
+    assert axes_of(made, "reduce_scatter", "backward") == [PAIR, NODE, NETWORK]
+    assert "by level: " in made.dumps["072_hierarchy"]
+
+
+def test_parameters_lie_where_they_lay() -> None:
+    flat, made = program("off"), program("levels")
+    for port in made.signature.ports:
+        (old,), own = flat.lowered.values[port.name].layout, made.lowered.values[port.name].layout
+        assert own == (old,) * 3
+
+
+def test_a_copy_is_kept_from_forward_to_backward() -> None:
+    made = program("copy=node")
+    assert axes_of(made, "all_gather", "forward") == [NETWORK, NODE, PAIR]
+    assert axes_of(made, "all_gather", "backward") == [NODE, PAIR]
+    plain, kept = (estimate_step(p, three_levels()) for p in (program("levels"), made))
+    assert kept.seconds < plain.seconds
+    assert kept.fullest.held.activations > plain.fullest.held.activations
+
+
+def test_three_levels_of_parameters_gradients_and_optimizer_state() -> None:
+    """Parameters in a pair, gradients in a node, what the optimizer keeps over all ranks."""
+    made = program("copy=pair,once,gradients=node")
+    assert axes_of(made, "all_gather", "gather") == [NETWORK, NODE]
+    assert axes_of(made, "all_gather", "forward", "backward") == [PAIR]
+    assert axes_of(made, "reduce_scatter", "backward") == [PAIR, NODE]
+    assert axes_of(made, "reduce_scatter", "reduce") == [NETWORK]
+    values = made.lowered.values
+    stored = {p.name: values[p.name] for p in made.signature.ports if p.kind == "param"}
+    assert all(all(isinstance(p, Shard) for p in v.layout) for v in stored.values())
+    summed = {r for n in nodes_of(made, ("reduce",)) for r in refs_of(n)}
+    assert summed and all(_split_over(values[v]) == [NODE, PAIR] for v in summed)
+    copies = [v for n, v in values.items() if n.endswith("_copy")]
+    assert copies and all(_split_over(v) == [PAIR] for v in copies)
+
+
+def _split_over(value: Placed) -> list[str]:
+    axes = (NETWORK, NODE, PAIR)
+    return [name for name, p in zip(axes, value.layout, strict=True) if isinstance(p, Shard)]
+
+
+HIERARCHIES = ("levels", "copy=node", "copy=pair,once,gradients=node", "copy=node,once", "gradients=pair")
+#: mesh -> ways that it has
+MESHES = {
+    "fsdp=8": HIERARCHIES,
+    "dp=8": ("levels",),
+    "fsdp=4,tp=2": ("levels", "copy=node"),
+    "dp=2,fsdp=4": ("levels", "copy=pair,once,gradients=pair"),
+}
+CASES = [(mesh, way) for mesh, found in MESHES.items() for way in found]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("mesh", "way"), CASES)
+def test_numbers_are_those_of_eager(mesh: str, way: str, stage: int) -> None:
+    model, inputs = family("llama").make()
+    errors = compare_step(program(way, mesh, stage=stage), model, inputs)
+    worst = max(errors, key=lambda k: errors[k])
+    assert errors[worst] < 1e-5, f"{worst}: {errors[worst]:.2e}"
+
+
+@pytest.mark.parametrize("way", ["copy=node", "copy=node,once,gradients=node"])
+@pytest.mark.parametrize("again", ["", "full", "selective"])
+def test_several_microbatches(way: str, again: str) -> None:
+    model, inputs = family("llama").make()
+    inputs["labels"] = inputs["labels"].clamp(min=3)
+    piece = {name: x[:4] for name, x in inputs.items()}
+    wish = zero3(plan(model, "fsdp=4", example_inputs=piece, cluster=slow_cluster(nodes_of=2)))
+    recompute = {"layers_fwd": Recompute(again, 1)} if again else {}  # type: ignore[arg-type]
+    wish = replace(wish, plan=replace(wish.plan, microbatches=2, recompute=recompute))
+    made = compile_analysed(wish, hierarchy=way)
+    outcome = verify(made, model, (), inputs, steps=1)
+    assert outcome.ok and outcome.worst().error < 1e-5
+
+
+@pytest.mark.parametrize("way", ["levels", "copy=node", "copy=node,once,gradients=node"])
+def test_pipelines(way: str) -> None:
+    model, inputs = family("llama").make()
+    wish = plan(
+        model,
+        "pp=2,fsdp=4",
+        example_inputs=inputs,
+        cluster=slow_cluster(nodes_of=2),
+        schedule="zb-h1",
+        microbatches=2,
+    )
+    made = compile_analysed(zero3(wish), hierarchy=way)
+    assert made.whole_mesh == f"pp=2,{NETWORK}=2,{NODE}=2"
+    outcome = verify(made, model, (), inputs, steps=1)
+    assert outcome.ok and outcome.worst().error < 1e-5
+
+
+def test_with_fewer_bits_on_every_level() -> None:
+    model, inputs = family("llama").make()
+    made = compile_analysed(
+        zero3(planned("fsdp=8")),
+        hierarchy="copy=pair,once,gradients=node",
+        allow="int8-weights,int8-gradients",
+    )
+    assert any("_q_" in n.op for n in nodes_of(made, ("gather",)))
+    assert any("_q_" in n.op for n in nodes_of(made, ("reduce",)))
+    errors = compare_step(made, model, inputs)
+    assert 1e-5 < max(errors.values()) < 0.03
+
+
+def test_uneven_sizes_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="cannot be laid out") as caught:
+        program("levels", "fsdp=8", "gpt2")  # a vocabulary of 97
+    assert "split unevenly" in str(caught.value)
+
+
+# -- the choice ----------------------------------------------------------------------------------------
+
+
+def test_the_shortest_step_wins() -> None:
+    made = program("auto")
+    steps = {way: estimate_step(program(way), three_levels()).seconds for way in ("off", *HIERARCHIES)}
+    assert estimate_step(made, three_levels()).seconds <= min(steps.values())
+    assert made.mesh != "fsdp=8"
+    head = made.dumps["072_hierarchy"].splitlines()
+    assert head[0].startswith("# off") and "step " in head[0]
+
+
+def test_uniform_wiring_is_left_alone() -> None:
+    model, inputs = family("llama").make()
+    wish = plan(model, "fsdp=4", example_inputs=inputs, cluster=slow_cluster())
+    assert compile_analysed(wish, hierarchy="auto").mesh == "fsdp=4"
+
+
+def test_too_little_memory_rules_a_copy_out() -> None:
+    """The budget is between what the program holds without copies and with them."""
+    wish = zero3(planned("fsdp=8"))
+    least, most = (
+        estimate_step(program(way), three_levels()).fullest.peak for way in ("levels", "copy=pair,once")
+    )
+    assert least < most
+    tight = replace(wish, plan=replace(wish.plan, budget=int((least + most) / 2)))
+    made = compile_analysed(tight, hierarchy="auto")
+    assert estimate_step(made, three_levels()).fullest.peak <= (least + most) / 2
+
+
+def test_a_stored_program_reads_back(tmp_path: Path) -> None:
+    made = program("copy=pair,once,gradients=node")
+    save_program(made, tmp_path / "p")
+    again = load_program(tmp_path / "p")
+    assert again.mesh == made.mesh
+    assert [(n.op, n.args) for n in nodes_of(again)] == [(n.op, n.args) for n in nodes_of(made)]
+
+
+# -- four processes ------------------------------------------------------------------------------------
+
+#: way, allowed precision, bounds of the relative error of losses and parameters after three AdamW steps
+RUNS = [
+    ("levels", "", 0.0, 1e-4),
+    ("copy=node", "", 0.0, 1e-4),
+    ("copy=node,once,gradients=node", "", 0.0, 1e-4),
+    ("off", "int8-weights,int8-gradients", 1e-6, 0.1),
+    ("copy=node,once,gradients=node", "int8-weights,int4-gradients", 1e-6, 0.4),
+]
+
+
+def test_training_on_four_processes(tmp_path: Path) -> None:
+    """One start of four gloo processes trains all of them, with clipped gradients, beside eager."""
+    model, inputs = family("llama").make()
+    wish = zero3(plan(model, "fsdp=4", example_inputs=inputs, cluster=slow_cluster(nodes_of=2)))
+    cases = []
+    for number, (way, allow, _, _) in enumerate(RUNS):
+        folder = tmp_path / str(number)
+        save_program(compile_analysed(wish, hierarchy=way, allow=allow), folder)
+        case = {"family": "llama", "mesh": "fsdp=4", "program": str(folder), "steps_of": "call"}
+        cases.append(case)
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    torchrun([str(HERE / "gloo_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    rows = json.loads((tmp_path / "results.json").read_text())
+    for (way, allow, least, most), row in zip(RUNS, rows, strict=True):
+        assert least <= row["error"] < most, f"{way} {allow}: {row['worst']} is off by {row['error']:.2e}"
+        assert row["loss"] < max(1e-5, most / 10), f"{way} {allow}: loss is off by {row['loss']:.2e}"
