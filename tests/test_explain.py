@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from pipelines import pipeline
 from planned import analysed, planned, program
+from slow_links import slow_cluster
 from typer.testing import CliRunner
 
+from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cli.main import app
 from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
@@ -19,10 +21,14 @@ from autoshard.errors import UsageError
 from autoshard.placement import R, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
+from autoshard.program.text import program_text
 from autoshard.report.chain import Chains
 from autoshard.report.decided import Decisions, starred_label
+from autoshard.report.document import document
+from autoshard.report.dot import dot_text
 from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import chain_lines, explanation_lines
+from autoshard.report.html import page
 from autoshard.report.lookup import Index, Place
 from autoshard.search.pins import Pin
 from autoshard.search.plan import why_key
@@ -167,6 +173,28 @@ def test_a_pipeline() -> None:
     made = pipeline("llama-deep", 2, "dp=2", "1f1b", 4)
     found = explain_name(made, CPU, "layers.3.mlp.up_proj")
     assert found.parameters and found.chains[0].links[-1].value == "input_ids"
+
+
+def by_level() -> Program:
+    """Collectives level by level, fewer bits and kernels: axes and ops that the plan does not name."""
+    cluster = slow_cluster(nodes_of=2)
+    found = plan_analysed(analysed("llama"), [Mesh.parse("fsdp=4")], cluster)
+    return compile_analysed(found, hierarchy="levels", allow="int8-weights,int8-gradients", kernels=True)
+
+
+def test_a_program_whose_axes_were_taken_apart() -> None:
+    made = by_level()
+    assert made.mesh != "fsdp=4" and "q_bucket" in program_text(made)
+    names = Mesh.parse(made.mesh).names
+    for name in ("layers.0.mlp.up_proj.weight", "layers.0.mlp", "input_ids", "lm_head"):
+        found = explain_name(made, CPU, name)
+        assert "\n".join(explanation_lines(found))
+        assert found.kind == "parameter" or [c.axis for c in found.chains] == list(names)
+    weight = explain_name(made, CPU, "layers.0.mlp.up_proj.weight")
+    assert {move.axis for move in weight.moves} <= set(names) and weight.parameters[0].layout
+    found = document(made, CPU)
+    assert dot_text(found) and page(found)
+    assert {row["axis"] for row in found["collectives"]} <= set(names)
 
 
 # -- alternatives -------------------------------------------------------------------------------------------

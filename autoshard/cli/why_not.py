@@ -12,6 +12,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.placement import Placement, parse_placement
 from autoshard.report.explain import Explanation
+from autoshard.report.summary import Summary
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.search.pins import Pin
 from autoshard.whatif import Changed, WhatIf
@@ -93,13 +94,20 @@ def whatif_lines(answer: WhatIf, *, asks_all: bool = True) -> Iterator[str]:
             if abs(was - would) > 5e-9:
                 word = {"exposed": "communication", "update": "optimizer", "compute": "computing"}[name]
                 yield f"          {word} {seconds_text(was)} -> {seconds_text(would)}"
-    if base.memory is not None and forced.memory is not None:
-        was, would = base.memory.total, forced.memory.total
+    was, would = _held(base), _held(forced)
+    if was is not None and would is not None:
         yield f"  memory  {bytes_text(was)} -> {bytes_text(would)} at the peak of the fullest rank"
     if base.gap > 1e-9 or forced.gap > 1e-9:
         gaps = f"{base.gap:.2%} and {forced.gap:.2%}"
         yield f"  proof   {gaps} from the lower bounds: a smaller difference means nothing"
     yield from _change_lines(answer.changed)
+
+
+def _held(summary: Summary) -> float | None:
+    """Bytes at the peak: simulated, where that was done."""
+    if summary.peak is not None:
+        return summary.peak.bytes
+    return None if summary.memory is None else summary.memory.total
 
 
 def _seconds(value: float) -> str:
@@ -146,7 +154,7 @@ def whatif_json(answer: WhatIf) -> dict[str, Any]:
     }
 
 
-def _figures(summary: Any) -> dict[str, Any]:
+def _figures(summary: Summary) -> dict[str, Any]:
     return {
         "mesh": summary.mesh,
         "microbatches": summary.microbatches,
@@ -154,5 +162,5 @@ def _figures(summary: Any) -> dict[str, Any]:
         "lower_bound": summary.lower_bound,
         "gap": summary.gap,
         "step": None if summary.step is None else asdict(summary.step),
-        "memory_bytes": None if summary.memory is None else summary.memory.total,
+        "memory_bytes": _held(summary),
     }

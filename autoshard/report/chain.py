@@ -14,6 +14,7 @@ from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place
 from autoshard.search.plan import Why
+from autoshard.simulate.ops import EXCHANGES, collective_kind
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Chains:
         name = self.mesh.names[axis]
         ins = [Place(made.call, ref) for ref in refs_of(made.node)]
         why = self.note(made)[2]
-        if made.node.op.startswith("comm.") and ins:
+        if _moves(made.node) and ins:
             # of several values in one message, each result is that of the input in its place
             moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
             before = self.layout(moved)[axis]
@@ -213,7 +214,7 @@ class Chains:
         """Of whole inputs, the one that a collective made whole, if any did directly."""
         for place in ins:
             made = self.maker(place)
-            if made is not None and made.node.op.startswith("comm.") and self._moves(made, axis):
+            if made is not None and _moves(made.node) and self._moves(made, axis):
                 return self.settled(place)
         return None
 
@@ -264,3 +265,8 @@ class Chains:
                 return f"{name} divides the batch", why
             return f"it enters {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
         return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node only changes where a value lies (products that exchange rows do more)."""
+    return node.op.startswith("comm.") and collective_kind(node) not in EXCHANGES

@@ -12,7 +12,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Port
 from autoshard.program.program import Program
-from autoshard.program.text import layout_text
+from autoshard.program.text import axis_names, layout_text
 from autoshard.search.explain import life_text
 from autoshard.search.plan import Plan, Why, why_key
 from autoshard.search.plan_json import plan_from_json
@@ -61,7 +61,10 @@ class Decisions:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Of the ranks of one stage: what layouts are about."""
+        """Of the ranks of one stage: what the layouts of the plan are about.
+
+        The program's own mesh may have more axes, where emitting took one apart by the levels of the wiring.
+        """
         return Mesh.parse(self.plan.mesh)
 
     @cached_property
@@ -119,7 +122,8 @@ class Decisions:
         life = self.plan.params.get(("", self.program.classes.get(port.name, "")))
         if life is not None:
             return life_text(life, self.mesh)
-        return layout_text(self.program.lowered.values[port.name].layout, self.mesh.names)
+        layout = self.program.lowered.values[port.name].layout
+        return layout_text(layout, axis_names(self.program.mesh))
 
     def starred(self, name: str) -> str:
         """A module or parameter of a layer as that of any layer: ``model.layers.*.mlp``."""

@@ -10,7 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.program.program import Program
-from autoshard.program.text import layout_text, op_text
+from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place, Subject, result_of
@@ -98,7 +98,7 @@ class _Explainer:
         self.decisions, self.index = Decisions.of(program), Index(program)
         self.chains = Chains(self.decisions, self.index)
         self.prices = Pricer(program, cluster)
-        self.names = self.decisions.mesh.names
+        self.names = axis_names(program.mesh)  # which emitting may have taken apart by level
 
     def of(self, name: str) -> Explanation:
         subject = self.index.find(name)
