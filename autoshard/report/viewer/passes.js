@@ -14,15 +14,21 @@ function shownSegment(pass) {
   return origin[0] || part[0] || names[0] || "";
 }
 
+/** The pass that is shown, by its name or how that begins; the last one if none is named. */
+function passAt() {
+  const at = NUMBERS.findIndex((name) => state.pass && name.startsWith(state.pass));
+  return at < 0 ? NUMBERS.length - 1 : at;
+}
+
 function stepPass(by) {
-  const at = Math.max(0, NUMBERS.indexOf(state.pass || NUMBERS[NUMBERS.length - 1]));
+  const at = passAt();
   const next = NUMBERS[Math.min(NUMBERS.length - 1, Math.max(0, at + by))];
   go({ tab: "passes", pass: next });
 }
 
 function drawPasses() {
   if (!data.passes.length) return replace($("code"), el("p", { class: "empty" }, "the program holds no dumps of its passes"));
-  const at = Math.max(0, NUMBERS.indexOf(state.pass || NUMBERS[NUMBERS.length - 1]));
+  const at = passAt();
   const pass = data.passes[at];
   const name = shownSegment(pass);
   const now = (pass.segments[name] || []).map((k) => data.lines[k]);

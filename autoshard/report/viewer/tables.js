@@ -69,9 +69,8 @@ function drawParameters() {
     ["count", (r) => count(r.count), (r) => r.count],
     ["type", (r) => el("code", {}, r.type), null],
     ["placement, and the next best", (r) => el("span", {}, placed(r.layout), el("div", { class: "soft" },
-      r.alternative ? placed(r.alternative) : r.reason)), null],
+      ...(r.alternative ? [placed(r.alternative), r.margin > 5e-10 ? ` +${seconds(r.margin)} a step` : ", the same"] : [r.reason]))), null],
     ["on a rank", (r) => bytes(r.bytes), (r) => r.bytes],
     ["of", (r) => bytes(r.whole), (r) => r.whole],
-    ["would cost", (r) => (r.alternative ? (r.margin > 5e-10 ? `+${seconds(r.margin)}` : "the same") : ""), (r) => r.margin],
   ], rows, (row) => choose(known(row.module) ?? "", { tab: "graph" }));
 }
