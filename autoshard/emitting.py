@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,8 +14,11 @@ from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
+from autoshard.ir import Node
 from autoshard.ir.flow import Flow
+from autoshard.ir.lowered import Placed
 from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.overlap import Seconds
 from autoshard.passes.pipeline import REFINES, Lowering
 from autoshard.passes.quantise_collectives import Precision, Quantising
 from autoshard.passes.scatter_sends import Saving
@@ -25,6 +28,9 @@ from autoshard.rules.local import MeshShape
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.ops import Ops
+from autoshard.simulate.streams import pricer
 from autoshard.staging import in_parts, pipe_link
 
 
@@ -61,11 +67,10 @@ def emit(
     say: Callable[[str], None] = lambda _: None,
 ) -> Program:
     """The program of a plan for the analysed model. Raises UsageError for what cannot be as wanted."""
-    precision = Precision.parse(wanted.allow)
     how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
 
     def build(way: Way) -> Program:
-        laid = _laid_out(how, way, cluster, precision)
+        laid = _laid_out(how, way, cluster, wanted)
         return build_program(analysis.folded, laid, plan, analysis.dumps, schedule_of(plan))
 
     mesh = Mesh.parse(plan.mesh)
@@ -90,6 +95,7 @@ def lowering_of(
         cost_model(cluster, mesh, order).plain,
         analysis.table,
         saving=saving_of(cluster, mesh, plan),
+        seconds=_prices(cluster, mesh, plan) if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
     )
@@ -123,13 +129,14 @@ def _whole(mesh: Mesh, plan: Plan) -> Mesh:
     return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
 
 
-def _laid_out(how: Lowering, way: Way, cluster: Cluster, precision: Precision) -> Lowering:
+def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lowering:
     """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
     taken = replace(
         how,
         hierarchy=tuple(ByLevel(levels, lambda kind, nbytes, axis: 0.0) for levels in way.levels),
         secondary=way.secondary,
     )
+    precision = Precision.parse(wanted.allow)
     mesh, last = Mesh.parse(str(how.mesh)), Mesh.parse(str(taken.last_mesh))
     links: dict[str, AxisLink] = {}
     for each in (mesh, last):
@@ -146,4 +153,18 @@ def _laid_out(how: Lowering, way: Way, cluster: Cluster, precision: Precision) -
     if str(precision):
         copy = partial(traffic_seconds, device=cluster.device)
         quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
-    return replace(taken, hierarchy=hierarchy, quantise=quantise)
+    prices = _prices(cluster, last, how.plan) if wanted.overlap else None
+    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices)
+
+
+def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:
+    """Seconds of the nodes of a program for a mesh, on its fullest rank."""
+    whole = _whole(mesh, plan)
+    used = cluster.used_by(whole.world_size)
+    ops = Ops(mesh, mesh.coords(0), Behaviour())
+    price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
+
+    def seconds(node: Node, values: Mapping[str, Placed]) -> float:
+        return sum(price(work) for work in ops.work(node, values))
+
+    return seconds

@@ -23,6 +23,8 @@ from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
+from autoshard.passes.overlap import Seconds, overlap
+from autoshard.passes.prefetch import prefetch
 from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
 from autoshard.passes.recompute import recompute
 from autoshard.passes.scatter_sends import Saving, scatter_sends
@@ -46,9 +48,10 @@ class Lowering:
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
     in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
-    bucket: whether collectives of parameters share messages. quantise: with how few bits parameters and
-    gradients may travel; None for all of them. hierarchy: axes whose collectives are done level by level.
-    secondary: which parameters and gradients are split over fewer ranks within a step.
+    bucket: whether collectives of parameters share messages. seconds: prices of nodes on the last mesh, by
+    which ops are ordered beside messages; None to leave them as they are. quantise: with how few bits
+    parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are done
+    level by level. secondary: which parameters and gradients are split over fewer ranks within a step.
     """
 
     flow: Flow
@@ -60,6 +63,7 @@ class Lowering:
     saving: Saving | None = None
     kernels: bool = False
     bucket: bool = True
+    seconds: Seconds | None = None
     quantise: Quantising | None = None
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
@@ -140,10 +144,13 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = quantise_collectives(lowered, params, grads, how.last_mesh, how.quantise)
         _watched("075_quantise_collectives", lowered, watch)
     lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
-    if not how.kernels:
+    if how.kernels:
+        fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
+        lowered = _watched("090_fuse_kernels", fused, watch)
+    if how.seconds is None:
         return lowered
-    fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
-    return _watched("090_fuse_kernels", fused, watch)
+    lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
+    return _watched("094_overlap", overlap(lowered, how.seconds), watch)
 
 
 def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
@@ -204,6 +211,8 @@ PASSES = (
     "075_quantise_collectives",
     "080_fuse_bias",
     "090_fuse_kernels",
+    "092_prefetch",
+    "094_overlap",
 )
 
 

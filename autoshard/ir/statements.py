@@ -213,7 +213,11 @@ def by_part(whole: Statements) -> dict[Part, list[Statement]]:
 
 
 def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement]]]) -> Lowered:
-    """The program with its statements in other parts, in the order given; where each begins is found here."""
+    """The program with its statements in other parts, in the order given; where each begins is found here.
+
+    Pieces of one part that follow each other stay apart: what of a segment is in two of them becomes two
+    calls.
+    """
     needs = [{value for statement in statements for value in statement.uses} for _, statements in pieces]
     users = Counter(value for need in needs for value in need)
     taker = Taker(whole)
@@ -222,9 +226,12 @@ def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement
     for (part, statements), own in zip(pieces, needs, strict=True):
         made = {value for statement in statements for value in statement.makes}
         elsewhere = {value for value in made if users[value] > (value in own)}
-        items = taker.take(statements, elsewhere.union(whole.results))
-        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
-        main += items
+        start = len(main)
+        main += taker.take(statements, elsewhere.union(whole.results))
+        if parts and replace(parts[-1], start=part.start, stop=part.stop) == part:
+            parts[-1] = replace(parts[-1], stop=len(main))
+        else:
+            parts.append(replace(part, start=start, stop=len(main)))
     return replace(
         whole.lowered,
         segments=taker.segments,

@@ -1,11 +1,13 @@
 """Collectives of a program on torch.distributed, through the functional ops.
 
-Every result passes ``wait_tensor``. Uneven parts travel padded to the largest.
+Most are only issued, and waited for by whoever needs the result (`runtime.pending`). Uneven parts travel
+padded to the largest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -16,6 +18,7 @@ from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
 from autoshard.runtime import exchange
 from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.pending import Finish, Issue, Message, wait
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
 
@@ -23,6 +26,18 @@ from autoshard.runtime.resolve import RankView
 Where: TypeAlias = tuple[int, int, int, "int | None"]
 
 _FUNCTIONAL = torch.ops._c10d_functional
+#: collectives whose results are pending
+ISSUED = frozenset(
+    (
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "all_gather_bucket",
+        "reduce_scatter_bucket",
+        "all_reduce_bucket",
+    )
+)
 
 
 class GroupCollectives:
@@ -32,23 +47,29 @@ class GroupCollectives:
         self.groups = dict(groups)
 
     def __call__(self, node: Node, view: RankView) -> Callable[..., Any]:
-        """The function that runs a ``comm`` node."""
+        """The function that runs a ``comm`` node; an `Issue` for one whose results are pending."""
         kind = node.op.split(".")[1]
         fn: Callable[..., Any] = getattr(self, kind)
-        return lambda *args, **kwargs: fn(view, *args, **kwargs)
+        bound = partial(fn, view)
+        if kind not in ISSUED:
+            return bound
+        return Issue(bound, len(node.outs) if kind.endswith("_bucket") else None)
 
     def _gather(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
-        out = _FUNCTIONAL.all_gather_into_tensor(x.contiguous(), ways, self.groups[axis])
-        return _wait(out)
+        """The tensors of all ranks, not waited for."""
+        out: torch.Tensor = _FUNCTIONAL.all_gather_into_tensor(x, ways, self.groups[axis])
+        return out
 
-    def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
-        return reduce_scatter(x.contiguous(), ways, self.groups[axis])
+    def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> tuple[torch.Tensor, Finish]:
+        """What arrives, not waited for, and how this rank's part of the sum is made of it."""
+        return reduce_scatter(x, ways, self.groups[axis])
 
-    def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> torch.Tensor:
+    def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
+        own = x.contiguous()
         if op == "lse":
             ways = view.size_of(axis)
-            return merge_stats(self._gather(x, ways, axis).chunk(ways))
-        return _wait(_FUNCTIONAL.all_reduce(x.contiguous(), op, self.groups[axis]))
+            return Message(self._gather(own, ways, axis), lambda got: merge_stats(got.chunk(ways)), own)
+        return Message(_FUNCTIONAL.all_reduce(own, op, self.groups[axis]), _as_it_is, own)
 
     def all_gather(
         self,
@@ -59,17 +80,22 @@ class GroupCollectives:
         outer: int = 1,
         inner: int = 1,
         size: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Message:
         ways = view.size_of(axis)
         if size is not None:
             shapes = _part_shapes(x.shape, dim, size, ways, outer, inner)
-            flat = self._gather(_padded(x, shapes), ways, axis).view(ways, -1)
-            parts = [row[: prod(s)].view(s) for row, s in zip(flat, shapes, strict=True)]
-            return join_parts(parts, dim, outer)
-        if x.dim() == 0:
-            x = x.view(1)
-        whole = self._gather(x, ways, axis)
-        return whole if dim == 0 and outer == 1 else join_parts(whole.chunk(ways), dim, outer)
+            sent = _padded(x, shapes)
+
+            def join(got: torch.Tensor) -> torch.Tensor:
+                rows = got.view(ways, -1)
+                parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
+                return join_parts(parts, dim, outer)
+
+            return Message(self._gather(sent, ways, axis), join, sent)
+        sent = x.view(1) if x.dim() == 0 else x.contiguous()
+        whole = dim == 0 and outer == 1
+        finish = _as_it_is if whole else lambda got: join_parts(got.chunk(ways), dim, outer)
+        return Message(self._gather(sent, ways, axis), finish, sent)
 
     def reduce_scatter(
         self,
@@ -80,17 +106,18 @@ class GroupCollectives:
         outer: int = 1,
         inner: int = 1,
         size: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Message:
         ways = view.size_of(axis)
         if size is None and dim == 0 and outer == 1:
-            return self._scatter(x, ways, axis)
+            sent = x.contiguous()
+            arriving, own = self._scatter(sent, ways, axis)
+            return Message(arriving, own, sent)
         parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
-        if size is None:
-            return self._scatter(torch.cat([p.reshape(-1) for p in parts]), ways, axis).view(parts[0].shape)
         shapes = [p.shape for p in parts]
-        own = self._scatter(torch.cat([_padded(p, shapes) for p in parts]), ways, axis)
         shape = shapes[view.coord_of(axis)]
-        return own[: prod(shape)].view(shape)
+        sent = torch.cat([_padded(p, shapes) for p in parts])
+        arriving, own = self._scatter(sent, ways, axis)
+        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
 
     def all_to_all(
         self,
@@ -101,18 +128,21 @@ class GroupCollectives:
         concat_dim: int,
         split_outer: int = 1,
         concat_outer: int = 1,
-    ) -> torch.Tensor:
+    ) -> Message:
         ways = view.size_of(axis)
         parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        flat = torch.cat([p.reshape(-1) for p in parts])
+        sent, shape = torch.cat([p.reshape(-1) for p in parts]), parts[0].shape
         counts = [parts[0].numel()] * ways
-        got = _wait(_FUNCTIONAL.all_to_all_single(flat, counts, counts, self.groups[axis]))
-        return join_parts([g.view(parts[0].shape) for g in got.chunk(ways)], concat_dim, concat_outer)
+
+        def join(got: torch.Tensor) -> torch.Tensor:
+            return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
+
+        return Message(_FUNCTIONAL.all_to_all_single(sent, counts, counts, self.groups[axis]), join, sent)
 
     def _transport(self, axis: str) -> exchange.Transport:
         def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
             name = self.groups[axis]
-            return _wait(_FUNCTIONAL.all_to_all_single(x.contiguous(), list(received), list(sent), name))
+            return wait(_FUNCTIONAL.all_to_all_single(x.contiguous(), list(received), list(sent), name))
 
         return send
 
@@ -132,25 +162,29 @@ class GroupCollectives:
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
-    ) -> list[torch.Tensor]:
+    ) -> Message:
         """Several gathers over one axis as one message."""
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         flat = torch.cat([_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
-        rows = self._gather(flat, ways, axis).view(ways, -1)
-        outs: list[torch.Tensor] = []
-        start = 0
-        for parts, (dim, outer, _, _) in zip(shapes, wheres, strict=True):
-            pieces = [rows[k, start : start + prod(s)].view(s) for k, s in enumerate(parts)]
-            outs.append(join_parts(pieces, dim, outer))
-            start += max(prod(s) for s in parts)
-        return outs
+
+        def unpack(got: torch.Tensor) -> list[torch.Tensor]:
+            rows = got.view(ways, -1)
+            outs: list[torch.Tensor] = []
+            start = 0
+            for parts, (dim, outer, _, _) in zip(shapes, wheres, strict=True):
+                pieces = [rows[k, start : start + prod(s)].view(s) for k, s in enumerate(parts)]
+                outs.append(join_parts(pieces, dim, outer))
+                start += max(prod(s) for s in parts)
+            return outs
+
+        return Message(self._gather(flat, ways, axis), unpack, flat)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
-    ) -> list[torch.Tensor]:
+    ) -> Message:
         """Several reduce-scatters over one axis as one message."""
-        ways = view.size_of(axis)
+        ways, rank = view.size_of(axis), view.coord_of(axis)
         parts = [
             [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
@@ -159,24 +193,32 @@ class GroupCollectives:
         flat = torch.cat(
             [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
         )
-        own = self._scatter(flat, ways, axis)
-        outs: list[torch.Tensor] = []
-        start = 0
-        for row in shapes:
-            shape = row[view.coord_of(axis)]
-            outs.append(own[start : start + prod(shape)].view(shape))
-            start += max(prod(s) for s in row)
-        return outs
+        arriving, sum_of = self._scatter(flat, ways, axis)
+
+        def unpack(got: torch.Tensor) -> list[torch.Tensor]:
+            own = sum_of(got)
+            outs: list[torch.Tensor] = []
+            start = 0
+            for row in shapes:
+                outs.append(own[start : start + prod(row[rank])].view(row[rank]))
+                start += max(prod(s) for s in row)
+            return outs
+
+        return Message(arriving, unpack, flat)
 
     def all_reduce_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
-    ) -> list[torch.Tensor]:
+    ) -> Message:
         """Several all-reduces over one axis as one message."""
         packed = torch.cat([x.reshape(-1) for x in xs])
+        shapes = [x.shape for x in xs]
+
+        def unpack(flat: torch.Tensor) -> list[torch.Tensor]:
+            pieces = flat.split([prod(s) for s in shapes])
+            return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
+
         # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
-        flat = _wait(_FUNCTIONAL.all_reduce_(packed, op, self.groups[axis]))
-        pieces = flat.split([x.numel() for x in xs])
-        return [p.view(x.shape) for p, x in zip(pieces, xs, strict=True)]
+        return Message(_FUNCTIONAL.all_reduce_(packed, op, self.groups[axis]), unpack, packed)
 
     def all_gather_q_bucket(
         self,
@@ -192,7 +234,7 @@ class GroupCollectives:
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
-        wires = self._gather(pack([xs], how), ways, axis)
+        wires = wait(self._gather(pack([xs], how).contiguous(), ways, axis))
         return [
             joined(rows, parts, dim, outer)
             for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
@@ -216,7 +258,7 @@ class GroupCollectives:
         how = Packing.of([max(p.numel() for p in row) for row in parts], bits, group, xs[0].dtype)
         sent = pack([[row[k] for row in parts] for k in range(ways)], how)
         counts = [how.nbytes] * ways
-        got = _wait(_FUNCTIONAL.all_to_all_single(sent.view(-1), counts, counts, self.groups[axis]))
+        got = wait(_FUNCTIONAL.all_to_all_single(sent.view(-1), counts, counts, self.groups[axis]))
         return [
             flat[: row[own].numel()].view(row[own].shape)
             for flat, row in zip(sums(got.view(ways, -1), how), parts, strict=True)
@@ -236,22 +278,23 @@ class GroupCollectives:
         return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
 
 
-def reduce_scatter(x: torch.Tensor, ways: int, group: str) -> torch.Tensor:
-    """This rank's part, along dim 0, of the sum of the tensors of all ranks of a group. x: contiguous.
+def reduce_scatter(x: torch.Tensor, ways: int, group: str) -> tuple[torch.Tensor, Finish]:
+    """(what arrives, not waited for, how it becomes this rank's part, along dim 0, of the sum over all ranks
+    of a group). x: contiguous.
 
     On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own reduce-scatter
     takes as long as its all-reduce, twice as long as this.
     """
     if x.device.type != "cpu":
-        return _wait(_FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group))
+        return _FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group), _as_it_is
     counts = [x.numel() // ways] * ways
-    got = _wait(_FUNCTIONAL.all_to_all_single(x.view(-1), counts, counts, group))
-    return got.view(ways, -1).sum(0).view(x.shape[0] // ways, *x.shape[1:])
+    shape = (x.shape[0] // ways, *x.shape[1:])
+    arriving: torch.Tensor = _FUNCTIONAL.all_to_all_single(x.view(-1), counts, counts, group)
+    return arriving, lambda got: got.view(ways, -1).sum(0).view(shape)
 
 
-def _wait(x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _FUNCTIONAL.wait_tensor(x)
-    return result
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _where_shapes(shape: Sequence[int], where: Where, ways: int) -> list[tuple[int, ...]]:

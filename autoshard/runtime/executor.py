@@ -14,6 +14,7 @@ from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
+from autoshard.runtime.pending import Issue, all_arrived, arrived
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
 
@@ -69,6 +70,8 @@ class RankProgram:
         shared = Counter(v for p in parts for v in ends_of(lowered, p).uses)
         shared.update(sent)
         self.parts = {(p.stage, p.phase, p.slice): self._prepare(p, shared) for p in parts}
+        #: part -> what may still be on its way when its last op has run
+        self.pending = {key: self._pending(items) for key, items in self.parts.items()}
         self.left = {v: n for v, n in shared.items() if v not in self.keep}
 
     def _prepare(self, part: Part, shared: Mapping[str, int]) -> list[_Item]:
@@ -84,6 +87,17 @@ class RankProgram:
             keep |= set(uses_of(item))
             prepared.append(self._item(item, sorted(last - entering), sorted(last & entering)))
         return prepared[::-1]
+
+    def _pending(self, items: Sequence[_Item]) -> tuple[str, ...]:
+        """What collectives make, in main or at the end of a segment."""
+        found: list[str] = []
+        for item in items:
+            if isinstance(item.body, PreparedSegment):
+                ends = zip(item.outs, item.body.outputs, strict=True)
+                found += [out for out, slot in ends if slot in item.body.late]
+            elif isinstance(item.body.fn, Issue):
+                found += item.outs
+        return tuple(found)
 
     def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> _Item:
         if isinstance(item, Call):
@@ -120,7 +134,7 @@ class RankProgram:
     def run(self, env: Values, key: PartKey) -> None:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""
         for item in self.parts.get(key, ()):
-            args = [env[a] for a in item.args]
+            args = all_arrived([env[a] for a in item.args])
             if isinstance(item.body, PreparedSegment):
                 results = item.body(args, item.site)
             else:
@@ -133,6 +147,9 @@ class RankProgram:
                 env.pop(name, None)
             for name in item.counted:
                 env.used(name)
+        for name in self.pending.get(key, ()):
+            if name in env:
+                env[name] = arrived(env[name])
 
 
 class _Item:

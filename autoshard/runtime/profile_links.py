@@ -16,6 +16,7 @@ from autoshard.cluster.cluster import Level
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
 from autoshard.runtime.collectives import reduce_scatter
+from autoshard.runtime.pending import Finish, wait
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
@@ -217,7 +218,11 @@ def _collective(
         return lambda: ops.wait_tensor(ops.all_reduce_(whole, "sum", name))
     if kind == "all_gather":
         return lambda: ops.wait_tensor(ops.all_gather_into_tensor(piece, ranks, name))
-    return lambda: reduce_scatter(whole, ranks, name)
+    return lambda: _summed(*reduce_scatter(whole, ranks, name))
+
+
+def _summed(arriving: torch.Tensor, finish: Finish) -> object:
+    return finish(wait(arriving))
 
 
 def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.ir import CallSite, Graph, Node, Ref, refs_of
+from autoshard.runtime.pending import Issue
 from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 
 Env = list[Any]
@@ -97,6 +98,8 @@ class PreparedSegment:
         self.inputs = len(graph.inputs)
         self.outputs = tuple(slots[o] for o in graph.outputs)
         self.steps = [Step(n, view, slots, _function(n, view, collective, device)) for n in graph.nodes]
+        #: slots that messages fill
+        self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
         _plan_frees(graph, self.steps, slots)
 
     def start(self, args: Sequence[Any]) -> Env:
@@ -125,6 +128,14 @@ class _Source:
     def __init__(self) -> None:
         self.lines: list[str] = ["pass"]
         self.names: dict[str, Any] = {"only": _only}
+        #: slots of results that are on their way
+        self.pending: set[int] = set()
+
+    def need(self, slot: int) -> None:
+        """Wait for a message before its first use."""
+        if slot in self.pending:
+            self.pending.discard(slot)
+            self.lines.append(f"v{slot} = v{slot}.get()")
 
     def name(self, thing: Any) -> str:
         """A name for something that the steps take as it is."""
@@ -136,6 +147,10 @@ class _Source:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
 
     def add(self, step: Step) -> None:
+        for slot in sorted(_slots(step)):
+            self.need(slot)
+        if isinstance(step.fn, Issue):
+            self.pending.update(step.outs)
         call = f"{self.name(step.fn)}({', '.join(self._arguments(step))})"
         if len(step.outs) == 1:
             self.lines.append(f"v{step.outs[0]} = {call if _gives_a_tensor(step.fn) else f'only({call})'}")
@@ -165,6 +180,12 @@ class _Source:
         exec(compile(text, "<segment>", "exec"), self.names)
         made: Callable[[Sequence[Any], int], tuple[Any, ...]] = self.names["segment"]
         return made
+
+
+def _slots(step: Step) -> set[int]:
+    """What a step uses."""
+    nested = {part for _, parts in step.nested for part in parts if not isinstance(part, _Literal)}
+    return {slot for _, slot in (*step.refs, *step.kwrefs)} | nested
 
 
 def _only(result: Any) -> Any:

@@ -24,6 +24,8 @@ class Behaviour:
     computes, or after it. gathers_overlap: whether parameters are gathered while something computes.
     tensor_overlap: whether collectives of activations run in parts beside their products. backward_overlap:
     whether those of backward run beside ops that do not need them, as the products for weight gradients.
+    late_waits: whether messages are issued where they stand in the program and
+    waited for where they are needed, as our runtime does; the three before are then of no meaning.
     blocking_sends: whether a stage waits for its messages before it computes on. scattered_sends: whether
     what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21,
     section 4.1). dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the
@@ -46,6 +48,7 @@ class Behaviour:
     tensor_overlap: bool = False
     backward_overlap: bool = False
     blocking_sends: bool = False
+    late_waits: bool = True
     scattered_sends: bool = False
     dropout: float = 0.0
     product_dtype: str = ""

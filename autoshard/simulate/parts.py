@@ -51,6 +51,7 @@ class Parts:
             how.tensor_overlap,
             device.overlap,
             device.kernels.dispatch,
+            how.late_waits,
         )
         return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen)
 

@@ -115,7 +115,8 @@ class Habits:
     the product of the part before (Wang et al., ASPLOS 2023), so that one part of them is exposed. overlap:
     part of the time of messages beside computing that costs the computing nothing (their kernels take
     multiprocessors and bandwidth from it). dispatch: seconds that the host takes to issue a task, ahead of
-    the device, from the start of a part on.
+    the device, from the start of a part on. late: messages are issued where they stand, and waited for where
+    what they bring is needed; the first three are then of no meaning.
     """
 
     ahead: bool = True
@@ -123,6 +124,7 @@ class Habits:
     beside: bool = False
     overlap: float = 1.0
     dispatch: float = 0.0
+    late: bool = False
 
 
 class Player:
@@ -217,6 +219,11 @@ class _Run:
             if not stream:
                 if first < 0:
                     first = start
+            elif habits.late:
+                # what it sends has to be there when it is issued
+                free[0] = max(free[0], *(end[d] for d in after), *(taken[i] for i in inputs), 0.0)
+                start = max(start, free[0])
+                cost = task.as_gradient if k in last else cost
             else:
                 pure[k] = all(bare[i] for i in inputs) and all(pure[d] for d in after)
                 if pure[k]:
@@ -229,7 +236,7 @@ class _Run:
                 elif not step.loose:
                     cost, start = task.as_activation, max(start, free[0])
             end[k] = self._runs(number, k, stream, cost, start)
-            if stream and not (habits.ahead if pure[k] else k in last or step.loose):
+            if stream and not habits.late and not (habits.ahead if pure[k] else k in last or step.loose):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):

@@ -45,7 +45,9 @@ def frameworks() -> tuple[Framework, ...]:
         multiple = entry.pop("vocab_multiple")
         entry.pop("source")
         recipe = Recipe(name, **entry.pop("recipe"))
-        behaviour = Behaviour(**{"gradient_buffers": True, **entry}, recipe=recipe, name=name)
+        behaviour = Behaviour(
+            **{"gradient_buffers": True, "late_waits": False, **entry}, recipe=recipe, name=name
+        )
         found.append(Framework(name, match, precision, until, behaviour, multiple, assumed=not match))
     return tuple(found)
 

@@ -1,0 +1,82 @@
+"""Messages on their way: what a collective gives until something needs it.
+
+A collective is issued where it stands in a program and waited for where its result is used first, so that
+what stands between the two runs beside the message. Nothing can use a result too early: whoever runs a
+program takes it out of its `Pending` before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+#: makes the results of a message that has arrived, given what arrived
+Finish = Callable[[torch.Tensor], Any]
+
+
+class Message:
+    """One message. held: what must stay alive until it has arrived."""
+
+    __slots__ = ("_arriving", "_finish", "_held", "_results")
+
+    def __init__(self, arriving: torch.Tensor, finish: Finish, held: object = None) -> None:
+        self._arriving: torch.Tensor | None = arriving
+        self._finish, self._held = finish, held
+        self._results: Any = None
+
+    def results(self) -> Any:
+        """What the collective gives; waits for the message at the first call."""
+        if self._arriving is not None:
+            self._results = self._finish(wait(self._arriving))
+            self._arriving = self._held = None
+        return self._results
+
+
+class Pending:
+    """One result of a message. position: among several, None for a message with one."""
+
+    __slots__ = ("_message", "_position")
+
+    def __init__(self, message: Message, position: int | None = None) -> None:
+        self._message, self._position = message, position
+
+    def get(self) -> torch.Tensor:
+        """The result, waited for."""
+        found = self._message.results()
+        result: torch.Tensor = found if self._position is None else found[self._position]
+        return result
+
+
+class Issue:
+    """A collective of one rank that is issued without being waited for.
+
+    start: of the arguments of its node, gives a `Message`. count: of its results, None if they are no list.
+    """
+
+    __slots__ = ("count", "start")
+
+    def __init__(self, start: Callable[..., Message], count: int | None) -> None:
+        self.start, self.count = start, count
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Pending | list[Pending]:
+        message = self.start(*args, **kwargs)
+        if self.count is None:
+            return Pending(message)
+        return [Pending(message, k) for k in range(self.count)]
+
+
+def arrived(value: Any) -> Any:
+    """The value itself, or what a pending one gives."""
+    return value.get() if type(value) is Pending else value
+
+
+def all_arrived(values: Sequence[Any]) -> list[Any]:
+    return [value.get() if type(value) is Pending else value for value in values]
+
+
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of a functional collective, once it is there."""
+    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return result
