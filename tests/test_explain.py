@@ -162,6 +162,17 @@ def test_a_deep_model_is_told_once() -> None:
     assert chain.links[-1].value == "input_ids"
 
 
+def test_a_value_is_named_as_the_plan_names_it() -> None:
+    """So that it can be pinned, however passes cut its segment."""
+    decided, index = Decisions.of(llama()), Index(llama())
+    op = next(o for o in decided.ops.values() if o.module.endswith("mlp.up_proj") and o.op == "mm")
+    for name in (op.name, f"{op.segment}/{op.name}"):
+        assert index.find(name).kind == "value"
+        found = explain_name(llama(), CPU, name)
+        assert found.name == f"{op.segment}/{op.name}"
+    assert pin_for(found, (("tp", R),)).glob == found.name
+
+
 def test_a_module_in_words() -> None:
     text = "\n".join(explanation_lines(explain_name(llama(), CPU, "layers.0.self_attn")))
     assert "decided alike for 2: model.layers.*.self_attn" in text

@@ -207,10 +207,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert html.read_text().startswith("<!doctype html>") and dot.read_text().startswith("digraph")
     found = json.loads(invoke("--html", str(html), "--json").stdout)
     assert found["document"]["version"] == 1 and found["written"]["html"] == str(html)
-    assert invoke("--dot", str(dot), "--segment", "layers_fwd").exit_code == 0
+    segment = found["document"]["segments"][0]["name"]
+    assert invoke("--dot", str(dot), "--segment", segment).exit_code == 0
     for words in (
         ("--html", str(html), "--rank", "0"),
-        ("--html", str(html), "--segment", "layers_fwd"),
+        ("--html", str(html), "--segment", segment),
         ("--html", str(html), "--timeline"),
         ("--html", str(tmp_path / "no" / "where.html")),
         ("--dot", str(dot), "--segment", "nothing"),

@@ -92,18 +92,21 @@ class Decisions:
                 found.setdefault(key, []).append(port)
         return {key: tuple(ports) for key, ports in found.items()}
 
-    def why_of_op(self, segment: str, value: str, note: str) -> Why:
-        """The reason of an op of the program. note: what its dump says; the plan's reason must say the same.
+    def op_of(self, segment: str, value: str) -> Op | None:
+        """The op of the searched graph that makes a value of the program, None for what passes made.
 
         Passes may cut a segment in parts, whose names begin with its own.
         """
         for known in sorted(self.plan_segments, key=len, reverse=True):
-            if segment == known or segment.startswith(f"{known}_"):
-                op = self.by_value.get((known, value))
-                why = None if op is None else self.plan.why.get(why_key("node", op.segment, op.number))
-                if why is not None and str(why) == note:
-                    return why
-        return Why(note)
+            if (segment == known or segment.startswith(f"{known}_")) and (known, value) in self.by_value:
+                return self.by_value[known, value]
+        return None
+
+    def why_of_op(self, segment: str, value: str, note: str) -> Why:
+        """The reason of an op. note: what the program says, and the plan's reason must say the same."""
+        op = self.op_of(segment, value)
+        why = None if op is None else self.plan.why.get(why_key("node", op.segment, op.number))
+        return why if why is not None and str(why) == note else Why(note)
 
     @cached_property
     def plan_segments(self) -> frozenset[str]:

@@ -179,11 +179,17 @@ class _Explainer:
         place = self.chains.settled(place)
         made = self.chains.maker(place)
         assert made is not None
+        # under the name that it has in the plan, which can be pinned
+        op = (
+            self.decisions.op_of(self._call(place).segment, made.node.name)
+            if place.call is not None
+            else None
+        )
         layers = self.index.same_layers(place)
         uses = self._users(place)
         return Explanation(
             subject.kind,
-            subject.name,
+            subject.name if op is None else f"{op.segment}/{place.value}",
             layers,
             self._source(place),
             (),

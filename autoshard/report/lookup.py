@@ -123,11 +123,11 @@ class Index:
         if name in self.modules:
             return Subject("module", name)
         segment, slash, value = name.rpartition("/")
-        places = [
-            (seg, place)
-            for (seg, own), place in self._values.items()
-            if own == value and (not slash or seg == segment)
-        ]
+        places = [(seg, place) for (seg, own), place in self._values.items() if own == value]
+        if slash:
+            # passes may have cut the segment in parts, whose names begin with its own
+            own = [p for p in places if p[0] == segment]
+            places = own or [p for p in places if p[0].startswith(f"{segment}_")]
         if len(places) > 1:
             raise UsageError(
                 f"more than one segment has a value {value!r}",
