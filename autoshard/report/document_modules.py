@@ -20,6 +20,12 @@ def module_rows(segments: Sequence[Segment], parameters: Iterable[str]) -> list[
     """
     rows: dict[str, dict[str, Any]] = {"": _row("", 1)}
     layers: dict[str, set[str]] = {}
+    # what computes says where a module stands; messages may be sent long before
+    for segment in (s for s in segments if not s.backward):
+        for node in segment.nodes:
+            if "kind" not in node:
+                for path in upwards(node["module"]):
+                    rows.setdefault(path, _row(path, 1))
     for segment in [*[s for s in segments if not s.backward], *[s for s in segments if s.backward]]:
         for node in segment.nodes:
             for path in (*upwards(node["module"]), ""):

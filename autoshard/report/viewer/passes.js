@@ -7,11 +7,14 @@ const NUMBERS = data.passes.map((pass) => pass.name);
 function shownSegment(pass) {
   const names = Object.keys(pass.segments);
   const wanted = state.segment || bestSegment(state.module, state.half)?.name || "";
-  if (names.includes(wanted)) return wanted;
-  // passes cut segments in parts, whose names begin alike
-  const origin = names.filter((name) => wanted.startsWith(name)).sort((a, b) => b.length - a.length);
   const part = names.filter((name) => wanted && name.startsWith(wanted));
-  return origin[0] || part[0] || names[0] || "";
+  return originOf(wanted, pass) || part[0] || names[0] || "";
+}
+
+/** What a segment was in a pass: passes cut segments in parts, whose names begin with its own. */
+function originOf(name, pass) {
+  const names = Object.keys(pass.segments).filter((known) => name === known || name.startsWith(`${known}_`));
+  return names.sort((a, b) => b.length - a.length)[0] || "";
 }
 
 /** The pass that is shown, by its name or how that begins; the last one if none is named. */
@@ -32,7 +35,7 @@ function drawPasses() {
   const pass = data.passes[at];
   const name = shownSegment(pass);
   const now = (pass.segments[name] || []).map((k) => data.lines[k]);
-  const before = at ? data.passes[at - 1].segments[name] : null;
+  const before = at ? data.passes[at - 1].segments[originOf(name, data.passes[at - 1])] : null;
   const rows = before ? paired(differences(before.map((k) => data.lines[k]), now)) : now.map((text) => [at ? "+" : " ", text]);
   const [added, removed, other] = ["+", "-", "~"].map((sign) => rows.filter((row) => row[0] === sign).length);
   const slider = el("input", {
