@@ -19,6 +19,7 @@ from autoshard.placement import local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
+from autoshard.program.trusted import literal
 from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
@@ -196,7 +197,7 @@ class Runner:
         flat: list[Any] = []
         feed = iter(outs)
         for kind, text in self.program.signature.out_leaves:
-            flat.append(next(feed) if kind == "tensor" else _literal(text))
+            flat.append(next(feed) if kind == "tensor" else literal(text))
         return pytree.tree_unflatten(flat, self.out_spec)
 
     def forward(
@@ -314,9 +315,3 @@ class Runner:
             return grad.full_tensor()
         layout = self.program.lowered.values[port.name].layout
         return grad.redistribute(self.mesh, torch_placements(layout)).to_local()
-
-
-def _literal(text: str) -> Any:
-    import ast
-
-    return ast.literal_eval(text)
