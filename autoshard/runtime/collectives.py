@@ -14,9 +14,12 @@ import torch
 from autoshard.ir import Node
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
+from autoshard.program.collectives import is_collective
 from autoshard.runtime import exchange
+from autoshard.runtime.guard import collective, failure, is_failure
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.resolve import RankView
+from autoshard.runtime.watch import Watch
 
 #: (dim, outer, inner, size before the split or None if it divides evenly)
 Where: TypeAlias = tuple[int, int, int, "int | None"]
@@ -25,16 +28,44 @@ _FUNCTIONAL = torch.ops._c10d_functional
 
 
 class GroupCollectives:
-    """The collectives of one rank; groups: axis name -> name of its process group."""
+    """The collectives of one rank.
 
-    def __init__(self, groups: Mapping[str, str]) -> None:
-        self.groups = dict(groups)
+    groups: axis name -> name of its process group. names: (segment, value) -> how errors call what makes it.
+    watch: told of every collective, None in a plain run.
+    """
 
-    def __call__(self, node: Node, view: RankView) -> Callable[..., Any]:
-        """The function that runs a ``comm`` node."""
+    def __init__(
+        self,
+        groups: Mapping[str, str],
+        names: Mapping[tuple[str, str], object] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.groups, self.names, self.watch = dict(groups), dict(names or {}), watch
+
+    def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
+        """The function that runs a ``comm`` node of a segment, "" for one of a part."""
         kind = node.op.split(".")[1]
         fn: Callable[..., Any] = getattr(self, kind)
-        return lambda *args, **kwargs: fn(view, *args, **kwargs)
+        if not is_collective(node):
+            return lambda *args, **kwargs: fn(view, *args, **kwargs)
+        name, watch = self.names.get((segment, node.name), f"{kind} that makes {node.name}"), self.watch
+        if watch is not None:
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                with collective(str(name), watch):
+                    return fn(view, *args, **kwargs)
+
+            return watched
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            try:  # costs nothing while nothing fails
+                return fn(view, *args, **kwargs)
+            except RuntimeError as error:
+                if not is_failure(error):
+                    raise
+                raise failure(str(name), error, None) from error
+
+        return plain
 
     def _gather(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
         out = _FUNCTIONAL.all_gather_into_tensor(x.contiguous(), ways, self.groups[axis])

@@ -66,6 +66,8 @@ class _Run(torch.autograd.Function):
 
 def _called(runner: Runner, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     params, inputs = runner.arguments_of(module, runner.arguments.flattened(args, kwargs))
+    if runner.guard is not None:
+        runner.guard.step(module)
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return runner.returned(_Run.apply(runner, module, buffers, len(params), *params, *inputs))
 

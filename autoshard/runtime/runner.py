@@ -23,6 +23,7 @@ from autoshard.program.trusted import literal
 from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
+from autoshard.runtime.guard import guard_of
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.torch_adapters.dtensor import as_dtensor, torch_placements
@@ -60,7 +61,11 @@ class Runner:
         groups = {n: self.mesh.get_group(n).group_name for n in self.shape.names}
         self.moves = moves_of(program)[place.pipe_rank]
         sent = {m.value for move in self.moves for m in move.sends}
-        self.rank_program = RankProgram(program, place.inner_rank, groups, self.device, place.stages, sent)
+        self.guard = guard_of(self)
+        watch = self.guard.watch if self.guard is not None else None
+        self.rank_program = RankProgram(
+            program, place.inner_rank, groups, self.device, place.stages, sent, watch
+        )
         self.constants = {
             p.name: self._shard(program.constants[p.target], p)  # type: ignore[arg-type]
             for p in program.signature.ports
