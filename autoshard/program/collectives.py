@@ -1,4 +1,4 @@
-"""The collectives of a program by the names that `inspect` and errors give them: ``c000``, ``c001``, ..."""
+"""The collectives of a program by the names that texts and errors give them: ``c000``, ``c001``, ..."""
 
 from __future__ import annotations
 
