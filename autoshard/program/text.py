@@ -133,7 +133,7 @@ def main_lines(program: Program, names: Sequence[str]) -> list[str]:
         lines += ["", f"def {part_name(lowered, part)}():"]
         lines += [f"    # {text}" for text in _wire_notes(part, wires)]
         for item in lowered.of(part):
-            written = [f"    {line}" for line in _instruction(item, lowered.values, names)]
+            written = [f"    {line}" for line in instruction_lines(item, lowered.values, names)]
             if isinstance(item, Node) and ("", item.name) in named:
                 written[-1] = f"{written[-1]:<100}  # {named['', item.name].name}"
             lines += written
@@ -154,7 +154,8 @@ def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
     return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
 
 
-def _instruction(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+def instruction_lines(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+    """A statement of a part."""
     if isinstance(item, Node):
         return node_lines(item, {out: values[out].layout for out in item.outs}, names)
     args = ", ".join(item.args)
