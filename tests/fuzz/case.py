@@ -5,6 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import torch
+from lockstep_check import relative_error
 
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
@@ -15,7 +19,8 @@ from autoshard.program.known import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
-from autoshard.program.verify import verify
+from autoshard.program.verify import Batch, Check, verify
+from autoshard.runtime.lockstep import Lockstep
 from autoshard.search.network import NoFiniteAssignment
 from fuzz.draw import recipe
 from fuzz.plans import random_plan
@@ -87,12 +92,46 @@ class Case:
         steps = 1 if any(r.kind == "buffer" for r in program.signature.results) else 0
         batch = self.recipe.batch(program.microbatches)
         found = verify(program, self.recipe.module(), (), batch, steps=steps)
-        worst = max(c.error for c in found.checks)
-        wrong = [c for c in found.checks if not c.error <= TOLERANCE]
+        checks = [*found.checks, *self._input_gradients(program, batch)]
+        worst = max(c.error for c in checks)
+        wrong = [c for c in checks if not c.error <= TOLERANCE]
         if wrong:
             detail = "\n".join(f"{c.kind} {c.name}: relative error {c.error:.2g}" for c in wrong)
             return Outcome("failed", "numbers", detail, worst)
         return Outcome("equal", error=worst)
+
+    def _input_gradients(self, program: Program, batch: dict[str, torch.Tensor]) -> list[Check]:
+        """Gradients of inputs, which `verify` does not compare; of programs that are called as a whole."""
+        wanted = [r for r in program.signature.results if r.kind == "input_grad"]
+        if not wanted or program.microbatches > 1:
+            return []
+        model = self.recipe.module()
+        inputs = {k: x.detach().requires_grad_(x.requires_grad) for k, x in batch.items()}
+        ends = Batch(program, (), inputs)
+        shards, values = Lockstep(program), dict(model.named_parameters(remove_duplicate=False))
+        values |= dict(model.named_buffers(remove_duplicate=False))
+        leaves = list(inputs.values())
+        env: dict[str, list[torch.Tensor]] = {}
+        for port in program.signature.ports:
+            known: dict[str, Any] = {
+                "const": program.constants,
+                "tangent": ends.tangents,
+                "input": {str(k): x for k, x in enumerate(leaves)},
+            }
+            env[port.name] = shards.shards(known.get(port.kind, values)[port.target].detach(), port.name)
+        with torch.no_grad():
+            shards.run(env, False)
+            shards.run(env, True)
+        outputs = dict(zip(ends.positions, model(**inputs).values(), strict=True))
+        pairs = [(outputs[k], t) for k, t in ends.tangents.items()]
+        torch.autograd.backward([x for x, _ in pairs], [t for _, t in pairs])
+        found = []
+        for result in wanted:
+            grad = leaves[int(result.target)].grad
+            grad = torch.zeros_like(leaves[int(result.target)]) if grad is None else grad
+            error = relative_error(shards.whole(env[result.value], result.value), grad)
+            found.append(Check("input gradient", result.target, error, error <= TOLERANCE))
+        return found
 
     def program(self, analysis: Analysis) -> Program:
         """The program of the case's plan."""

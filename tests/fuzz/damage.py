@@ -16,7 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, UsageError
+from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.search.plan_json import plan_from_json
 from fuzz.case import Case, analysed
@@ -49,21 +50,31 @@ _CONSTANTS = Recipe(
 def _folders() -> dict[str, dict[str, str]]:
     """File -> text of some programs: plain, with layers and constants, with a pipeline."""
     found: dict[str, dict[str, str]] = {}
+    made = {mesh: _program(mesh, first) for mesh, first in (("dp=2", 3), ("tp=2", 8), ("pp=2,dp=1", 11))}
+    made["x=2"] = _compiled(Case(_CONSTANTS, "x=2", 0))
     with tempfile.TemporaryDirectory() as root:
-        for made, mesh in (
-            (recipe(3), "dp=2"),
-            (recipe(8), "tp=2"),
-            (recipe(11), "pp=2,dp=1"),
-            (_CONSTANTS, "x=2"),
-        ):
-            case = Case(made, mesh, 0)
-            folder = save_program(case.program(analysed(case.recipe)), Path(root) / mesh)
+        for mesh, program in made.items():
+            folder = save_program(program, Path(root) / mesh)
             files = [p for p in folder.rglob("*") if p.is_file() and "dumps" not in p.parts]
             found[mesh] = {str(p.relative_to(folder)): p.read_text() for p in files}
             manifest = json.loads(found[mesh]["manifest.json"])
             manifest["files"] = {n: d for n, d in manifest["files"].items() if not n.startswith("dumps/")}
             found[mesh]["manifest.json"] = json.dumps(manifest)
     return found
+
+
+def _program(mesh: str, first: int) -> Program:
+    """Of the first recipe that suits a mesh."""
+    for seed in range(first, first + 50):
+        try:
+            return _compiled(Case(recipe(seed), mesh, 0))
+        except UsageError:
+            continue
+    raise RuntimeError(f"no recipe suits {mesh}")
+
+
+def _compiled(case: Case) -> Program:
+    return case.program(analysed(case.recipe))
 
 
 def bits(text: str, rng: random.Random) -> str:

@@ -202,12 +202,13 @@ def _inputs(rng: random.Random, batch: int) -> tuple[Spec, ...]:
         (batch, rng.choice((2, 4, 6)), rng.choice((4, 8))),
         (batch, rng.choice((2, 3, 4)), rng.choice((4, 6)), rng.choice((4, 6))),
     ]
-    found = [Spec("x0", rng.choice(shapes), rng.choice(("real", "real", "unit")), batch=True)]
+    wanted = rng.random() < 0.25
+    found = [Spec("x0", rng.choice(shapes), rng.choice(("real", "real", "unit")), batch=True, grad=wanted)]
     for number in range(rng.choice((0, 1, 1, 2))):
         kind = rng.choice(("real", "ints", "ints", "bool"))
         shape = rng.choice((found[0].shape, found[0].shape[:2], (batch,)))
         top = rng.choice((3, 5, 7))
-        found.append(Spec(f"x{number + 1}", shape, kind, top, batch=True))
+        found.append(Spec(f"x{number + 1}", shape, kind, top, batch=True, grad=wanted and kind == "real"))
     return tuple(found)
 
 

@@ -270,6 +270,8 @@ def edges(d: Scene) -> str:
         f"{name}.diagonal({d.any(0, 1)}, -2, -1)",
         f"torch.select_scatter({name}, {name}.select({k}, 0) * 0.5, {k}, {d.rng.randrange(n)})",
         f"torch.slice_scatter({name}, {name}.narrow({k}, 0, 1) * 0.5, {k}, 0, 1)",
+        f"put({name}, {k}, {d.rng.randrange(n)}, 0.3)",
+        f"put({name}, {k}, {d.rng.randrange(n)}, {name}.mean())",
     )
 
 
@@ -383,7 +385,8 @@ def attention(d: Scene) -> str:
 
 
 def looked_up(d: Scene) -> str:
-    name = d.ints(lambda t: t.numel() > 0 and int(t.min()) >= 0 and t.dim() < 4)
+    # a tensor of no dims as an index is a number to Python, which a capture does not have
+    name = d.ints(lambda t: t.numel() > 0 and int(t.min()) >= 0 and 0 < t.dim() < 4)
     top = int(d.values[name].max()) + 1
     rows = d.any(7, 8, 12)
     if top > rows:
@@ -529,6 +532,18 @@ def pooled(d: Scene) -> str:
     )
 
 
+def recurrent(d: Scene) -> str:
+    name = d.real(lambda t: t.dim() == 3)
+    batch, _, n = d.shape(name)
+    m, gates = d.any(2, 3, 4), d.any(3, 4)
+    parts = (d.param(gates * m, n), d.param(gates * m, m), d.param(gates * m), d.param(gates * m))
+    state = f"{name}.new_zeros(1, {batch}, {m})"
+    rest = f"[{', '.join(parts)}], True, 1, 0.0, True, False, True"
+    if gates == 3:
+        return f"torch.gru({name}, {state}, {rest})[0]"
+    return f"torch.lstm({name}, ({state}, {state}), {rest})[0]"
+
+
 def spectral(d: Scene) -> str:
     name = d.wide(1)
     k = d.dim(name)
@@ -549,7 +564,7 @@ FAMILIES: tuple[tuple[int, Family], ...] = (
     (8, reduced), (4, scanned),
     (8, normed), (2, statistics), (6, attention),
     (8, looked_up), (4, gathered), (5, labelled), (4, masked), (4, compared), (3, counted),
-    (5, convolved), (4, pooled), (1, spectral),
+    (5, convolved), (4, pooled), (1, spectral), (1, recurrent),
 )  # fmt: skip
 
 

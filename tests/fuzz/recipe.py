@@ -20,7 +20,8 @@ _NAME = re.compile(r"\b(?:[hvx]\d*|self\.[pb]\d+)\b")
 class Spec:
     """A tensor that is given. kind: ``real``, ``unit`` (0 to 1), ``bool``, or ``ints`` below ``top``.
 
-    batch: whether dim 0 is the batch. tied: the name of a parameter whose tensor this is, "" for its own.
+    batch: whether dim 0 is the batch. tied: the parameter whose tensor this is, "" for its own. grad: whether
+    it gets a gradient.
     """
 
     name: str
@@ -145,24 +146,30 @@ class Recipe:
 
     def batch(self, pieces: int = 1) -> dict[str, torch.Tensor]:
         """The inputs of ``pieces`` microbatches."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for x in self.inputs:
             count = pieces if x.batch else 1
-            found[x.name] = (
-                torch.cat([x.drawn(self.seed + k) for k in range(count)]) if count > 1 else x.drawn(self.seed)
-            )
+            found[x.name] = torch.cat([x.drawn(self.seed + k) for k in range(count)])
+            found[x.name].requires_grad_(x.grad and x.kind in ("real", "unit"))
         return found
 
 
 def namespace() -> dict[str, Any]:
     """What a source may name."""
-    return {"torch": torch, "F": F, "nn": nn, "math": math, "run": _run}
+    return {"torch": torch, "F": F, "nn": nn, "math": math, "run": _run, "put": _put}
 
 
 def _run(layers: nn.ModuleList, h: torch.Tensor) -> torch.Tensor:
     for layer in layers:
         h = layer(h)
     return h
+
+
+def _put(x: torch.Tensor, dim: int, begin: int, value: torch.Tensor | float) -> torch.Tensor:
+    """A copy whose elements from ``begin`` on are replaced in place."""
+    made = x.clone()
+    made.narrow(dim, begin, made.shape[dim] - begin).mul_(0.5).add_(value)
+    return made
 
 
 def _give(module: nn.Module, body: Body, seed: int) -> None:
