@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,19 +15,12 @@ from dataclasses import dataclass, field
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 from fuzz import damage
-from fuzz.case import PLANS, Case, Outcome, analysed
+from fuzz.case import PLANS, Case, Outcome
+from fuzz.chunk import run_chunk
 from fuzz.shrink import shrunk
 
 #: cases that a process takes at a time: whole models
 _CHUNK = 4 * PLANS
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What became of some cases. ops: those of the rule table that they ran."""
-
-    outcomes: tuple[tuple[int, Outcome], ...]
-    ops: frozenset[str]
 
 
 @dataclass
@@ -37,22 +29,6 @@ class _Tally:
     ops: set[str] = field(default_factory=set)
     failed: list[tuple[int, Outcome]] = field(default_factory=list)
     worst: float = 0.0
-
-
-def run_chunk(numbers: range) -> Chunk:
-    """Run the cases with these numbers."""
-    warnings.simplefilter("ignore")
-    outcomes: list[tuple[int, Outcome]] = []
-    ops: set[str] = set()
-    for first in range(numbers.start, numbers.stop, PLANS):
-        try:
-            analysis = analysed(Case.of(first).recipe)
-        except Exception as error:  # a recipe that eager runs must be captured: what fails is reported
-            outcomes.append((first, Outcome("failed", f"capture {type(error).__name__}", str(error))))
-            continue
-        ops |= {node.op for graph in analysis.folded.segments.values() for node in graph.nodes}
-        outcomes += [(n, Case.of(n).run(analysis)) for n in range(first, min(first + PLANS, numbers.stop))]
-    return Chunk(tuple(outcomes), frozenset(ops))
 
 
 def _chunks(first: int, cases: int) -> Iterator[range]:
@@ -71,7 +47,16 @@ def main() -> int:
     tally = _Tally()
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
-        for chunk in pool.imap_unordered(run_chunk, _chunks(options.first, options.cases)):
+        chunks = pool.imap_unordered(run_chunk, _chunks(options.first, options.cases))
+        while True:
+            try:
+                left = None if deadline is None else max(0.1, deadline - time.perf_counter())
+                chunk = chunks.next(timeout=left)
+            except StopIteration:
+                break
+            except multiprocessing.TimeoutError:
+                print("\nthe time is up", end="")
+                break
             tally.ops |= chunk.ops
             for number, outcome in chunk.outcomes:
                 tally.kinds[outcome.kind] += 1
@@ -80,10 +65,6 @@ def main() -> int:
                     tally.failed.append((number, outcome))
                     print(f"\nfailed: case {number}: {outcome.failure}: {outcome.detail[:300]}")
             print(f"\r{_line(tally, began)}", end="", flush=True)
-            if deadline is not None and time.perf_counter() > deadline:
-                print("\nthe time is up")
-                pool.terminate()
-                break
     print()
     for number, outcome in tally.failed[: options.shrink]:
         _reproduce(number, outcome)
