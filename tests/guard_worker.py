@@ -28,7 +28,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.down(torch.relu(self.up(x * self.scale))))
+        h = self.norm(x + self.down(torch.relu(self.up(x * self.scale))))
         return h.pow(3).mean()
 
 
@@ -68,6 +68,10 @@ def main() -> None:
         found[name] = told(lambda: model(x))
         if rank == 1:
             flip(tensor, 13)
+    # each rank's own batch where the plan has one batch for all: the weights are equal, the losses are not
+    model._autoshard.guard.steps = 2
+    found["loss"] = told(lambda: model(x + rank))
+    model._autoshard.guard.steps = 3
     found["clean again"] = told(lambda: model(x).backward()) + told(lambda: model(x).backward())
 
     piped, batch = made("pp=2,dp=1", 8, schedule="1f1b", microbatches=2)

@@ -7,14 +7,16 @@ import threading
 import time
 from pathlib import Path
 
+import golden_models
 import pytest
 import torch
-from planned import program
 from test_gloo import HERE, torchrun
 
+import autoshard
 from autoshard.errors import UsageError
 from autoshard.program.collectives import collectives_of, is_collective
 from autoshard.program.store import load_program, save_program
+from autoshard.program.text import program_text
 from autoshard.runtime.guard import checksum, failure, is_failure, period
 from autoshard.runtime.watch import PERIOD, Watch, lines_of, ranks_text
 
@@ -46,6 +48,11 @@ def test_a_bit_that_differs_is_named(kind: str, name: str, told: list[dict[str, 
 
 def test_shards_need_not_be_equal(told: list[dict[str, str]]) -> None:
     assert [each["up.weight"] for each in told] == ["", ""]
+
+
+def test_a_loss_that_differs_is_named(told: list[dict[str, str]]) -> None:
+    for each in told:
+        assert each["loss"].startswith("VerificationError: output 0 is not the same on ranks"), each["loss"]
 
 
 def test_a_late_rank_is_found(told: list[dict[str, str]]) -> None:
@@ -97,12 +104,16 @@ def test_a_wrong_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_names_of_collectives(tmp_path: Path) -> None:
     """Every collective has its own number, and a stored program has the same."""
-    made = program("llama", "tp=4")
+    model, batch = golden_models.made()
+    planned = autoshard.plan(model, "tp=2", example_inputs=batch)
+    made = autoshard.compile(model, planned).program
     found = collectives_of(made)
     nodes = [n for s in made.lowered.segments.values() for n in s.graph.nodes if is_collective(n)]
     assert len(found) >= len(nodes) > 0
     assert [c.name for c in found.values()] == [f"c{k:03}" for k in range(len(found))]
-    assert any("o_proj" in str(c) and "over tp" in str(c) for c in found.values())
+    assert any(c.fqn.endswith(".out") and "over tp, layers" in str(c) for c in found.values()), found
+    text = program_text(made)
+    assert all(f"# {c.name}" in text for c in found.values())
     save_program(made, tmp_path / "p")
     read = collectives_of(load_program(tmp_path / "p"))
     assert {k: (c.name, c.op, c.axis) for k, c in read.items()} == {

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import CollectiveError, UsageError, VerificationError
-from autoshard.placement import Layout, Shard
+from autoshard.placement import Layout, R, Shard
 from autoshard.program.program import Program
 from autoshard.runtime.watch import Watch, ranks_text, watch_here
 
@@ -75,6 +75,15 @@ class Guard:
         ports = [p for p in program.signature.ports if p.kind in ("param", "buffer")]
         self.names = [(p.kind, p.target) for p in ports]
         self.classes = [self._classes(p.kind, program.lowered.values[p.name].layout) for p in ports]
+        values = program.lowered.values
+        #: outputs that are one number, the same on every rank: losses
+        self.scalars = [
+            r
+            for r in program.signature.results
+            if r.kind == "output"
+            and not values[r.value].type.shape
+            and all(p == R for p in values[r.value].layout)
+        ]
 
     @classmethod
     def here(cls, program: Program, order: Sequence[int]) -> Guard | None:
@@ -108,10 +117,26 @@ class Guard:
             self.compare(module)
         self.steps += 1
 
+    def after_forward(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Forward of a single stage has run: compare the losses, if it is a step that is checked."""
+        if self.scalars and (self.steps - 1) % self.every == 0:
+            own = [(1, checksum(values[r.value])) for r in self.scalars]
+            names = [("output", r.target) for r in self.scalars]
+            same: list[tuple[int, ...]] = [()] * len(self.order)
+            self._compare(names, [same] * len(names), own)
+
     def compare(self, module: nn.Module) -> None:
         """Exchange the checksums of all parameters and buffers, and compare what must be equal."""
-        rows = self._exchanged(self._own(module))
-        for number, ((kind, target), classes) in enumerate(zip(self.names, self.classes, strict=True)):
+        self._compare(self.names, self.classes, self._own(module))
+
+    def _compare(
+        self,
+        names: Sequence[tuple[str, str]],
+        classes_of: Sequence[Sequence[tuple[int, ...]]],
+        own: list[tuple[int, int]],
+    ) -> None:
+        rows = self._exchanged(own)
+        for number, ((kind, target), classes) in enumerate(zip(names, classes_of, strict=True)):
             held: dict[tuple[int, ...], dict[int, int]] = {}
             for place, key in enumerate(classes):
                 here, found = rows[place][number]

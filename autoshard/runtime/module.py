@@ -27,6 +27,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, module: nn.Module, buffers: Any, count: int, *tensors: Any) -> Any:
         env = runner.forward(tensors[:count], tensors[count:], buffers)
+        if runner.guard is not None:
+            runner.guard.after_forward(env)
         runner.update_buffers(env, buffers)
         if module.training:
             runner.steps += 1
