@@ -389,8 +389,8 @@ def parallelize(
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
     chosen unless given; for slices see `plan`, for the optional passes `compile`. Every rank given the same
-    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module
-    class or a factory.
+    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
+    nn.Module class or a factory.
     """
     if model is None:
         return functools.partial(

@@ -16,7 +16,8 @@ from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
 from autoshard.program.ends import wires_of
-from autoshard.verify.moves import MOVES, ROUNDED, broken_moves, moves_of
+from autoshard.program.known import QUANTISED
+from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Judge, Lies
 from autoshard.verify.pieces import Pieces
 from autoshard.verify.result import At, Finding, Rule
@@ -206,7 +207,7 @@ class Walk:
         """Give the outputs of a node their terms."""
         if ready.moves is not None:
             self.out.moves += 1
-            self.out.rounded += ready.node.op in ROUNDED
+            self.out.rounded += ready.node.op in QUANTISED
             env.update({out: env[source] for source, out in ready.moves})
             # what a broken text leaves out is lost
             env.update({out: LOST for out in ready.node.outs if out not in env})
