@@ -17,8 +17,7 @@ from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.schedule import Action
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import placed_of
-from autoshard.simulate.parts import AGAIN
+from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.stage_costs import StagePrices
@@ -241,6 +240,7 @@ class _Step:
                 missing.pop(span.action.stage, None)
             before = after
         note(before, self.transients.end(rank))
+        note(before, self.behaviour.step_bytes * self.prices.updated(rank))
         held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
         return held, most
 
