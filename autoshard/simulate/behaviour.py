@@ -28,22 +28,23 @@ class Behaviour:
     loss keeps for backward, and that it holds at most, all copies together; None: as the program says.
     recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
     "" for that of the program. gradient_buffers: whether gradients lie in buffers of the recipe's width that
-    are there all the time and are reduced in place, or in tensors that backward makes. whole_parameters:
-    whether the part of a parameter that a rank updates lies in the gathered parameter, where that stays
-    gathered. stand_ins: whether a tensor of every shape that weights of layers have stands in for gradients
-    that went to buffers. step_bytes: per element that a rank updates, of what the update makes and frees.
-    gradients_overlap: whether they are reduced while backward
-    computes, or after it. gathers_overlap: whether parameters are gathered while something computes.
-    tensor_overlap: whether collectives of activations run in parts beside their products. backward_overlap:
-    whether those of backward run beside ops that do not need them, as the products for weight gradients.
+    are there all the time and are reduced in place, or in tensors that backward makes. sum_bytes: per element
+    of a gradient, moved to add it to those of the microbatches before; None: as our runtime, which reads it
+    and reads and writes the sum, if there are several microbatches. whole_parameters: whether the part of a
+    parameter that a rank updates lies in the gathered parameter, where that stays gathered. stand_ins:
+    whether a tensor of every shape that weights of layers have stands in for gradients that went to buffers.
+    step_bytes: per element that a rank updates, of what the update makes and frees. gradients_overlap:
+    whether gradients are reduced while backward computes, or after it. gathers_overlap: whether parameters
+    are gathered while something computes. tensor_overlap: whether collectives of activations run in parts
+    beside their products. backward_overlap: whether those of backward run beside ops that do not need them,
+    as the products for weight gradients.
     blocking_sends: whether a stage waits for its messages before it computes on. scattered_sends: whether
     what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21,
     section 4.1). dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the
     large products, "" for that of the parameters; narrow_bytes: that making narrow copies of their factors
     moves per element; narrow_weights: whether weights are made narrow for every product, or once a step,
-    which is not counted. exchanged_sums: whether a reduce-scatter exchanges parts
-    and adds them up afterwards, as our runtime does on the CPU; it then holds both at once. name: of what the
-    figures are for.
+    which is not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
+    afterwards, as our runtime does on the CPU; it then holds both at once. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -56,6 +57,7 @@ class Behaviour:
     recipe: Recipe = field(default=ADAMW)
     gradient_dtype: str = ""
     gradient_buffers: bool = False
+    sum_bytes: float | None = None
     whole_parameters: bool = False
     stand_ins: bool = False
     step_bytes: float = 0.0

@@ -165,7 +165,11 @@ class Ops:
         if len(counted) == 1 and (kind == "all_reduce" or not any(node.args[2:3])):
             return [message]
         copy = Traffic(2 * total)
-        return [message, copy] if kind == "all_gather" else [copy, message]
+        if kind != "all_gather":
+            return [copy, message]
+        bucket = node.op.split(".")[1].endswith("_bucket")
+        own = [Traffic(2 * sum(self.nbytes(values[n]) for n in refs_of(node)))] if bucket else []
+        return [*own, message, copy]
 
     def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
         """Rows sent to the ranks of their experts, the products, and results sent back."""

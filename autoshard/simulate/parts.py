@@ -10,6 +10,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Device
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
@@ -17,7 +18,10 @@ from autoshard.simulate.keeping import products_again
 from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
-from autoshard.simulate.work import Sheet
+from autoshard.simulate.work import Sheet, Traffic
+
+#: bytes of an element of a sum of gradients, at least
+_SUM_BYTES = 4
 
 
 class Parts:
@@ -65,6 +69,9 @@ class Parts:
         """(stage, phase, slice) -> what it takes to run it once."""
         lowered = self.program.lowered
         found = {(p.stage, p.phase, p.slice): self.play(lowered.of(p)) for p in lowered.parts}
+        for part in lowered.parts:
+            if part.phase in ("backward", "weight"):
+                found[part.stage, part.phase, part.slice] += self._summed(part)
         if self.behaviour.keeps == "ops":
             for part in lowered.parts:
                 key: tuple[int, Phase, int] = (part.stage, "backward", part.slice)
@@ -113,6 +120,21 @@ class Parts:
         exposed = tuple(talk * axis / sent if sent else 0.0 for axis in alone.exposed)
         compute = together.compute - rest.compute
         return Played(compute + sum(exposed), compute, exposed, together.hidden - rest.hidden)
+
+    def _summed(self, part: Part) -> Played:
+        """Adding the gradients that a part makes to those of the microbatches before."""
+        lowered, each = self.program.lowered, self.behaviour.sum_bytes
+        if each == 0 or (each is None and self.program.microbatches == 1):
+            return NOTHING
+        made = {v for item in lowered.of(part) for v in item.outs}
+        nbytes = 0.0
+        for value in made.intersection(accumulated(self.program, part.stage)):
+            placed = lowered.values[value]
+            width = DTYPES[placed.type.dtype][1]
+            own = width + 2 * max(width, _SUM_BYTES) if each is None else each
+            nbytes += self.sheets.ops.nbytes(placed) / width * own
+        seconds = self.player.price(Traffic(nbytes))
+        return replace(NOTHING, seconds=seconds, compute=seconds)
 
     def _products(self, part: Part) -> Played:
         """The products of layers that backward computes again."""
