@@ -10,7 +10,7 @@ import pytest
 
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.zb_h2 import zb_h2
-from autoshard.simulate.pipeline import StageCosts, peak_bytes, simulate
+from autoshard.simulate.pipeline import StageCosts, peak_bytes, simulate, step_seconds
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.rebuild import Rebuilt, rebuilt
@@ -137,3 +137,6 @@ def test_zb_h2_is_a_schedule_without_bubbles(ranks: int, microbatches: int) -> N
     assert max(peak_bytes(schedule, costs)) <= most
     if microbatches >= 2 * ranks - 1:
         assert simulate(schedule, costs).gaps == pytest.approx((0.0,) * ranks)
+        # only a step that waits for all ranks takes longer than what one of them computes
+        assert step_seconds(schedule, costs, apart=True) == pytest.approx(3.0 * microbatches)
+        assert step_seconds(schedule, costs) == pytest.approx(3.0 * microbatches + ranks - 1)

@@ -302,7 +302,7 @@ def test_schedules_are_those_of_the_row(tmp_path: Path) -> None:
     assert (schedule("ZB-1p"), schedule("ZB-2p")) == (("zb-h1", 2), ("zb-h2", 2))
     assert schedule("ZBV") == ("zb-v", 4)
     first, second = rebuilt_of(run_of(tmp_path, schedule="ZB-2p", layers=3)).notes
-    assert "ZB-2p is priced without overlap of steps" in first
+    assert "ZB-2p is the schedule of the paper" in first
     assert second == "3 layers in stages of 1 to 2"
 
 

@@ -44,7 +44,8 @@ class Behaviour:
     large products, "" for that of the parameters; narrow_bytes: that making narrow copies of their factors
     moves per element; narrow_weights: whether weights are made narrow for every product, or once a step,
     which is not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
-    afterwards, as our runtime does on the CPU; it then holds both at once. name: of what the figures are for.
+    afterwards, as our runtime does on the CPU; it then holds both at once. steps_overlap: whether a pipeline
+    rank begins the next step while others still compute. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -72,4 +73,5 @@ class Behaviour:
     narrow_bytes: float = 3.0
     narrow_weights: bool = True
     exchanged_sums: bool = False
+    steps_overlap: bool = False
     name: str = ""
