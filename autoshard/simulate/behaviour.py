@@ -38,7 +38,7 @@ class Behaviour:
     are gathered while something computes. tensor_overlap: whether collectives of activations run in parts
     beside their products. backward_overlap: whether those of backward run beside ops that do not need them,
     as the products for weight gradients. late_waits: whether messages are issued where they stand in the
-    program and waited for where they are needed, as our runtime does; the three before are then of no meaning.
+    program and waited for where they are needed, as our runtime does; the three before then mean nothing.
     blocking_sends: whether a stage waits for its messages before it computes on. scattered_sends: whether
     what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21,
     section 4.1). dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the
