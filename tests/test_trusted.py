@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,29 @@ def test_constants_that_do_not_fit(change: Callable[[dict[str, Any]], object], f
     _changed(folder, lambda manifest: manifest["files"].update({"constants.json": digest}))
     with pytest.raises(VerificationError):
         load_program(folder)
+
+
+def test_files_that_never_end(folder: Path, tmp_path: Path) -> None:
+    """Pipes, devices and huge files are not read."""
+    notes, manifest = folder / "notes.json", folder / "manifest.json"
+    before = notes.read_text(), manifest.read_text()
+    for file, text in ((notes, before[0]), (manifest, before[1])):
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(VerificationError, match="no plain file"):
+            load_program(folder)
+        file.unlink()
+        file.symlink_to("/dev/zero")
+        with pytest.raises(VerificationError, match=r"no plain file|outside"):
+            load_program(folder)
+        file.unlink()
+        with file.open("wb") as sparse:
+            sparse.truncate(1 << 31)
+        with pytest.raises(VerificationError, match="bytes"):
+            load_program(folder)
+        file.unlink()
+        file.write_text(text)
+    load_program(folder)
 
 
 def test_another_version_is_named(folder: Path) -> None:

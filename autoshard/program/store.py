@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.resolve import torch_dtype
 
 _RECOMPILE = "compile the program again"
+#: bytes of one file; the texts of real programs are far smaller
+_LARGEST = 1 << 30
 #: what reading a folder may raise that was changed by hand, or is not whole
 _DAMAGE = (
     OSError,
@@ -184,7 +187,7 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
     own = frozenset(r.op for r in user_rules(rules))
     root = Path(folder)
     try:
-        manifest = json.loads((root / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(_text(root / "manifest.json"))
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{root} is not a program folder", why="it has no manifest.json") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -301,12 +304,24 @@ def _checked(root: Path, name: str, digest: str) -> str:
     path = (root / name).resolve()
     if not path.is_relative_to(root.resolve()):
         raise VerificationError(f"{name!r} points outside the program folder", hint=_RECOMPILE)
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     if _digest(text) != digest:
         raise VerificationError(
             f"{name} is not what was written", why="its checksum differs", hint=_RECOMPILE
         )
     return text
+
+
+def _text(path: Path) -> str:
+    """The text of a file: no pipe or device, whose reading might never end, and no huge one.
+
+    Raises FileNotFoundError, UnicodeDecodeError.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+        what = "is no plain file" if not stat.S_ISREG(found.st_mode) else f"has {found.st_size} bytes"
+        raise VerificationError(f"{path} {what}", hint=_RECOMPILE)
+    return path.read_text(encoding="utf-8")
 
 
 def _signature_in(raw: dict[str, Any], ports: tuple[Port, ...]) -> Signature:
