@@ -8,13 +8,14 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-gpu fuzz clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 export PYTHONUNBUFFERED := 1
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP) ## run examples/demo.py
 	$(BIN)/python examples/demo.py
@@ -40,6 +41,12 @@ lint: $(STAMP) ## ruff check, ruff format --check, mypy
 
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python -m autoshard.bench $(BENCH_ARGS)
+
+bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
+	$(BIN)/python -m autoshard.bench.kernels $(BENCH_ARGS)
+
+fuzz: $(STAMP) ## run 2,000 random models on random plans (FUZZ_ARGS="--cases N --seconds N --first N")
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)
 	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

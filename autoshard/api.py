@@ -23,7 +23,7 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.cost.recipe import recipe_named
-from autoshard.emitting import Emission, emit
+from autoshard.emitting import emission, emit
 from autoshard.errors import UsageError, VerificationError
 from autoshard.fitting import Fitter, Peak
 from autoshard.passes.capture import capture
@@ -337,7 +337,7 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, **passe
             hint="plan again",
         )
     say("emitting programs")
-    program = emit(plan, analysis, planned.cluster, Emission(**passes), say)
+    program = emit(plan, analysis, planned.cluster, emission(**passes), say)
     return replace(program, user_ops=_user_ops(analysis))
 
 
@@ -381,14 +381,16 @@ def parallelize(
     slices: int | None = None,
     seed: int = 0,
     rules: Rules = None,
+    **passes: Any,
 ) -> Any:
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
 
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`. Every rank given the same arguments comes to the same
-    plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or a factory.
+    chosen unless given; for slices see `plan`, for the optional passes `compile`. Every rank given the same
+    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
+    nn.Module class or a factory.
     """
     if model is None:
         return functools.partial(
@@ -403,10 +405,12 @@ def parallelize(
             slices=slices,
             seed=seed,
             rules=rules,
+            **passes,
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
     _check_plain_module(model)
+    emission(**passes)
     options: dict[str, Any] = {
         "cluster": cluster,
         "memory": memory,
@@ -416,6 +420,7 @@ def parallelize(
         "slices": slices,
         "seed": seed,
         "rules": rules,
+        "passes": passes,
     }
     if example_inputs is None:
         from autoshard.runtime.lazy import make_lazy
@@ -444,13 +449,14 @@ def _parallelize_now(
     example_inputs: Any,
     *,
     seed: int,
+    passes: Mapping[str, Any],
     **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
     planned = plan(model, mesh, example_inputs=example_inputs, **options)
-    program = compile_analysed(planned)
+    program = compile_analysed(planned, **passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
 

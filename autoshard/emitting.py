@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from autoshard.analysis import Analysis
 from autoshard.cluster.cluster import Cluster
@@ -13,6 +14,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.on_mesh import cost_model
+from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.ir import Node
 from autoshard.ir.flow import Flow
@@ -51,6 +53,17 @@ class Emission:
     kernels: bool = False
     bucket: bool = True
     overlap: bool = True
+
+
+def emission(**passes: Any) -> Emission:
+    """What is wanted by name. Raises UsageError for a name that there is not."""
+    known = [f.name for f in fields(Emission)]
+    for name in passes:
+        if name not in known:
+            raise UsageError(
+                f"there is no option {name!r}", hint=f"the optional passes are {', '.join(known)}"
+            )
+    return Emission(**passes)
 
 
 #: passes that can be left out

@@ -49,6 +49,12 @@ class InfeasibleError(AutoshardError):
     smallest_bytes: float = 0.0
 
 
+class CollectiveError(AutoshardError):
+    """A collective of a running program failed: a rank was late, in another one, or gone."""
+
+    exit_code = 6
+
+
 class VerificationError(AutoshardError):
     """A program is not what it should be: wrong numbers, wrong types, or a damaged folder."""
 

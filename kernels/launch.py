@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -77,13 +77,25 @@ def launched(module: str, name: str, reference: Callable[..., Any]) -> Callable[
     """
 
     def call(*args: Any) -> Any:
-        floats = {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
+        tensors = list(_tensors(args))
+        floats = {t.dtype for t in tensors if t.is_floating_point()}
         floats |= {a for a in args if isinstance(a, torch.dtype)}
         if not floats <= KERNEL_DTYPES or not has_triton():
             return reference(*args)
-        return run_kernel(prepare_of(module, name), *args)
+        # triton launches on the current device, whichever the tensors are on
+        with torch.cuda.device_of(tensors[0]):
+            return run_kernel(prepare_of(module, name), *args)
 
     return call
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """All tensors among arguments, those in lists, too."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from autoshard.kernels.launch import launched
 from autoshard.kernels.registry import ROUNDING, Cost, KernelSpec, Operand, all_moved
-from autoshard.kernels.samples import Generator, normal
+from autoshard.kernels.samples import Generator, eighths, normal
 from autoshard.torch_adapters.op_library import define
 
 
@@ -39,7 +39,7 @@ def rms_norm(
     n = full * rstd
     if narrow and x.dtype != full.dtype:
         return (n.to(x.dtype) * weight).to(x.dtype), rstd
-    return n.mul_(weight).to(x.dtype), rstd
+    return n.mul_(wide(weight)).to(x.dtype), rstd
 
 
 def add_rms_norm(
@@ -54,14 +54,24 @@ def rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(gradient of x [..., H] with ``more`` added, gradient of the weight [H])."""
-    full, dy = wide(x), wide(grad)
+    # torch is slow at ops on two element types: everything is made fp32 first
+    full, dy, gain = wide(x), wide(grad), wide(weight)
     product = dy * full
-    tilt = (product * weight).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
+    tilt = (product * gain).sum(-1, keepdim=True).mul_(rstd.pow(3)).div_(-x.shape[-1])
     dw = product.mul_(rstd).reshape(-1, x.shape[-1]).sum(0)
-    dx = (dy * weight).mul_(rstd).addcmul_(full, tilt)
+    dx = (dy * gain).mul_(rstd).addcmul_(full, tilt)
     if more is not None:
-        dx += more
+        dx += wide(more)
     return dx.to(x.dtype), dw.to(weight.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(LayerNorm of x [..., H], mean [..., 1], rstd [..., 1]); the last two in fp32."""
+    # with weights in fp32, torch gives statistics in fp32, too
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
+    return y, mean, rstd
 
 
 def add_layer_norm(
@@ -69,8 +79,7 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a + b [..., H], its LayerNorm, mean [..., 1], rstd [..., 1]); the last two in fp32."""
     x = a + b
-    y, mean, rstd = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
-    return x, y, mean.to(wide(mean).dtype), rstd.to(wide(rstd).dtype)
+    return x, *layer_norm(x, weight, bias, eps)
 
 
 def layer_norm_backward(
@@ -86,7 +95,7 @@ def layer_norm_backward(
         wide(grad), wide(x), weight.shape, mean, rstd, wide(weight), wide(weight), (True, True, True)
     )
     if more is not None:
-        dx += more
+        dx += wide(more)
     return dx.to(x.dtype), dw.to(weight.dtype), db.to(weight.dtype)
 
 
@@ -118,6 +127,12 @@ def _fake_rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _fake_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), _stat(x), _stat(x)
 
 
 def _fake_add_layer_norm(
@@ -158,18 +173,20 @@ def _rms_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(output[0], inputs[2], output[2], output[3])
-    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.summed = len(output) == 4
+    ctx.save_for_backward(output[0] if ctx.summed else inputs[0], inputs[-3], *output[-2:])
+    ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
 
 
 def _layer_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    more, grad = grads[:2]
+    more = grads[0] if ctx.summed else None
+    grad = grads[-3]
     if grad is None:
-        return more, more, None, None, None
+        return (more, more, None, None, None) if ctx.summed else (None,) * 4
     dx, dw, db = torch.ops.autoshard.layer_norm_backward(grad, x, mean, rstd, weight, more)
-    return dx, dx, dw, db, None
+    return (dx, dx, dw, db, None) if ctx.summed else (dx, dw, db, None)
 
 
 define(
@@ -193,6 +210,14 @@ define(
     rms_norm_backward,
     _fake_rms_norm_backward,
     cuda=launched("triton_norm", "rms_norm_backward", rms_norm_backward),
+)
+define(
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    layer_norm,
+    _fake_layer_norm,
+    cuda=launched("triton_norm", "layer_norm", layer_norm),
+    backward=_layer_backward,
+    save=_save_layer,
 )
 define(
     "add_layer_norm(Tensor a, Tensor b, Tensor weight, Tensor bias, float eps) "
@@ -229,11 +254,6 @@ def _weight(g: Generator, h: int, dtype: torch.dtype, device: torch.device) -> t
     return normal(g, (h,), dtype, device, 0.3) + 1
 
 
-def _eighths(g: Generator, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Multiples of 1/8: sums are exact in every type, so that a norm has the same rows to start from."""
-    return (normal(g, shape, torch.float32, device, 16.0).round() / 8).to(dtype)
-
-
 def _rms_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for k, (m, h) in enumerate(_shapes(dtype)):
         x = normal(g, (m, h), dtype, device, 2.0)
@@ -243,7 +263,7 @@ def _rms_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iter
 
 def _add_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for k, (m, h) in enumerate(_shapes(dtype)):
-        a, b = (_eighths(g, (m, h), dtype, device) for _ in range(2))
+        a, b = (eighths(g, (m, h), dtype, device) for _ in range(2))
         yield a, b, _weight(g, h, dtype, device), 1e-6, k % 2 == 0
 
 
@@ -259,9 +279,14 @@ def _rms_backward_samples(
 
 def _layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for m, h in _shapes(dtype):
-        a, b = (_eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
+        a, b = (eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
         # of one element per row, nothing is left but the bias
         yield a, b, _weight(g, h, dtype, device), normal(g, (h,), dtype, device), 1e-5
+
+
+def _alone_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for a, _, *rest in _layer_samples(g, dtype, device):
+        yield a, *rest
 
 
 def _layer_backward_samples(
@@ -280,7 +305,7 @@ _LARGE = ((8192, 8192), (8192, 4096), (16384, 768))
 
 
 def _large_rms(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    for m, h in _LARGE:
+    for m, h in _LARGE[:2]:
         yield normal(g, (m, h), dtype, device), _weight(g, h, dtype, device), 1e-6, True
 
 
@@ -301,6 +326,12 @@ def _large_layer(g: Generator, dtype: torch.dtype, device: torch.device) -> Iter
     for m, h in (*_LARGE, (2048, 32768)):
         a, b = (normal(g, (m, h), dtype, device) for _ in range(2))
         yield a, b, _weight(g, h, dtype, device), _weight(g, h, dtype, device), 1e-5
+
+
+def _large_alone(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    m, h = _LARGE[0]
+    weights = (_weight(g, h, dtype, device) for _ in range(2))
+    yield normal(g, (m, h), dtype, device), *weights, 1e-5
 
 
 def _large_layer_backward(
@@ -347,6 +378,15 @@ SPECS = (
         _rms_backward_samples,
         _large_rms_backward,
         _SUMMED,
+    ),
+    KernelSpec(
+        "layer_norm",
+        layer_norm,
+        ("triton_norm", "layer_norm"),
+        _forward_cost,
+        _alone_samples,
+        _large_alone,
+        _TWICE,
     ),
     KernelSpec(
         "add_layer_norm",

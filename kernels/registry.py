@@ -16,7 +16,7 @@ from autoshard.kernels.launch import Prepared, prepare_of
 from autoshard.kernels.samples import Generator
 
 #: modules of this folder that have kernels
-MODULES = ("norm", "quant", "quant_reduce", "vocab_ce")
+MODULES = ("bucket", "norm", "norm_quant", "optim", "quant", "quant_reduce", "vocab_ce")
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class KernelSpec:
     name: of the op in the ``autoshard`` namespace. reference: plain torch, the CPU implementation; given
     fp64 tensors it computes in fp64, which is what kernels are compared with. launch: (module, function) of
     the Triton launch, imported when it is first called. cost: see `CostFn`. samples: small arguments with odd
-    sizes. large: (arguments) for a benchmark. tolerance: by element type. exact: whether the launch must
-    give the reference's bits.
+    sizes. large: arguments for a benchmark. tolerance: by element type. exact: whether the launch must give
+    the reference's values. mutated: how many of the first arguments it changes, which is all that it does.
+    codes: by how much whole numbers of a wire may differ, where a value lies between two.
     """
 
     name: str
@@ -80,6 +81,8 @@ class KernelSpec:
     large: SampleFn
     tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: ROUNDING)
     exact: bool = False
+    mutated: int = 0
+    codes: int = 0
 
     @property
     def op(self) -> str:

@@ -24,3 +24,8 @@ def whole(g: Generator, low: int, high: int, shape: Sequence[int], device: torch
     """int64 from ``low`` to below ``high``."""
     home = g.device if g is not None else device
     return torch.randint(low, high, tuple(shape), generator=g, device=home).to(device)
+
+
+def eighths(g: Generator, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Multiples of 1/8: sums of two are exact in every type, and what comes after starts from the same."""
+    return (normal(g, shape, torch.float32, device, 16.0).round() / 8).to(dtype)

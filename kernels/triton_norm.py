@@ -24,7 +24,7 @@ _TILE = 4096
 
 
 @triton.jit
-def _value(a_ptr, b_ptr, at, mask, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+def value(a_ptr, b_ptr, at, mask, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
     """What is normalised, in fp32; a sum is rounded to the type of ``a`` first."""
     x = tl.load(a_ptr + at, mask=mask, other=0.0)
     wide = x.to(tl.float32)
@@ -68,7 +68,7 @@ def _forward(  # type: ignore[no-untyped-def]
     if WHOLE:
         at = row[:, None] * width + column[None, :]
         mask = valid & (column < width)[None, :]
-        x = _value(a_ptr, b_ptr, at, mask, ADD)
+        x = value(a_ptr, b_ptr, at, mask, ADD)
         if LAYER:
             mean = (tl.sum(x, 1) / width)[:, None]
             centred = tl.where(mask, x - mean, 0.0)
@@ -94,13 +94,13 @@ def _forward(  # type: ignore[no-untyped-def]
         if LAYER:
             for k in range(0, width, BLOCK):
                 mask = valid & (k + column < width)[None, :]
-                lanes += _value(a_ptr, b_ptr, start + k, mask, ADD)
+                lanes += value(a_ptr, b_ptr, start + k, mask, ADD)
             mean = (tl.sum(lanes, 1) / width)[:, None]
             tl.store(mean_ptr + row[:, None], mean, mask=valid)
             lanes = tl.zeros((ROWS, BLOCK), tl.float32)
         for k in range(0, width, BLOCK):
             mask = valid & (k + column < width)[None, :]
-            x = _value(a_ptr, b_ptr, start + k, mask, ADD)
+            x = value(a_ptr, b_ptr, start + k, mask, ADD)
             centred = tl.where(mask, x - mean, 0.0)
             lanes += centred * centred
         rstd = tl.rsqrt(tl.sum(lanes, 1) / width + eps)[:, None]
@@ -108,7 +108,7 @@ def _forward(  # type: ignore[no-untyped-def]
         for k in range(0, width, BLOCK):
             inside = k + column < width
             mask = valid & inside[None, :]
-            x = _value(a_ptr, b_ptr, start + k, mask, ADD)
+            x = value(a_ptr, b_ptr, start + k, mask, ADD)
             weight = tl.load(weight_ptr + k + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             if LAYER:
                 bias = tl.load(bias_ptr + k + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -278,7 +278,7 @@ def _shape(width: int, widest: int) -> tuple[int, int, int]:
     return rows, block, max(4, min(16, block * rows // 512))
 
 
-def _norm(
+def normed(
     a: torch.Tensor,
     b: torch.Tensor | None,
     weight: torch.Tensor,
@@ -316,21 +316,26 @@ def _norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool) -> Prepared:
-    (_, y, _, rstd), launch = _norm(x, None, weight, None, eps, narrow)
+    (_, y, _, rstd), launch = normed(x, None, weight, None, eps, narrow)
     return (y, rstd), (launch,)
 
 
 def add_rms_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool
 ) -> Prepared:
-    (summed, y, _, rstd), launch = _norm(a, b, weight, None, eps, narrow)
+    (summed, y, _, rstd), launch = normed(a, b, weight, None, eps, narrow)
     return (summed, y, rstd), (launch,)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Prepared:
+    (_, *found), launch = normed(x, None, weight, bias, eps, False)
+    return tuple(found), (launch,)
 
 
 def add_layer_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> Prepared:
-    found, launch = _norm(a, b, weight, bias, eps, False)
+    found, launch = normed(a, b, weight, bias, eps, False)
     return found, (launch,)
 
 

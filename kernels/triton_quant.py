@@ -52,8 +52,8 @@ def _quantise(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
         size = tl.abs(x)
         odd = tl.sum((size < float("inf")).to(tl.int32), 1) < GROUP
-        scale, inverse = _scale(tl.max(size, 1), odd, LIMIT)
-        q = _code(x, inverse, odd, LIMIT)
+        scale, inverse = scale_of(tl.max(size, 1), odd, LIMIT)
+        q = code(x, inverse, odd, LIMIT)
         tl.store(code_ptr + at, q.to(tl.int8), mask=groups[:, None] < count)
     else:
         HALF: tl.constexpr = GROUP // 2
@@ -63,16 +63,16 @@ def _quantise(  # type: ignore[no-untyped-def]
         high = tl.load(x_ptr + at + HALF, mask=at + HALF < numel, other=0.0).to(tl.float32)
         finite = (tl.abs(low) < float("inf")) & (tl.abs(high) < float("inf"))
         odd = tl.sum(finite.to(tl.int32), 1) < HALF
-        scale, inverse = _scale(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), odd, LIMIT)
-        a = _code(low, inverse, odd, LIMIT).to(tl.int32)
-        b = _code(high, inverse, odd, LIMIT).to(tl.int32)
+        scale, inverse = scale_of(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), odd, LIMIT)
+        a = code(low, inverse, odd, LIMIT).to(tl.int32)
+        b = code(high, inverse, odd, LIMIT).to(tl.int32)
         both = (a & 15) | ((b & 15) << 4)
         tl.store(code_ptr + groups[:, None] * HALF + column, both.to(tl.uint8), mask=groups[:, None] < count)
     tl.store(scale_ptr + groups, scale, mask=groups < count)
 
 
 @triton.jit
-def _scale(top, odd, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def scale_of(top, odd, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """(scale as stored, its inverse) of groups whose largest size is ``top``; odd: not finite."""
     scale = top * (1.0 / LIMIT)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
@@ -81,7 +81,7 @@ def _scale(top, odd, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(x, inverse, odd, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def code(x, inverse, odd, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whole numbers, as fp32."""
     q = tl.where(odd[:, None], 0.0, x) * inverse[:, None]
     return rint(tl.minimum(tl.maximum(q, -LIMIT), LIMIT))

@@ -15,7 +15,7 @@ stage adds to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import merge
@@ -69,8 +69,8 @@ def cut_pipeline(lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: Mesh
     whole = statements_of(lowered)
     stages = _Stages(whole, joint, mesh, len(cuts) + 1)
     stages.assign_forward(_ends(whole, cuts, mesh))
-    stages.check_buffers()
     stages.assign_backward()
+    stages.check_buffers()
     return stages.built()
 
 
@@ -235,12 +235,18 @@ class _Stages:
 
     def assign_forward(self, ends: Sequence[int]) -> None:
         stage = 0
+        updates = self._buffer_updates()
         for place, statement in enumerate(self.whole.all):
             if statement.backward:
                 continue
             while stage < len(ends) and place >= ends[stage]:
                 stage += 1
             self.position[place] = stage
+            if place in updates and (made := self.made_in.get(statement.uses[0])) is not None:
+                # behind all layers, but a buffer is updated where its new value is made
+                self.position[place] = made
+                self._put(place, statement, made)
+                continue
             if self._derives(place, statement):
                 continue
             self._put(place, statement, None if self._all_free(statement) else stage)
@@ -249,6 +255,21 @@ class _Stages:
                     self.stages_of.setdefault(param, set()).add(stage)
         for value in list(self.bases):
             self._find_stages(value)
+
+    def _buffer_updates(self) -> set[int]:
+        """Places of collectives that only bring the new value of a buffer into the layout of the buffer."""
+        ends = zip(self.joint.results, self.whole.results, strict=True)
+        left = [value for result, value in ends if result.kind == "buffer"]
+        found: set[int] = set()
+        while left:
+            value = left.pop()
+            place = self.maker.get(value)
+            if place is None or not self.whole.all[place].node.op.startswith("comm."):
+                continue
+            if found.issuperset(self.users.get(value, ())):
+                found.add(place)
+                left.append(self.whole.all[place].uses[0])
+        return found
 
     def _find_stages(self, value: str) -> None:
         """The stages of what is derived: those that have all it is made from."""
@@ -290,17 +311,31 @@ class _Stages:
     def check_buffers(self) -> None:
         """What a stage changes, no other stage may read: it would see old values."""
         names = {p.target: p.name for p in self.joint.ports if p.kind == "buffer"}
+        readers = self._readers(names.values())
         for result, value in zip(self.joint.results, self.whole.results, strict=True):
             if result.kind != "buffer":
                 continue
-            readers = self.stages_of.get(names[result.target], set())
             stage = self._home(value)
-            if readers - {stage}:
+            if readers[names[result.target]] - {stage}:
                 raise UsageError(
                     f"buffer {result.target} is updated in pipeline stage {stage} and read in another",
                     why="every stage updates what is its own, and the other would read old values",
                     hint="cut the pipeline elsewhere",
                 )
+
+    def _readers(self, buffers: Iterable[str]) -> dict[str, set[int]]:
+        """Buffer -> the stages that use it, also through what every stage makes of it for itself."""
+        made_of = {name: frozenset((name,)) for name in buffers}
+        found: dict[str, set[int]] = {name: set() for name in made_of}
+        for place, statement in enumerate(self.whole.all):
+            read = frozenset(b for v in statement.uses for b in made_of.get(v, ()))
+            stage = self.at[place]
+            if stage is None:
+                made_of.update(dict.fromkeys(statement.makes, read))
+                continue
+            for name in read:
+                found[name].add(stage)
+        return found
 
     def _home(self, value: str) -> int:
         """The stage of a result of forward."""

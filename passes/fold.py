@@ -38,7 +38,9 @@ def fold(joint: Joint) -> Folded:
     segments: dict[str, Graph] = {}
     calls: list[Call] = []
     for run in runs:
-        inputs, outputs, key, base = _canonical(run, users)
+        inputs, outputs, body, base = _canonical(run, users)
+        # equal bodies on inputs of other shapes are other segments: what a rank holds of them differs
+        key = (body, tuple(types[v] for v in inputs))
         if key not in known:
             name = _fresh(_segment_name(run), segments)
             known[key] = name

@@ -100,7 +100,7 @@ class Backward:
     """The gradient of an RMSNorm with the sum after it.
 
     raw: values that must be x, in whatever type. rows: that must be x * rstd, None without a gradient of the
-    weight. more: what is added to the gradient of x.
+    weight. dw: that gradient, [H] or [1, ..., H]. more: what is added to the gradient of x.
     """
 
     grad: str
@@ -145,7 +145,7 @@ def _forward(index: Index, rsqrt: Node) -> Forward | None:
         if other not in (x, wide) or index.types[node.name] != full:
             continue
         end = _weighted(index, node.name, source)
-        if end is not None:
+        if end is not None and not index.depends(end[0], rsqrt.name):
             weight, y, rows, narrow, more = end
             kept = [wide] if wide != x else []
             return Forward(
@@ -375,6 +375,8 @@ def _weight_gradient(
                 names.append(step.name)
             if index.types[names[-1]] == wanted:
                 return names[-1], rows, tuple(names)
+            if index.types[total.name].dtype == wanted.dtype:
+                return total.name, rows, (node.name, total.name)
     return None, None, ()
 
 

@@ -21,6 +21,10 @@ settings.register_profile("autoshard", deadline=None, derandomize=True, max_exam
 settings.load_profile("autoshard")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:

@@ -12,6 +12,7 @@ from mutations import KINDS, Fault, Kind, some
 from pipelines import pipeline
 from planned import analysed, planned
 from planned import program as flat
+from sliced import program_of
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
@@ -48,6 +49,8 @@ def good(name: str) -> Program:
         return _exchanging("fsdp=2,tp=2")
     if name == "pipeline":
         return pipeline("llama", 2, "fsdp=2,tp=2", "1f1b", 4, 1, 0, True)
+    if name in ("sliced", "masked"):
+        return program_of("llama" if name == "sliced" else "llama+padding", 2, "tp=2", 4, 2)
     if name == "bubble":
         return pipeline("gpt2", 2, "tp=2", "zb-h1", 4)
     assert name == "tied"

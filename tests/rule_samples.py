@@ -106,6 +106,7 @@ def _pointwise(m: Make) -> Iterator[Sample]:
     yield Sample("aten.mul.Tensor", (m.real(5, 6), torch.tensor(0.5, dtype=f64)))
     yield Sample("aten.div.Tensor", (m.ints(9, 5, 6), 4))
     yield Sample("aten.reciprocal.default", (m.unit(5, 6),))
+    yield Sample("aten.threshold.default", (m.real(5, 6), 0.1, -0.2))
     yield Sample("aten.clone.default", (m.bools(5, 6),))
     for dtype in (f32, i64, torch.bool, torch.bfloat16):
         yield Sample("aten._to_copy.default", (m.real(5, 6),), {"dtype": dtype})
@@ -155,6 +156,7 @@ def _pointwise(m: Make) -> Iterator[Sample]:
         "softshrink_backward": (x, 0.5),
         "log_sigmoid_backward": (x, torch.ops.aten.log_sigmoid_forward(x)[1]),
         "_prelu_kernel_backward": (x, m.real(1, 6)),
+        "logit_backward": (x.sigmoid(), None),
     }.items():
         yield Sample(_op(name), (g, *rest))
     yield Sample("aten.gelu_backward.default", (g, x), {"approximate": "tanh"})
@@ -411,8 +413,8 @@ def _images(m: Make) -> Iterator[Sample]:
     for kind in ("reflection", "replication"):
         yield Sample(f"aten.{kind}_pad2d.default", (x, [1, 2, 0, 3]))
         yield Sample(f"aten.{kind}_pad2d_backward.default", (m.real(4, 6, 11, 9), x, [1, 2, 0, 3]))
-    yield Sample("aten.reflection_pad1d.default", (m.real(4, 6, 5), [1, 2]))
-    yield Sample("aten.reflection_pad1d_backward.default", (m.real(4, 6, 8), m.real(4, 6, 5), [1, 2]))
+        yield Sample(f"aten.{kind}_pad1d.default", (m.real(4, 6, 5), [1, 2]))
+        yield Sample(f"aten.{kind}_pad1d_backward.default", (m.real(4, 6, 8), m.real(4, 6, 5), [1, 2]))
     yield Sample("aten.pixel_shuffle.default", (m.real(3, 4, 8, 2, 3), 2))
     yield Sample("aten.pixel_unshuffle.default", (x, 2))
     yield Sample("aten.im2col.default", (x, [2, 2], [1, 1], [0, 0], [2, 2]))

@@ -86,6 +86,9 @@ def test_pipelines() -> None:
     one, two = (pipeline("llama-deep", 2, "dp=2", s, 4) for s in ("1f1b", "gpipe"))
     found = diff_of(side("a", one), side("b", two))
     assert [r.what for r in found.whole] == ["pipeline"] and not found.parameters
+    alone = diff_of(side("a", one), side("b", program("llama-deep", "dp=2")))
+    passes = next(r for r in alone.whole if r.what == "passes")
+    assert "scatter_sends" in passes.a and passes.b == "no others"
     assert "1f1b" in found.whole[0].a and "gpipe" in found.whole[0].b
 
 

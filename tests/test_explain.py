@@ -10,19 +10,26 @@ from typing import Any
 import pytest
 from pipelines import pipeline
 from planned import analysed, planned, program
+from slow_links import slow_cluster
 from typer.testing import CliRunner
 
+from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cli.main import app
+from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.placement import R, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
+from autoshard.program.text import program_text
 from autoshard.report.chain import Chains
 from autoshard.report.decided import Decisions, starred_label
-from autoshard.report.explain import chain_lines, explain_name, explanation_lines
+from autoshard.report.document import document
+from autoshard.report.dot import dot_text
+from autoshard.report.explain import explain_name
+from autoshard.report.explain_text import chain_lines, explanation_lines
+from autoshard.report.html import page
 from autoshard.report.lookup import Index, Place
-from autoshard.report.why_not import alternative_of, pin_for
 from autoshard.search.pins import Pin
 from autoshard.search.plan import why_key
 from autoshard.whatif import Solver, Wishes
@@ -155,6 +162,17 @@ def test_a_deep_model_is_told_once() -> None:
     assert chain.links[-1].value == "input_ids"
 
 
+def test_a_value_is_named_as_the_plan_names_it() -> None:
+    """So that it can be pinned, however passes cut its segment."""
+    decided, index = Decisions.of(llama()), Index(llama())
+    op = next(o for o in decided.ops.values() if o.module.endswith("mlp.up_proj") and o.op == "mm")
+    for name in (op.name, f"{op.segment}/{op.name}"):
+        assert index.find(name).kind == "value"
+        found = explain_name(llama(), CPU, name)
+        assert found.name == f"{op.segment}/{op.name}"
+    assert pin_for(found, (("tp", R),)).glob == found.name
+
+
 def test_a_module_in_words() -> None:
     text = "\n".join(explanation_lines(explain_name(llama(), CPU, "layers.0.self_attn")))
     assert "decided alike for 2: model.layers.*.self_attn" in text
@@ -166,6 +184,28 @@ def test_a_pipeline() -> None:
     made = pipeline("llama-deep", 2, "dp=2", "1f1b", 4)
     found = explain_name(made, CPU, "layers.3.mlp.up_proj")
     assert found.parameters and found.chains[0].links[-1].value == "input_ids"
+
+
+def by_level() -> Program:
+    """Collectives level by level, fewer bits and kernels: axes and ops that the plan does not name."""
+    cluster = slow_cluster(nodes_of=2)
+    found = plan_analysed(analysed("llama"), [Mesh.parse("fsdp=4")], cluster)
+    return compile_analysed(found, hierarchy="levels", allow="int8-weights,int8-gradients", kernels=True)
+
+
+def test_a_program_whose_axes_were_taken_apart() -> None:
+    made = by_level()
+    assert made.mesh != "fsdp=4" and "q_bucket" in program_text(made)
+    names = Mesh.parse(made.mesh).names
+    for name in ("layers.0.mlp.up_proj.weight", "layers.0.mlp", "input_ids", "lm_head"):
+        found = explain_name(made, CPU, name)
+        assert "\n".join(explanation_lines(found))
+        assert found.kind == "parameter" or [c.axis for c in found.chains] == list(names)
+    weight = explain_name(made, CPU, "layers.0.mlp.up_proj.weight")
+    assert {move.axis for move in weight.moves} <= set(names) and weight.parameters[0].layout
+    found = document(made, CPU)
+    assert dot_text(found) and page(found)
+    assert {row["axis"] for row in found["collectives"]} <= set(names)
 
 
 # -- alternatives -------------------------------------------------------------------------------------------
@@ -206,16 +246,16 @@ def test_the_next_best_choice_costs_its_margin() -> None:
 
 def test_what_is_chosen_already_changes_nothing() -> None:
     found = explain_name(llama(), CPU, "input_ids")
-    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),), Mesh.parse(MESH)))
+    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),)))
     assert answer.seconds == 0 and not answer.changed and answer.same_as_stored
 
 
 def test_what_cannot_be_is_said() -> None:
     found = explain_name(llama(), CPU, "model.layers.0.mlp.up_proj.weight")
-    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),), Mesh.parse(MESH)))
+    answer = solver().pinned(pin_for(found, (("dp", Shard(0)),)))
     assert answer.forced is None and "cannot hold" in answer.why_not and answer.seconds is None
     with pytest.raises(UsageError, match="no axis"):
-        pin_for(found, (("xx", R),), Mesh.parse(MESH))
+        check_axes((("xx", R),), Mesh.parse(MESH))
 
 
 def test_another_mesh() -> None:

@@ -80,6 +80,19 @@ def test_parts_of_a_whole_stay_parts() -> None:
     assert moved(start, {("depth", ""): -0.1}).depth == pytest.approx(start.depth * 0.9048374)
 
 
+def test_devices_of_more_flops_per_watt_sustain_less() -> None:
+    def part(name: str, **more: float) -> float:
+        cluster = load_cluster(name)
+        figures = replace(Figures({cluster.device.name: 0.8}, sustained=0.9), **more)
+        return applied(cluster, figures).device.matmul_efficiency
+
+    assert part("a100-selene", throttle=0.2) == part("a100-selene", throttle=0.4) == pytest.approx(0.72)
+    # 989 TFLOP/s in 700 W, 312 in 400
+    assert part("h100-dgx", throttle=0.2) == pytest.approx(0.72 * (989 / 700 / (312 / 400)) ** -0.2)
+    assert part("h100-dgx", throttle=0.4) < part("h100-dgx", throttle=0.2) < 0.72
+    assert part("v100-dgx2", throttle=2.0) == 1.0  # no more than the peak
+
+
 def test_one_study_is_not_enough(made_up: list[Rebuilt]) -> None:
     with pytest.raises(UsageError, match="two studies"):
         fit(made_up[:3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from autoshard.program.verify import verify
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.architecture import architecture_of, parameters
 from autoshard.validate.captured import Captures
+from autoshard.validate.counted import counted, fits, unit_of
 from autoshard.validate.frameworks import behaviour_of, framework_of, frameworks
 from autoshard.validate.machine import machine_of
 from autoshard.validate.models import Architecture, model_of, on_meta
+from autoshard.validate.ranking import Ranking, alternatives_of, ranking
 from autoshard.validate.rebuild import Rebuilt, mesh_of, padded_vocab, rebuilt, storable
 from autoshard.validate.rows import Run, Unsupported, read_rows
 from autoshard.validate.score import Scored, by_study, scored, summary
@@ -238,7 +241,8 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     wide = run_of(tmp_path, framework="llm-foundry FSDP", precision="amp_bf16/DEFAULT")
     assert framework_of(wide).behaviour.gradient_dtype == "f32"
     summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")
-    assert behaviour_of(summed, framework_of(summed), ()).recipe == MIXED
+    # in bf16 as they are made, in fp32 as they are summed
+    assert behaviour_of(summed, framework_of(summed), ()).recipe == replace(MIXED, gradient=6)
     assert framework_of(run_of(tmp_path, framework="paper and pencil")).assumed
     assert [f.assumed for f in frameworks()] == [False] * (len(frameworks()) - 1) + [True]
 
@@ -295,10 +299,10 @@ def test_schedules_are_those_of_the_row(tmp_path: Path) -> None:
 
     assert schedule("1F1B") == ("1f1b", 2)
     assert schedule("1F1B", v=2) == schedule("interleaved_1F1B", v=2) == ("interleaved", 4)
-    assert schedule("ZB-1p") == schedule("ZB-2p") == ("zb-h1", 2)
+    assert (schedule("ZB-1p"), schedule("ZB-2p")) == (("zb-h1", 2), ("zb-h2", 2))
     assert schedule("ZBV") == ("zb-v", 4)
     first, second = rebuilt_of(run_of(tmp_path, schedule="ZB-2p", layers=3)).notes
-    assert "ZB-2p is priced as ZB-1p" in first
+    assert "ZB-2p is the schedule of the paper" in first
     assert second == "3 layers in stages of 1 to 2"
 
 
@@ -444,6 +448,34 @@ def test_a_run_that_did_not_fit_has_no_step(tmp_path: Path) -> None:
     assert not scored(made, 1.0, 2**30).predicted_oom
 
 
+def test_memory_is_in_the_unit_of_the_measurement(tmp_path: Path) -> None:
+    peak = 40 * 2.0**30
+    assert counted(peak, "max allocated GiB") / unit_of("max allocated GiB") == pytest.approx(40)
+    assert counted(peak, "max GB over stages") / unit_of("max GB over stages") == pytest.approx(
+        42.95, rel=1e-3
+    )
+    assert counted(peak, "max reserved GiB") > peak
+    # every kind of parallelism has communicators of its own
+    assert counted(peak, "GB nvidia-smi", 3) > counted(peak, "GB nvidia-smi", 1) > counted(peak, "reserved")
+    assert fits(70 * 2.0**30, 80 * 2.0**30, 3) and not fits(74 * 2.0**30, 80 * 2.0**30, 3)
+
+
+def test_a_plan_is_picked_among_those_for_the_same_work(tmp_path: Path) -> None:
+    runs = [
+        run_of(tmp_path, id="x", t=2, p=2, d=2),
+        run_of(tmp_path, id="y", t=1, p=2, d=4),
+        run_of(tmp_path, id="z", t=2, p=2, d=2, gbs=32),
+    ]
+    groups = [alternatives_of(run) for run in runs]
+    assert groups[0] == groups[1] != groups[2]
+    wrong = ranking([score("x", 1.0, 1.3), score("y", 1.2, 1.1), score("z", 9.0, 9.0)], groups)
+    assert (wrong.groups, wrong.picked) == (1, 0)
+    assert wrong.mean_regret_pct == wrong.worst_regret_pct == pytest.approx(20)
+    close = ranking([score("x", 1.0, 1.3), score("y", 1.02, 1.1), score("z", 9.0, 9.0)], groups)
+    assert (close.groups, close.picked) == (1, 1)
+    assert ranking([score("x", 1.0, 1.3)], groups[:1]) == Ranking(0, 0, None, None)
+
+
 # -- command -------------------------------------------------------------------------------------------
 
 
@@ -460,6 +492,7 @@ def test_json_has_its_schema(tmp_path: Path) -> None:
         *("rows", "mean_abs_pct_error", "worst_abs_pct_error", "memory_mean_abs_pct_error"),
         *("oom_right", "oom_wrong"),
     }
+    assert set(told["ranking"]) == {"groups", "picked", "mean_regret_pct", "worst_regret_pct"}
     assert set(told["studies"]) == {"a", "b"}
     assert "rank_correlation" in told["studies"]["a"]
     first, second = told["rows"]

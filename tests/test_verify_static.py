@@ -9,10 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from families import FAMILIES
+import torch
+from families import FAMILIES, family
 from pipelines import pipeline
-from planned import program
+from planned import planned, program
 from rule_samples import all_samples
+from sliced import program_of
+from slow_links import slow_cluster
+from torch import nn
 
 from autoshard import api
 from autoshard.cluster import Mesh
@@ -23,10 +27,12 @@ from autoshard.ir.lowered import Placed
 from autoshard.placement import Layout, P, Partial, R, Shard, local_extent
 from autoshard.program.original import original_text
 from autoshard.program.store import load_program, save_program
+from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
 from autoshard.rules.truth import digits_of, make_call
+from autoshard.search.plan import Recompute
 from autoshard.verify.indices import cover, held
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous
@@ -67,6 +73,54 @@ def test_pipelines_are_proved(name: str, mesh: str, schedule: str, chunks: int, 
     assert report.ranks == 2 * Mesh.parse(mesh).world_size
 
 
+SLICED: Sequence[tuple[str, str, int, str]] = (
+    ("llama", "tp=2", 2, ""),
+    ("gpt2", "dp=2,tp=2", 4, ""),
+    ("llama+padding", "tp=2", 2, ""),
+    ("llama", "fsdp=2", 4, "full"),
+    ("mixtral", "fsdp=2", 2, ""),
+)
+
+
+@pytest.mark.parametrize(("name", "mesh", "slices", "again"), SLICED)
+def test_slices_of_the_sequence_are_proved(name: str, mesh: str, slices: int, again: str) -> None:
+    more = {"recompute": {"layers_fwd": Recompute("full", 2)}} if again else {}
+    report = verify_static(program_of(name, 2, mesh, slices, 2, **more))
+    assert report.ok, report.findings[0]
+    assert not report.uncovered
+
+
+@pytest.mark.parametrize("way", ["levels", "copy=node", "copy=node,once,gradients=node"])
+def test_collectives_level_by_level_are_proved(way: str) -> None:
+    """After the gather over the outer axis, the inner one holds blocks of blocks: no message for that."""
+    model, inputs = family("llama").make()
+    made = api.plan(
+        model,
+        "pp=2,fsdp=4",
+        example_inputs=inputs,
+        cluster=slow_cluster(nodes_of=2),
+        schedule="1f1b",
+        microbatches=2,
+    )
+    report = verify_static(api.compile_analysed(made, hierarchy=way))
+    assert report.ok, report.findings[0]
+    assert report.ranks == 8 and not report.uncovered
+
+
+def test_fewer_bits_are_noted_and_not_called_equal() -> None:
+    model, inputs = family("llama").make()
+    made = api.plan(model, "fsdp=4", example_inputs=inputs, cluster=slow_cluster())
+    report = verify_static(api.compile_analysed(made, allow="int8-weights,int4-gradients"))
+    assert report.ok
+    note = next(c.note for c in report.checked if c.name == "collectives")
+    assert "rounded" in note
+
+
+def test_kernels_that_stand_for_chains_are_named_as_not_covered() -> None:
+    report = verify_static(api.compile_analysed(planned("llama", "dp=2,tp=2"), kernels=True))
+    assert report.ok and [c.name for c in report.uncovered] == ["function"]
+
+
 def test_a_stored_program_is_proved_as_the_one_in_memory(tmp_path: Path) -> None:
     made = program("llama", "dp=2,tp=2")
     save_program(made, tmp_path / "p")
@@ -92,9 +146,8 @@ def test_membership_is_what_enumeration_says(number: int) -> None:
     rule = RULES[call.node.op](call.node, call.ins)
     for sizes in ((2,), (3,), (2, 2)):
         mesh = MeshShape(tuple("abc"[: len(sizes)]), sizes)
-        states = op_states(
-            rule, call.ins, call.node.types, digits_of(rule), sizes, lambda axis, classes: True
-        )
+        parts = digits_of(rule)
+        states = op_states(rule, call.ins, call.node.types, parts, sizes, lambda axis, classes: True)
         known = {(s.inputs, s.outputs) for s in states}
         for state in states[:60]:
             assert broken_state(rule, call.ins, call.node.types, state.inputs, state.outputs, mesh) is None
@@ -178,6 +231,8 @@ def test_collectives_change_one_axis_as_they_say() -> None:
     assert told(comm("all_gather", "tp", 1), (S0, S1), (S0, R)) == []
     assert told(comm("reduce_scatter", "dp", 0), (P, R), (S0, R)) == []
     assert told(comm("all_to_all", "tp", 0, 1), (R, S1), (R, S0)) == []
+    # gathered around an axis that splits further inside: that one then holds blocks of blocks
+    assert told(comm("all_gather", "dp", 0), (S0, S0), (R, Shard(0, 2))) == []
     # both axes split dim 0: what the inner one holds is a quarter
     assert told(comm("all_gather", "tp", 0), (S0, S0), (S0, R)) == []
 
@@ -189,7 +244,8 @@ def test_collectives_change_one_axis_as_they_say() -> None:
         (comm("all_reduce", "tp", op="max"), (R, P), (R, R), "pending is a sum"),
         (comm("all_reduce", "tp"), (R, Partial("max")), (R, R), "pending is a max"),
         (comm("all_gather", "tp", 0), (R, S1), (R, R), "cuts or joins"),
-        (comm("all_gather", "dp", 0), (S0, S0), (R, S0), "no single collective"),
+        (comm("all_gather", "dp", 0), (S0, S0), (R, S0), "other elements"),
+        (comm("all_gather", "tp", 1), (S1, S0), (R, S0), "all_gather over dp, not all_gather over tp"),
         (comm("all_gather", "tp", 1), (S0, S1), (R, R), "no single collective"),
         (comm("slice", "tp", 1), (R, P), (R, S1), "that is reduce_scatter"),
         (comm("all_gather", "pp", 1), (R, S1), (R, R), "no axis"),
@@ -276,3 +332,32 @@ def test_the_twin_of_a_pipeline_runs_in_numbers(tmp_path: Path) -> None:
     assert twin.ok and twin.static.ranks == 8 and "schedule 1f1b" in twin.kept
     with pytest.raises(UsageError, match="no small twin"):
         verify_twin(big, "t:mlp")
+
+
+# -- what it found ----------------------------------------------------------------------------------
+
+
+class _Tables(nn.Module):
+    """Embeddings alike but for their number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 8) for n in (32, 24, 16))
+        self.out = nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = torch.cat([table(x[:, k]) for k, table in enumerate(self.tables)], -1)
+        loss: torch.Tensor = nn.functional.cross_entropy(self.out(found), y)
+        return loss
+
+
+def test_tables_of_unlike_length_are_not_one_segment() -> None:
+    """As one, ranks would take the rows of all of them from where those of the first lie."""
+    torch.manual_seed(0)
+    model = _Tables()
+    batch = {"x": torch.randint(0, 16, (8, 3)), "y": torch.randint(0, 4, (8,))}
+    planned = api.plan(model, "dp=2,tp=2", example_inputs=batch, pins=("tables.*.weight=tp:S(0)",))
+    made = api.compile_analysed(planned)
+    report = verify_static(made)
+    assert report.ok, report.findings[0]
+    assert verify(made, model, (), batch, steps=1).ok

@@ -7,16 +7,11 @@ prints their tables; without a name, planning, steps and estimates.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from autoshard.errors import AutoshardError
 
@@ -39,24 +34,10 @@ def planning() -> None:
 
 def steps() -> None:
     """Step time of emitted programs against torch by hand: 4 gloo processes, one thread each."""
-    CONSOLE.print("[bold]step time[/] (Llama, 6 layers, hidden 256, batch 8 x 64; AdamW; alternating rounds)")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "steps.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "-m", "autoshard.bench.step_worker", str(out)], check=True, env=env)
-        rows = json.loads(out.read_text())
-    hands = {"fsdp=4": "FSDP2 fully_shard", "tp=4": "parallelize_module", "dp=4": "DDP"}
-    table = Table("mesh", "autoshard ms", "by hand", "by hand ms", "median ratio")
-    for row in rows:
-        table.add_row(
-            row["mesh"],
-            f"{row['ours_s'] * 1e3:.0f}",
-            hands[row["mesh"]],
-            f"{row['by_hand_s'] * 1e3:.0f}",
-            f"{row['ratio']:.2f}",
-        )
-    CONSOLE.print(table)
+    from autoshard.bench.steps import measured, messages, print_messages, print_steps
+
+    print_steps(CONSOLE, measured())
+    print_messages(CONSOLE, messages())
 
 
 def estimates() -> None:

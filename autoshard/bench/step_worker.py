@@ -1,4 +1,4 @@
-"""Started by torchrun: step times of one mesh by autoshard and by hand, in alternating rounds.
+"""Started by torchrun: step times of alternatives on the same model, in alternating rounds.
 
 Arguments: where to write the results as JSON.
 """
@@ -9,8 +9,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,12 @@ from autoshard.bench.by_hand import by_ddp, by_fsdp2, by_tensor_parallel
 from autoshard.bench.models import bench_batch, bench_llama
 
 ROUNDS, STEPS = 9, 4
+#: every optional pass switched off
+OFF = {"bucket": False, "overlap": False, "kernels": False}
+Step = Callable[[], float]
 
 
-def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], float]:
+def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Step:
     """One AdamW training step as a function that returns the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -38,7 +42,7 @@ def stepper(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], fl
     return step
 
 
-def timed(step: Callable[[], float]) -> float:
+def timed(step: Step) -> float:
     """Seconds of a step, all ranks starting together."""
     dist.barrier()
     start = time.perf_counter()
@@ -53,33 +57,57 @@ def local_batch(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v.chunk(world)[rank] for k, v in batch.items()}
 
 
-def pair(name: str) -> tuple[Callable[[], float], Callable[[], float]]:
-    """(ours, by hand) training the same model on the same data."""
+def ours(mesh: str, **passes: Any) -> Step:
+    """The program of a mesh."""
     batch = bench_batch()
-    world = dist.get_world_size()
+    where: dict[str, Any] = {"mesh": mesh, "cluster": "cpu-gloo"}
+    return stepper(autoshard.parallelize(bench_llama(), example_inputs=batch, **where, **passes), batch)
+
+
+def _chosen() -> str:
+    """The planner's mesh for as many processes."""
+    plan = autoshard.plan(
+        bench_llama(), "cpu-gloo", example_inputs=bench_batch(), devices=dist.get_world_size()
+    ).plan
+    return plan.mesh if plan.pipeline is None else f"pp={plan.pipeline.ranks},{plan.mesh}"
+
+
+def by_hand(name: str) -> Step:
+    """Training as people write it with torch."""
+    batch, world = bench_batch(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=(name,))
-    ours = autoshard.parallelize(bench_llama(), mesh, example_inputs=batch, cluster="cpu-gloo")
-    hand = {"fsdp": by_fsdp2, "tp": by_tensor_parallel, "dp": by_ddp}[name](bench_llama(), mesh)
-    return stepper(ours, batch), stepper(hand, batch if name == "tp" else local_batch(batch))
+    model = {"fsdp": by_fsdp2, "tp": by_tensor_parallel, "dp": by_ddp}[name](bench_llama(), mesh)
+    return stepper(model, batch if name == "tp" else local_batch(batch))
+
+
+def compared(first: Step, others: Mapping[str, Step]) -> dict[str, Any]:
+    """Medians of alternating rounds; ratio: of the first to the fastest of the others in the same round."""
+    losses = [(first(), *(step() for step in others.values())) for _ in range(2)]
+    times = [(timed(first), *(timed(step) for step in others.values())) for _ in range(ROUNDS)]
+    middle = [statistics.median(column) for column in zip(*times, strict=True)]
+    return {
+        "ours_s": middle[0],
+        "other_s": dict(zip(others, middle[1:], strict=True)),
+        "ratio": statistics.median(row[0] / min(row[1:]) for row in times),
+        "first_losses": losses[0],
+    }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = []
-    for name in ("fsdp", "tp", "dp"):
-        ours, hand = pair(name)
-        losses = [(ours(), hand()) for _ in range(2)]
-        times = [(timed(ours), timed(hand)) for _ in range(ROUNDS)]
-        rows.append(
-            {
-                "mesh": f"{name}={dist.get_world_size()}",
-                "ours_s": statistics.median(a for a, _ in times),
-                "by_hand_s": statistics.median(b for _, b in times),
-                "ratio": statistics.median(a / b for a, b in times),
-                "first_losses": losses[0],
-            }
-        )
+    world = dist.get_world_size()
+    rows: list[dict[str, Any]] = []
+    hands = {"fsdp": "FSDP2 fully_shard", "tp": "parallelize_module", "dp": "DDP"}
+    steps = {name: by_hand(name) for name in hands}
+    for name, called in hands.items():
+        rows.append({"case": f"{name}={world}", **compared(ours(f"{name}={world}"), {called: steps[name]})})
+    best = {called: steps[name] for name, called in hands.items()}
+    own = _chosen()
+    rows.append({"case": f"planner's own: {own}", **compared(ours(own), best)})
+    for mesh in (f"fsdp={world}", f"dp=2,tp={world // 2}"):
+        plain = {"without passes": ours(mesh, **OFF)}
+        rows.append({"case": f"{mesh}, all passes", **compared(ours(mesh), plain)})
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(rows))
     dist.destroy_process_group()

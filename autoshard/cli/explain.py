@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, print_json, reporting, stdout
+from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cli.opened import Opened, Opener
+    from autoshard.cli.why_not import Wanted
     from autoshard.cluster.cluster import Cluster
+    from autoshard.cluster.mesh import Mesh
     from autoshard.report.explain import Explanation
     from autoshard.whatif import WhatIf
 
@@ -61,26 +64,29 @@ def explain_command(
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
         from autoshard.cli.opened import Opener
-        from autoshard.report.explain import explain_name, explanation_lines
-        from autoshard.report.why_not import alternative_of, whatif_json, whatif_lines
+        from autoshard.cli.why_not import alternative_of, check_axes, whatif_json, whatif_lines
+        from autoshard.cluster import Mesh
+        from autoshard.report.explain import explain_name
+        from autoshard.report.explain_text import explanation_lines
 
+        if name is None and why_not is None:
+            raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")
         say = Progress(quiet=json)
         opener = Opener(rules, say)
         wanted = None if why_not is None else alternative_of(why_not, name)
+        if wanted is not None and not isinstance(wanted, Mesh):
+            check_axes(wanted, Mesh.parse(opener.plan_of(folder).mesh))  # before anything that takes time
         opened = opener.open(folder)
         prices = prices_of(opened.program.plan, cluster)
         found = None if name is None else explain_name(opened.program, prices, name)
-        if found is None and wanted is None:
-            from autoshard.errors import UsageError
-
-            raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")
         answer = None if wanted is None else _answer(opener, opened, prices, found, wanted)
         if json:
-            document = {"command": "explain", "folder": str(folder), "version": 1}
-            explained = {} if found is None else {"explanation": found.as_json()}
-            print_json(
-                {**document, **explained, **({} if answer is None else {"why_not": whatif_json(answer)})}
-            )
+            document: dict[str, Any] = {"command": "explain", "folder": str(folder), "version": 1}
+            if found is not None:
+                document["explanation"] = found.as_json()
+            if answer is not None:
+                document["why_not"] = whatif_json(answer)
+            print_json(document)
             return
         console = stdout()
         lines = [] if found is None else list(explanation_lines(found))
@@ -91,11 +97,11 @@ def explain_command(
 
 
 def _answer(
-    opener: Opener, opened: Opened, prices: Cluster, found: Explanation | None, wanted: object
+    opener: Opener, opened: Opened, prices: Cluster, found: Explanation | None, wanted: Wanted | Mesh
 ) -> WhatIf:
     """Solve the question of the folder again, with the alternative."""
+    from autoshard.cli.why_not import pin_for
     from autoshard.cluster import Mesh
-    from autoshard.report.why_not import pin_for
     from autoshard.whatif import Solver, Wishes
 
     request = opened.request
@@ -105,4 +111,4 @@ def _answer(
     if isinstance(wanted, Mesh):
         return solver.on_mesh(wanted)
     assert found is not None
-    return solver.pinned(pin_for(found, wanted, Mesh.parse(opened.plan.mesh)))  # type: ignore[arg-type]
+    return solver.pinned(pin_for(found, wanted))

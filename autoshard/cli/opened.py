@@ -42,16 +42,22 @@ class Opener:
         self.rules, self.say = rules, say
         self._known: dict[tuple[object, ...], Planned] = {}
 
+    def plan_of(self, folder: Path) -> Plan:
+        """The plan that a folder of either kind holds, and nothing else of it."""
+        from autoshard.search.plan_json import plan_from_json
+
+        try:
+            return plan_from_json((folder / "plan.json").read_text(encoding="utf-8"))
+        except OSError:
+            raise _neither(folder) from None
+
     def open(self, folder: Path) -> Opened:
         """UsageError if the folder is neither kind, VerificationError if it is damaged."""
         if (folder / "manifest.json").is_file():
             return self._program(folder)
         if (folder / "plan.json").is_file():
             return self._plan(folder)
-        raise UsageError(
-            f"{folder} is neither a plan folder nor a program folder",
-            hint="autoshard plan ... -o DIR, or autoshard compile ... -o DIR",
-        )
+        raise _neither(folder)
 
     def _program(self, folder: Path) -> Opened:
         from autoshard.cli.folders import Request
@@ -86,15 +92,35 @@ class Opener:
                 why="it was made from Python, not by `autoshard plan` or `autoshard compile`",
                 hint="plan the model with `autoshard plan TARGET ... -o DIR`",
             )
-        key = (request.target, *sorted(request.options.items()), bool(plan.replicated))
+        sizes = _sizes(plan, request)
+        key = (request.target, *sorted(sizes.items()), bool(plan.replicated))
         machine = cluster or load_cluster(plan.cluster)
         if key not in self._known:
             path = self.rules or (Path(request.rules) if request.rules else None)
             own = load_rules(path)
             self.say(f"building {request.target}")
-            sizes = request.options
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)
             source = Source(built.model, args, kwargs, bool(plan.replicated), own)
             self._known[key] = Planned(plan, source.analysed(self.say), machine, None, source)
         return replace(self._known[key], plan=plan, cluster=machine)
+
+
+def _sizes(plan: Plan, request: Request) -> dict[str, int]:
+    """What to capture a target with: one microbatch of the plan, which saves capturing it a second time.
+
+    From a single sequence nothing can be scaled to more of them.
+    """
+    from autoshard.interop.targets import is_config
+
+    sizes = dict(request.options)
+    if is_config(request.target) and plan.batch > 1:
+        sizes["batch"] = plan.batch
+    return sizes
+
+
+def _neither(folder: Path) -> UsageError:
+    return UsageError(
+        f"{folder} is neither a plan folder nor a program folder",
+        hint="autoshard plan ... -o DIR, or autoshard compile ... -o DIR",
+    )

@@ -15,6 +15,7 @@ from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
+    from autoshard.validate.ranking import Ranking
     from autoshard.validate.rows import Run, Unsupported
     from autoshard.validate.score import Scored, Summary
 
@@ -53,6 +54,7 @@ def validate_command(
             )
         from autoshard.cluster import load_cluster
         from autoshard.simulate.step import estimate_step
+        from autoshard.validate.ranking import alternatives_of, ranking
         from autoshard.validate.rebuild import rebuilt
         from autoshard.validate.rows import Run, Unsupported, read_rows
         from autoshard.validate.score import scored
@@ -61,6 +63,7 @@ def validate_command(
         machine = None if cluster is None else load_cluster(cluster)
         given = read_rows(rows, study or ())
         order = {row.id: number for number, row in enumerate(given)}
+        told = {row.id: row for row in given if isinstance(row, Run)}
         unsupported = [row for row in given if isinstance(row, Unsupported)]
         if fit:
             assert out is not None
@@ -75,10 +78,11 @@ def validate_command(
             found.append(scored(made, step.seconds, step.fullest.peak))
         found.sort(key=lambda row: order[row.id])
         unsupported.sort(key=lambda row: order[row.id])
+        plans = ranking(found, [alternatives_of(told[row.id]) for row in found])
         if json:
-            print_json(document(found, unsupported))
+            print_json(document(found, unsupported, plans))
         else:
-            _print(found, unsupported)
+            _print(found, unsupported, plans)
 
 
 def _calibrate(
@@ -121,7 +125,7 @@ def _calibrate(
         stdout().print(f"written {path}", markup=False)
 
 
-def document(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> dict[str, Any]:
+def document(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> dict[str, Any]:
     """What ``--json`` prints beside the schema."""
     from autoshard.validate.score import by_study, summary
 
@@ -129,6 +133,7 @@ def document(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> dic
     overall.pop("rank_correlation")  # steps of different studies are far apart, whatever is predicted
     return {
         "overall": overall,
+        "ranking": asdict(plans),
         "studies": {name: asdict(one) for name, one in by_study(found).items()},
         "rows": [
             {
@@ -148,7 +153,7 @@ def document(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> dic
     }
 
 
-def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> None:
+def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> None:
     from autoshard.report.units import seconds_text
     from autoshard.validate.score import by_study, summary
 
@@ -169,6 +174,13 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported]) -> None:
         print_table(rows)
         stdout().print()
         print_table(_studies({**by_study(found), "all": summary(found)}))
+        if plans.groups:
+            stdout().print(
+                f"\nof {plans.groups} groups of plans for the same work, the fastest or one within 3 % is "
+                f"picked in {plans.picked}; what is picked takes {plans.mean_regret_pct:.1f} % longer on "
+                f"average, {plans.worst_regret_pct:.1f} % at most",
+                highlight=False,
+            )
     _notes("assumed", [(row.id, note) for row in found for note in row.notes])
     _notes("not compared", [(row.id, row.reason) for row in unsupported])
 

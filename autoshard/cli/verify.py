@@ -103,7 +103,8 @@ def verify_command(
         if ran is not None and not ran.ok:
             raise _failure(ran)
         if not json:
-            stdout().print("[bold green]verified[/]")
+            missing = ", ".join(c.name for c in proved.uncovered)
+            stdout().print("[bold green]verified[/]" + (f" but for: {missing}" if missing else ""))
 
 
 def _proved(program: Program, rules: Rules, cluster: str | None, say: Progress) -> StaticReport:

@@ -69,6 +69,7 @@ _KERNELS: Schema = {
     "dispatch": (_NUMBER, False),
     "clock": (_NUMBER, False),
     "best": (_NUMBER, False),
+    "watts": (_NUMBER, False),
     "cache": (_NUMBER, False),
     "cached": (_NUMBER, False),
     "source": _SOURCE,

@@ -3,16 +3,28 @@
 Importing this package defines them all in the ``autoshard`` namespace of ``torch.ops``.
 """
 
-from autoshard.kernels import norm, quant, quant_reduce, vocab_ce, vocab_embedding
+from autoshard.kernels import (
+    bucket,
+    norm,
+    norm_quant,
+    optim,
+    quant,
+    quant_reduce,
+    vocab_ce,
+    vocab_embedding,
+)
 from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter
 
 __all__ = [
     "attention",
+    "bucket",
     "ctc",
     "dropout",
     "experts",
     "loss",
     "norm",
+    "norm_quant",
+    "optim",
     "quant",
     "quant_reduce",
     "recurrent",

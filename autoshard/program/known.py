@@ -16,6 +16,7 @@ _LOWERED = (
     "autoshard.expert_mm_part.default",
     "autoshard.expert_outer_part.default",
     "autoshard.index_add_part.default",
+    "autoshard.layer_norm.default",
     "autoshard.layer_norm_backward.default",
     "autoshard.rms_norm.default",
     "autoshard.rms_norm_backward.default",

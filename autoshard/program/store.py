@@ -30,10 +30,23 @@ from autoshard.program.parse import parse_program
 from autoshard.program.program import FORMAT, Note, Program, Signature, Stages
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.text import axis_names, program_text
+from autoshard.program.trusted import check_signature
 from autoshard.rules.user import Rules, user_rules
 from autoshard.runtime.resolve import torch_dtype
 
 _RECOMPILE = "compile the program again"
+#: what reading a folder may raise that was changed by hand, or is not whole
+_DAMAGE = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    RuntimeError,  # torch's, of a constant whose numbers do not fit its shape or type
+)
 
 
 def save_program(program: Program, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -180,12 +193,23 @@ def load_program(folder: str | os.PathLike[str], *, rules: Rules = None, only_re
         ) from None
     try:
         return _load(root, manifest, None if only_read else own)
-    except VerificationError:
-        raise
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise VerificationError(
+    except VerificationError as error:
+        raise _of_version(error, manifest) from None
+    except _DAMAGE as error:
+        made = VerificationError(
             f"{root} is not a whole program folder", why=f"{type(error).__name__}: {error}", hint=_RECOMPILE
-        ) from None
+        )
+        raise _of_version(made, manifest) from None
+
+
+def _of_version(error: VerificationError, manifest: object) -> VerificationError:
+    """The error, with the version that compiled the program if that is another one."""
+    found = manifest.get("autoshard") if isinstance(manifest, dict) else None
+    if not isinstance(found, str) or found == __version__ or found in error.why:
+        return error
+    why = f"{error.why}; " if error.why else ""
+    why += f"the program was compiled by autoshard {found[:40]}, this is {__version__}"
+    return VerificationError(error.what, where=error.where, why=why, hint=error.hint)
 
 
 def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> Program:
@@ -205,6 +229,10 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
     notes = json.loads(texts["notes.json"])
     signature = _signature_in(manifest["signature"], ports)
     _check_returns(signature, lowered, returns)
+    constants: dict[str, object] = {
+        k: _constant_in(v) for k, v in json.loads(texts["constants.json"]).items()
+    }
+    check_signature(signature, constants)
     lowered = replace(_labelled(lowered, notes["labels"]), results=tuple(r.value for r in signature.results))
     original = None
     if "original.py" in texts:
@@ -218,7 +246,7 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["segments"].items()},
         texts["plan.json"],
         {k[6:-3]: text for k, text in texts.items() if k.startswith("dumps/")},
-        {k: _constant_in(v) for k, v in json.loads(texts["constants.json"]).items()},
+        constants,
         manifest["target"],
         tuple((str(a), str(b)) for a, b in manifest["options"]),
         user_ops,

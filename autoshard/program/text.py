@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
+from autoshard.program.collectives import collectives_of
 from autoshard.program.ends import Wire, part_name, returns_of, wires_of
 from autoshard.program.program import FORMAT, Note, Program
 
@@ -97,12 +99,27 @@ def segment_lines(segment: LoweredSegment, notes: Sequence[Note], names: Sequenc
     return lines
 
 
+def numbered_notes(program: Program) -> dict[str, tuple[Note, ...]]:
+    """The notes of every segment, those of collectives with their names before the reason (``c017``)."""
+    named = collectives_of(program)
+    return {
+        name: tuple(
+            replace(note, why=f"{named[name, node.name].name} {note.why}".rstrip())
+            if (name, node.name) in named
+            else note
+            for node, note in zip(segment.graph.nodes, program.notes[name], strict=True)
+        )
+        for name, segment in program.lowered.segments.items()
+    }
+
+
 def _names(values: Sequence[str]) -> str:
     return f"({', '.join(values)}{',' if len(values) == 1 else ''})"
 
 
 def main_lines(program: Program, names: Sequence[str]) -> list[str]:
     lowered, signature = program.lowered, program.signature
+    named = collectives_of(program)
     lines = []
     for port in signature.ports:
         placed = lowered.values[port.name]
@@ -116,7 +133,10 @@ def main_lines(program: Program, names: Sequence[str]) -> list[str]:
         lines += ["", f"def {part_name(lowered, part)}():"]
         lines += [f"    # {text}" for text in _wire_notes(part, wires)]
         for item in lowered.of(part):
-            lines += [f"    {line}" for line in _instruction(item, lowered.values, names)]
+            written = [f"    {line}" for line in instruction_lines(item, lowered.values, names)]
+            if isinstance(item, Node) and ("", item.name) in named:
+                written[-1] = f"{written[-1]:<100}  # {named['', item.name].name}"
+            lines += written
         lines += [f"    return {_names(returned[part])}", ""]
     return lines
 
@@ -134,7 +154,8 @@ def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
     return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
 
 
-def _instruction(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+def instruction_lines(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+    """A statement of a part."""
     if isinstance(item, Node):
         return node_lines(item, {out: values[out].layout for out in item.outs}, names)
     args = ", ".join(item.args)
@@ -147,6 +168,7 @@ def program_text(program: Program) -> str:
     """The whole program as text."""
     names = axis_names(program.mesh)
     counts = _counts(program.lowered)
+    notes = numbered_notes(program)
     lines = [
         f"# autoshard program, format {FORMAT} | mesh {program.mesh}",
         "# shapes are GLOBAL; what a rank holds follows from the placement of each mesh axis:",
@@ -156,7 +178,7 @@ def program_text(program: Program) -> str:
     for name, segment in program.lowered.segments.items():
         lines.append("")
         lines.append(f"# called {counts[name]} times")
-        lines += segment_lines(segment, program.notes[name], names)
+        lines += segment_lines(segment, notes[name], names)
         lines.append("")
     lines.append("")
     lines += main_lines(program, names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place
 from autoshard.search.plan import Why
+from autoshard.simulate.ops import EXCHANGES, collective_kind
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Chains:
         name = self.mesh.names[axis]
         ins = [Place(made.call, ref) for ref in refs_of(made.node)]
         why = self.note(made)[2]
-        if made.node.op.startswith("comm.") and ins:
+        if _moves(made.node) and ins:
             # of several values in one message, each result is that of the input in its place
             moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
             before = self.layout(moved)[axis]
@@ -199,7 +200,10 @@ class Chains:
             whole = self._unsplit(ins, axis)
             if whole is not None:
                 return whole, "", Why("")
-            return None, f"nothing that it is computed from is divided over {name}", why
+            text = (
+                "its op gives all of it on every rank" if split else "nothing that it is made of is divided"
+            )
+            return None, f"{text}{' of' if split else ' over'} {name}", why
         if not split:
             return None, f"each rank of {name} computes its own part", why
         if isinstance(wish, Partial) and all(self.layout(p)[axis] != wish for p in split):
@@ -210,7 +214,7 @@ class Chains:
         """Of whole inputs, the one that a collective made whole, if any did directly."""
         for place in ins:
             made = self.maker(place)
-            if made is not None and made.node.op.startswith("comm.") and self._moves(made, axis):
+            if made is not None and _moves(made.node) and self._moves(made, axis):
                 return self.settled(place)
         return None
 
@@ -225,13 +229,29 @@ class Chains:
 
     def _wanted_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
         """The first op that uses what a collective makes, in words, with its reason."""
-        if made.segment is None or made.call is None:
+        user = self._first_user(made.call, value)
+        if user is None:
             return None
-        for node in made.segment.graph.nodes:
-            if value in refs_of(node) and not node.op.startswith("comm."):
-                module, source, why = self.note(_Made(node, made.call, made.segment))
-                where = " ".join(filter(None, (module, f"({source})" if source else "")))
-                return f"{op_text(node.op)} {node.name}{f' in {where}' if where else ''}", why
+        module, source, why = self.note(user)
+        where = " ".join(filter(None, (module, f"({source})" if source else "")))
+        return f"{op_text(user.node.op)} {user.node.name}{f' in {where}' if where else ''}", why
+
+    def _first_user(self, call: int | None, value: str) -> _Made | None:
+        """The first op that reads a value, in its own segment or in one that it is handed to."""
+        if call is not None:
+            item = self.lowered.main[call]
+            assert isinstance(item, Call)
+            graph = self.lowered.segments[item.segment].graph
+            for node in graph.nodes:
+                if value in refs_of(node) and not node.op.startswith("comm."):
+                    return _Made(node, call, self.lowered.segments[item.segment])
+            if value not in graph.outputs:
+                return None
+            value = item.outs[graph.outputs.index(value)]
+        for number, item in enumerate(self.lowered.main):
+            if isinstance(item, Call) and value in item.args:
+                inner = self.lowered.segments[item.segment].graph.inputs[item.args.index(value)][0]
+                return self._first_user(number, inner)
         return None
 
     def _port_end(self, value: str, axis: int) -> tuple[str, Why]:
@@ -247,15 +267,6 @@ class Chains:
         return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
 
 
-def users(index: Index, place: Place) -> Iterator[tuple[Place, Node]]:
-    """Nodes of the same segment (or of main) that read a value."""
-    lowered = index.lowered
-    if place.call is None:
-        nodes: Sequence[Node] = [i for i in lowered.main if isinstance(i, Node)]
-    else:
-        call = lowered.main[place.call]
-        assert isinstance(call, Call)
-        nodes = lowered.segments[call.segment].graph.nodes
-    for node in nodes:
-        if place.value in refs_of(node):
-            yield Place(place.call, node.name), node
+def _moves(node: Node) -> bool:
+    """Whether a node only changes where a value lies (products that exchange rows do more)."""
+    return node.op.startswith("comm.") and collective_kind(node) not in EXCHANGES

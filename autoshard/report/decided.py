@@ -12,7 +12,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Port
 from autoshard.program.program import Program
-from autoshard.program.text import layout_text
+from autoshard.program.text import axis_names, layout_text
 from autoshard.search.explain import life_text
 from autoshard.search.plan import Plan, Why, why_key
 from autoshard.search.plan_json import plan_from_json
@@ -61,7 +61,10 @@ class Decisions:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Of the ranks of one stage: what layouts are about."""
+        """Of the ranks of one stage: what the layouts of the plan are about.
+
+        The program's own mesh may have more axes, where emitting took one apart by the levels of the wiring.
+        """
         return Mesh.parse(self.plan.mesh)
 
     @cached_property
@@ -89,18 +92,21 @@ class Decisions:
                 found.setdefault(key, []).append(port)
         return {key: tuple(ports) for key, ports in found.items()}
 
-    def why_of_op(self, segment: str, value: str, note: str) -> Why:
-        """The reason of an op of the program. note: what its dump says; the plan's reason must say the same.
+    def op_of(self, segment: str, value: str) -> Op | None:
+        """The op of the searched graph that makes a value of the program, None for what passes made.
 
         Passes may cut a segment in parts, whose names begin with its own.
         """
         for known in sorted(self.plan_segments, key=len, reverse=True):
-            if segment == known or segment.startswith(f"{known}_"):
-                op = self.by_value.get((known, value))
-                why = None if op is None else self.plan.why.get(why_key("node", op.segment, op.number))
-                if why is not None and str(why) == note:
-                    return why
-        return Why(note)
+            if (segment == known or segment.startswith(f"{known}_")) and (known, value) in self.by_value:
+                return self.by_value[known, value]
+        return None
+
+    def why_of_op(self, segment: str, value: str, note: str) -> Why:
+        """The reason of an op. note: what the program says, and the plan's reason must say the same."""
+        op = self.op_of(segment, value)
+        why = None if op is None else self.plan.why.get(why_key("node", op.segment, op.number))
+        return why if why is not None and str(why) == note else Why(note)
 
     @cached_property
     def plan_segments(self) -> frozenset[str]:
@@ -119,7 +125,8 @@ class Decisions:
         life = self.plan.params.get(("", self.program.classes.get(port.name, "")))
         if life is not None:
             return life_text(life, self.mesh)
-        return layout_text(self.program.lowered.values[port.name].layout, self.mesh.names)
+        layout = self.program.lowered.values[port.name].layout
+        return layout_text(layout, axis_names(self.program.mesh))
 
     def starred(self, name: str) -> str:
         """A module or parameter of a layer as that of any layer: ``model.layers.*.mlp``."""

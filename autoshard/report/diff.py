@@ -169,6 +169,9 @@ def _whole(a: _Side, b: _Side) -> Iterator[Decided]:
         one, two = of(a), of(b)
         if one != two:
             yield Decided(what, 1, one, two)
+    only_a, only_b = (sorted({*x.program.dumps} - {*y.program.dumps}) for x, y in ((a, b), (b, a)))
+    if only_a or only_b:
+        yield Decided("passes", 1, ", ".join(only_a) or "no others", ", ".join(only_b) or "no others")
 
 
 def _again(side: _Side) -> str:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 from autoshard._version import __version__
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Placed
-from autoshard.program.program import Note, Program
-from autoshard.program.text import axis_names, layout_text, op_text
-from autoshard.report.decided import Decisions, starred
+from autoshard.ir import Call
+from autoshard.program.program import Program
+from autoshard.report.decided import Decisions
+from autoshard.report.document_modules import module_rows, modules_of_parameters, parameter_rows
+from autoshard.report.document_segments import collective_rows, segments_of
 from autoshard.report.levels import Levels
-from autoshard.report.lookup import Index, upwards
 from autoshard.report.simulation import memory_of, parts_of, rates
 from autoshard.search.plan import Plan
-from autoshard.simulate.ops import VIEWS, collective_kind, is_message, placed_of
-from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate, simulated
 
@@ -27,22 +23,21 @@ from autoshard.simulate.step import StepEstimate, simulated
 VERSION = 1
 #: actions of a timeline that the page holds; of larger ones, those of the first ranks
 _MOST_SPANS = 60_000
-#: what stands for instructions outside segments
-MAIN = "main"
 
 
 def document(program: Program, cluster: Cluster) -> dict[str, Any]:
     """Version 1. Seconds, bytes; costs of nodes are of one call on the fullest rank; shapes are global.
 
-    ``segments``: straight-line code, every segment once with how often it is called (``main``: what stands
-    between calls); ``modules``: the model's tree with the costs of a microbatch, repeated layers as one
+    ``segments``: straight-line code, every segment once, with how often a microbatch calls it and how often
+    it runs in a step (``main`` and ``once``: what stands between calls, in every microbatch and once a
+    step); ``modules``: the model's tree with the costs of a step, all stages together, repeated layers as one
     (``model.layers.*``); ``parameters``: by class; ``collectives``: every one of the text; ``passes``: the
     text of each segment after each pass, as numbers of ``lines``; ``timeline``: actions of pipeline ranks;
     ``streams``: the ops of one microbatch of each stage, computing and one stream per mesh axis.
     """
     found, prices = simulated(program, cluster)
     pricer, decisions = prices.pricer, Decisions.of(program)
-    segments = list(_segments(program, pricer, decisions))
+    segments = list(segments_of(program, pricer, decisions))
     lines, passes = _passes(program)
     rate = rates(program, found)
     mesh = Mesh.parse(program.whole_mesh)
@@ -61,270 +56,14 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
         "memory": _memory(found, cluster),
         "plan": _plan(decisions.plan),
         "segments": [s.as_json() for s in segments],
-        "modules": module_rows(segments, _modules_of_parameters(program, decisions)),
-        "parameters": list(_parameters(program, pricer, decisions)),
-        "collectives": list(_collectives(segments)),
+        "modules": module_rows(segments, modules_of_parameters(program, decisions)),
+        "parameters": list(parameter_rows(program, pricer, decisions)),
+        "collectives": list(collective_rows(segments)),
         "lines": lines,
         "passes": passes,
         "timeline": _timeline(found, prices),
         "streams": list(_streams(prices)),
     }
-
-
-# -- segments --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """A segment of the program. layers: labels of its calls."""
-
-    name: str
-    calls: int
-    backward: bool
-    layers: tuple[str, ...]
-    stages: tuple[int, ...]
-    inputs: tuple[dict[str, str], ...]
-    outputs: tuple[str, ...]
-    nodes: tuple[dict[str, Any], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "calls": self.calls,
-            "backward": self.backward,
-            "layers": list(self.layers),
-            "stages": list(self.stages),
-            "inputs": list(self.inputs),
-            "outputs": list(self.outputs),
-            "nodes": list(self.nodes),
-        }
-
-
-@dataclass
-class _Called:
-    """How a segment is called."""
-
-    calls: int = 0
-    backward: bool = False
-    layers: dict[str, None] = field(default_factory=dict)
-    stages: set[int] = field(default_factory=set)
-
-
-def _segments(program: Program, pricer: Pricer, decisions: Decisions) -> Iterator[_Segment]:
-    lowered, names = program.lowered, axis_names(program.mesh)
-    called: dict[str, _Called] = {}
-    for part in lowered.parts:
-        for item in lowered.of(part):
-            if isinstance(item, Call):
-                entry = called.setdefault(item.segment, _Called())
-                entry.calls += 1
-                entry.backward = item.backward
-                entry.stages.add(part.stage)
-                if item.label:
-                    entry.layers[item.label] = None
-    weights = _weights(program)
-    for name, segment in lowered.segments.items():
-        entry = called.get(name, _Called())
-        values = placed_of(segment)
-        nodes = tuple(
-            _node(node, note, values, names, pricer, decisions)
-            for node, note in zip(segment.graph.nodes, program.notes[name], strict=True)
-        )
-        inputs = tuple(
-            {
-                "name": n,
-                "type": str(t),
-                "layout": layout_text(segment.layouts[n], names),
-                "kind": "weight" if n in weights.get(name, ()) else "value",
-            }
-            for n, t in segment.graph.inputs
-        )
-        yield _Segment(
-            name,
-            entry.calls,
-            entry.backward,
-            tuple(entry.layers),
-            tuple(sorted(entry.stages)),
-            inputs,
-            segment.graph.outputs,
-            nodes,
-        )
-    between = [item for item in lowered.main if isinstance(item, Node)]
-    if between:
-        nodes = tuple(
-            _node(n, Note(n.origin.fqn, n.origin.source), lowered.values, names, pricer, decisions)
-            for n in between
-        )
-        yield _Segment(MAIN, 1, any(n.backward for n in between), (), (), (), (), nodes)
-
-
-def _weights(program: Program) -> dict[str, set[str]]:
-    """Segment -> its inputs that are parameters or buffers, or copies of them that collectives made."""
-    lowered = program.lowered
-    stored = {p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")}
-    found: dict[str, set[str]] = {}
-    for item in lowered.main:
-        if isinstance(item, Node):
-            if item.op.startswith("comm.") and stored >= set(refs_of(item)):
-                stored |= set(item.outs)
-            continue
-        graph = lowered.segments[item.segment].graph
-        own = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
-        found.setdefault(item.segment, set()).update(own)
-        for node in graph.nodes:
-            if node.op.startswith("comm.") and own >= set(refs_of(node)):
-                own |= set(node.outs)
-        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return found
-
-
-def _node(
-    node: Node,
-    note: Note,
-    values: Mapping[str, Placed],
-    names: Sequence[str],
-    pricer: Pricer,
-    decisions: Decisions,
-) -> dict[str, Any]:
-    cost = pricer.node(node, values)
-    refs = list(dict.fromkeys(refs_of(node)))
-    placed = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t is not None]
-    made: dict[str, Any] = {
-        "outs": list(node.outs),
-        "op": op_text(node.op),
-        "type": str(placed[0].type) if placed else "",
-        "layout": layout_text(placed[0].layout, names) if placed else "",
-        "refs": refs,
-        "module": decisions.starred(note.fqn),
-        "source": note.source,
-        "why": note.why,
-        "compute": cost.compute,
-        "comm": cost.comm,
-        "wire": cost.wire,
-    }
-    if node.op in VIEWS:
-        made["view"] = True
-    if node.op.startswith("comm."):
-        made["kind"] = collective_kind(node) or "slice"
-        made["axis"] = str(node.args[1])
-        made["message"] = is_message(node)
-        made["before"] = layout_text(values[refs[0]].layout, names) if refs else ""
-    return made
-
-
-def _collectives(segments: Sequence[_Segment]) -> Iterator[dict[str, Any]]:
-    """Those that send something; calls: of a microbatch. Between calls, equal ones are one row."""
-    rows: dict[object, dict[str, Any]] = {}
-    for segment in segments:
-        for number, node in enumerate(segment.nodes):
-            if node.get("message"):
-                row = {
-                    "segment": segment.name,
-                    "node": number,
-                    "value": node["outs"][0],
-                    "values": len(node["outs"]),
-                    "kind": node["kind"],
-                    "axis": node["axis"],
-                    "before": node["before"],
-                    "after": node["layout"],
-                    "type": node["type"],
-                    "seconds": node["comm"],
-                    "wire": node["wire"],
-                    "calls": segment.calls,
-                    "module": node["module"],
-                    "source": node["source"],
-                    "backward": segment.backward,
-                }
-                fields = [v for k, v in row.items() if k not in ("node", "value")]
-                key: object = tuple(fields) if segment.name == MAIN else (segment.name, number)
-                if key in rows:
-                    rows[key]["calls"] += 1
-                else:
-                    rows[key] = row
-    yield from rows.values()
-
-
-# -- modules ---------------------------------------------------------------------------------------------
-
-
-def module_rows(segments: Sequence[_Segment], parameters: Iterable[str]) -> list[dict[str, Any]]:
-    """The tree of modules, parents before children, in the order in which the forward meets them.
-
-    path: with ``*`` for the number of a layer; layers: how many of them. Costs are of all layers and of one
-    microbatch, forward and backward, with everything inside; "" is the whole model.
-    """
-    rows: dict[str, dict[str, Any]] = {"": _row("", 1)}
-    for segment in [*[s for s in segments if not s.backward], *[s for s in segments if s.backward]]:
-        for node in segment.nodes:
-            for path in (*upwards(node["module"]), ""):
-                row = rows.setdefault(path, _row(path, 1))
-                row["layers"] = max(row["layers"], len(segment.layers) if "*" in path else 1)
-                half = "backward" if segment.backward else "forward"
-                row[half] += segment.calls * (node["compute"] + node["comm"])
-                row["compute"] += segment.calls * node["compute"]
-                row["comm"] += segment.calls * node["comm"]
-                row["wire"] += segment.calls * node["wire"]
-    for module in parameters:
-        for path in upwards(module):
-            rows.setdefault(path, _row(path, 1))
-    return [rows[path] for path in _parents_first(list(rows))]
-
-
-def _row(path: str, layers: int) -> dict[str, Any]:
-    zero = dict.fromkeys(("forward", "backward", "compute", "comm", "wire"), 0.0)
-    return {"path": path, "layers": layers, **zero}
-
-
-def _parents_first(paths: Sequence[str]) -> list[str]:
-    """Depth first; children in the order in which they come."""
-    children: dict[str, list[str]] = {}
-    for path in paths:
-        if path:
-            children.setdefault(path.rpartition(".")[0], []).append(path)
-    order: list[str] = []
-    left = [""]
-    while left:
-        path = left.pop()
-        order.append(path)
-        left += reversed(children.get(path, []))
-    return order
-
-
-def _modules_of_parameters(program: Program, decisions: Decisions) -> list[str]:
-    ports = [p for p in program.signature.ports if p.kind in ("param", "buffer")]
-    return list(dict.fromkeys(decisions.starred(p.target).rpartition(".")[0] for p in ports))
-
-
-def _parameters(program: Program, pricer: Pricer, decisions: Decisions) -> Iterator[dict[str, Any]]:
-    """Classes of parameters that are decided about together and whose names differ in layers alone."""
-    index = Index(program)
-    groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for port in program.signature.ports:
-        if port.kind not in ("param", "buffer", "input"):
-            continue
-        name = index.name_of(port)
-        path, life = starred(name, index.labels), decisions.life_of_port(port)
-        placed = program.lowered.values[port.name]
-        row = groups.get((path, life))
-        if row is None:
-            why = decisions.why_of_port(port)
-            row = groups[path, life] = {
-                "name": path,
-                "kind": port.kind,
-                "module": path.rpartition(".")[0] if port.kind != "input" else "",
-                "count": 0,
-                "type": str(port.type),
-                "layout": life,
-                "bytes": 0.0,
-                "whole": 0.0,
-                "reason": why.reason,
-                "alternative": why.alternative,
-                "margin": why.margin,
-            }
-        row["count"] += 1
-        row["bytes"] += pricer.bytes_of(placed.type, placed.layout)
-        row["whole"] += float(port.type.nbytes)
-    yield from groups.values()
 
 
 # -- the step --------------------------------------------------------------------------------------------

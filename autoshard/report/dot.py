@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UsageError
-from autoshard.report.document import MAIN
+from autoshard.report.document_segments import MAIN, ONCE
 from autoshard.report.units import bytes_text, seconds_text
 
 #: as on the report page; shapes say the same without colour
@@ -19,7 +19,7 @@ def dot_text(document: Mapping[str, Any], segment: str | None = None) -> str:
     Collectives are ellipses, ops boxes, inputs dashed.
     Raises UsageError if there is no such segment.
     """
-    known = {s["name"]: s for s in document["segments"] if s["name"] != MAIN}
+    known = {s["name"]: s for s in document["segments"] if s["name"] not in (MAIN, ONCE)}
     if segment is not None and segment not in known:
         raise UsageError(f"there is no segment {segment!r}", hint=f"one of {', '.join(known)}")
     lines = [

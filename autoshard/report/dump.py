@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoshard.ir import Folded, Graph
 from autoshard.ir.lowered import Lowered
+from autoshard.program.ends import part_name
 from autoshard.program.notes import notes_of_segment
-from autoshard.program.text import axis_names, call_text, segment_lines
+from autoshard.program.text import axis_names, call_text, instruction_lines, segment_lines
 
 
 def dump_text(name: str, graph: Folded | Lowered, mesh: str) -> str:
@@ -19,7 +22,22 @@ def dump_text(name: str, graph: Folded | Lowered, mesh: str) -> str:
     names = axis_names(mesh)
     for key, lowered in graph.segments.items():
         lines += ["", *segment_lines(lowered, notes_of_segment(graph, key), names)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_main(graph, names)]) + "\n"
+
+
+def _main(lowered: Lowered, names: Sequence[str]) -> list[str]:
+    """What runs the segments: the parts, or forward and backward while it has not been cut into them."""
+    if lowered.parts:
+        parts = [(part_name(lowered, part), lowered.of(part)) for part in lowered.parts]
+    else:
+        halves = [tuple(i for i in lowered.main if i.backward == backward) for backward in (False, True)]
+        parts = list(zip(("forward", "backward"), halves, strict=True))
+    lines: list[str] = []
+    for name, items in parts:
+        lines += ["", f"def {name}():"]
+        lines += [f"    {line}" for item in items for line in instruction_lines(item, lowered.values, names)]
+        lines += [] if items else ["    pass"]
+    return lines
 
 
 def folded_lines(graph: Graph) -> list[str]:

@@ -10,12 +10,10 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.program.program import Program
-from autoshard.program.text import layout_text, op_text
-from autoshard.report.chain import Chain, Chains, Link
-from autoshard.report.decided import Decisions, starred_label
-from autoshard.report.lookup import Index, Place, Subject
-from autoshard.report.units import bytes_text, seconds_text
-from autoshard.search.plan import Why
+from autoshard.program.text import axis_names, layout_text, op_text
+from autoshard.report.chain import Chain, Chains
+from autoshard.report.decided import Decisions
+from autoshard.report.lookup import Index, Place, Subject, result_of
 from autoshard.simulate.ops import collective_kind, is_message, placed_of
 from autoshard.simulate.pricing import Pricer
 
@@ -100,7 +98,7 @@ class _Explainer:
         self.decisions, self.index = Decisions.of(program), Index(program)
         self.chains = Chains(self.decisions, self.index)
         self.prices = Pricer(program, cluster)
-        self.names = self.decisions.mesh.names
+        self.names = axis_names(program.mesh)  # which emitting may have taken apart by level
 
     def of(self, name: str) -> Explanation:
         subject = self.index.find(name)
@@ -140,8 +138,8 @@ class _Explainer:
         seen: set[str] = set()
         for number, item in enumerate(self.lowered.main):
             if isinstance(item, Node):
-                if values & set(refs_of(item)):
-                    yield Place(None, item.name), item
+                if result_of(item) and values & set(refs_of(item)):
+                    yield Place(None, result_of(item)), item
                     if item.op.startswith("comm."):
                         values |= _moved(item, values)
                 continue
@@ -151,8 +149,8 @@ class _Explainer:
             graph = self.lowered.segments[item.segment].graph
             inside = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in values}
             for node in graph.nodes:
-                if inside & set(refs_of(node)):
-                    yield Place(number, node.name), node
+                if result_of(node) and inside & set(refs_of(node)):
+                    yield Place(number, result_of(node)), node
                     if node.op.startswith("comm."):
                         inside |= _moved(node, inside)
             values |= {o for o, i in zip(item.outs, graph.outputs, strict=True) if i in inside}
@@ -168,7 +166,7 @@ class _Explainer:
             made = self.chains.maker(here)
             if made is None or not made.node.op.startswith("comm."):
                 return
-            place = Place(made.call, made.node.name)
+            place = Place(made.call, result_of(made.node))
             if is_message(made.node):
                 yield self._move(place, made.node)
             ins = list(refs_of(made.node))
@@ -181,11 +179,17 @@ class _Explainer:
         place = self.chains.settled(place)
         made = self.chains.maker(place)
         assert made is not None
+        # under the name that it has in the plan, which can be pinned
+        op = (
+            self.decisions.op_of(self._call(place).segment, made.node.name)
+            if place.call is not None
+            else None
+        )
         layers = self.index.same_layers(place)
         uses = self._users(place)
         return Explanation(
             subject.kind,
-            subject.name,
+            subject.name if op is None else f"{op.segment}/{place.value}",
             layers,
             self._source(place),
             (),
@@ -254,8 +258,9 @@ class _Explainer:
             seen.add(item.segment)
             segment = self.lowered.segments[item.segment]
             for node, note in zip(segment.graph.nodes, self.program.notes[item.segment], strict=True):
-                if f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}."):
-                    yield Place(number, node.name), node, segment
+                own = f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}.")
+                if own and result_of(node):
+                    yield Place(number, result_of(node)), node, segment
 
     def _spent(self, module: str) -> tuple[float, float]:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
@@ -282,7 +287,8 @@ class _Explainer:
             nodes: Iterable[Node] = (i for i in self.lowered.main if isinstance(i, Node))
         else:
             nodes = self.lowered.segments[self._call(place).segment].graph.nodes
-        return [(Place(place.call, n.name), n) for n in nodes if place.value in refs_of(n)]
+        found = [(Place(place.call, result_of(n)), n) for n in nodes if place.value in refs_of(n)]
+        return [(p, n) for p, n in found if p.value]
 
     def _call(self, place: Place) -> Call:
         assert place.call is not None
@@ -372,116 +378,3 @@ def _moved(node: Node, values: set[str]) -> set[str]:
     if len(ins) != len(node.outs):
         return set(node.outs)
     return {out for out, ref in zip(node.outs, ins, strict=True) if ref in values}
-
-
-# -- as text ---------------------------------------------------------------------------------------------
-
-
-def explanation_lines(found: Explanation) -> Iterator[str]:
-    """What a terminal shows."""
-    yield f"{found.name}   {found.kind}{_alike_text(found.alike)}"
-    if found.source:
-        yield f"  {found.source}"
-    if found.compute or found.comm:
-        yield (
-            f"  {seconds_text(found.compute)} computing, {seconds_text(found.comm)} communication in a "
-            f"microbatch{f', in all {len(found.alike)}' if len(found.alike) > 1 else ''}"
-        )
-    if found.parameters:
-        yield ""
-        for choice in found.parameters:
-            size = f"{bytes_text(choice.bytes)} of {bytes_text(choice.whole)} on a rank"
-            yield f"{choice.what}  {choice.type}  {choice.layout}   {size}"
-            yield from _reason_lines(choice.reason, choice.alternative, choice.margin)
-        if found.more_parameters:
-            yield f"... {found.more_parameters} more parameters"
-    if found.result is not None:
-        yield ""
-        yield f"result  {_op_line(found.result)}"
-        yield from _reason_lines(found.result.reason, found.result.alternative, found.result.margin)
-    for chain in found.chains:
-        yield ""
-        yield from chain_lines(chain)
-    if found.ops:
-        yield ""
-        title = {"module": "ops inside whose next best choice would cost most"}.get(found.kind, "used by")
-        yield title
-        for choice in found.ops:
-            yield f"  {_op_line(choice)}  {choice.source}".rstrip()
-            yield from _reason_lines(choice.reason, choice.alternative, choice.margin, "      ")
-    if found.moves:
-        yield ""
-        yield "collectives"
-        for move in found.moves:
-            times = f" x {move.calls}" if move.calls > 1 else ""
-            user = f", for {move.for_op}" if move.for_op else ""
-            yield (
-                f"  {move.kind} over {move.axis} of {move.value}: {move.before} -> {move.after}, "
-                f"{bytes_text(move.wire)} a rank, {seconds_text(move.seconds)}{times}{user}"
-            )
-
-
-def _alike_text(alike: Sequence[str]) -> str:
-    if len(alike) < 2:
-        return ""
-    return f", decided alike for {len(alike)}: {starred_label(alike[0])}"
-
-
-def _op_line(choice: Choice) -> str:
-    time = f"   {seconds_text(choice.seconds)}" if choice.seconds else ""
-    times = f" x {choice.count}" if choice.count > 1 and choice.seconds else ""
-    return f"{choice.what} = {choice.op}  {choice.type}  {choice.layout}{time}{times}"
-
-
-def _reason_lines(reason: str, alternative: str, margin: float, indent: str = "  ") -> Iterator[str]:
-    text = reason_text(reason, alternative, margin)
-    if text:
-        yield f"{indent}why: {text}"
-
-
-def reason_text(reason: str, alternative: str, margin: float) -> str:
-    """``solver; the next best, dp:R tp:R, would cost a step 12.0 us more``"""
-    if not alternative:
-        return reason
-    cost = f"would cost a step {seconds_text(margin)} more" if margin > 0 else "would cost the same"
-    return f"{reason}; the next best, {alternative}, {cost}"
-
-
-def chain_lines(chain: Chain) -> Iterator[str]:
-    """A chain, neighbours on the same line of the user's together."""
-    yield f"{chain.axis}:{chain.placement} comes from"
-    wide = max((len(link.value) for link in chain.links), default=0)
-    for links in _same_line(chain.links):
-        last = links[-1]
-        if last.times:
-            yield f"  ...  {last.how} ({last.times} ops)"
-            continue
-        how = " <- ".join(link.how for link in links)
-        where = "  ".join(filter(None, (last.module, last.source)))
-        placed = f"{chain.axis}:{links[0].placement}"
-        yield f"  {links[0].value:<{wide}}  {placed:<10} {how}{f'   {where}' if where else ''}"
-    yield f"  because {chain.end}"
-    why: Why = chain.why
-    yield from _reason_lines(why.reason, why.alternative, why.margin, "          ")
-
-
-def _same_line(links: Sequence[Link]) -> Iterator[list[Link]]:
-    group: list[Link] = []
-    for link in links:
-        same = group and (group[-1].module, group[-1].source, group[-1].placement, group[-1].times) == (
-            link.module,
-            link.source,
-            link.placement,
-            link.times,
-        )
-        if same and link.source and not link.times:
-            group.append(link)
-        else:
-            if group:
-                yield group
-            group = [link]
-    if group:
-        yield group
-
-
-__all__ = ["Choice", "Explanation", "Move", "chain_lines", "explain_name", "explanation_lines", "reason_text"]

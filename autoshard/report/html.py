@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 #: in the order in which the page reads them
-_SCRIPTS = ("viewer.js", "graph.js", "passes.js", "timeline.js", "tables.js", "start.js")
+_SCRIPTS = ("viewer.js", "arrange.js", "graph.js", "passes.js", "timeline.js", "tables.js", "start.js")
 _PLACES = re.compile(r"<!--(title|style|data|script)-->")
 #: characters that could end a script element, or a line of JavaScript in older engines
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -15,7 +15,7 @@ from autoshard.passes.pipeline import PASSES
 from autoshard.placement import Layout, local_shape
 from autoshard.program.ends import ends_of, part_name
 from autoshard.program.program import Note, Program
-from autoshard.program.text import axis_names, main_lines, segment_lines
+from autoshard.program.text import axis_names, main_lines, numbered_notes, segment_lines
 from autoshard.report.estimate import Estimator
 from autoshard.report.stage_table import (
     held_json,
@@ -118,9 +118,10 @@ def annotated(program: Program, cluster: Cluster, view: View) -> str:
     estimator = Estimator(program, cluster, what.rank)
     shown = program if view.rank is None else for_rank(program, what.rank)
     lines = _head(program, estimator, view)
+    numbered = numbered_notes(program)
     for name in what.segments:
         segment, whole = shown.lowered.segments[name], program.lowered.segments[name]
-        notes = _columns(estimator, whole, program.notes[name])
+        notes = _columns(estimator, whole, numbered[name])
         lines += ["", "", *_segment_head(program, name), *segment_lines(segment, notes, names)]
         lines.append(_sum_line(estimator, name))
     if view.segment is None:

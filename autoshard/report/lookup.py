@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Port
+from autoshard.ir import Call, Node, Port
 from autoshard.program.program import Program
 from autoshard.report.decided import starred
 
@@ -70,8 +70,9 @@ class Index:
             if isinstance(item, Call) and not item.backward:
                 nodes = self.lowered.segments[item.segment].graph.nodes
                 for node, note in zip(nodes, self.program.notes[item.segment], strict=True):
-                    for module in upwards(self.relabelled(note.fqn, item.label)):
-                        found.setdefault(module, []).append(Place(number, node.name))
+                    made = result_of(node)
+                    for module in upwards(self.relabelled(note.fqn, item.label)) if made else ():
+                        found.setdefault(module, []).append(Place(number, made))
         return {name: tuple(places) for name, places in found.items()}
 
     @cached_property
@@ -122,11 +123,11 @@ class Index:
         if name in self.modules:
             return Subject("module", name)
         segment, slash, value = name.rpartition("/")
-        places = [
-            (seg, place)
-            for (seg, own), place in self._values.items()
-            if own == value and (not slash or seg == segment)
-        ]
+        places = [(seg, place) for (seg, own), place in self._values.items() if own == value]
+        if slash:
+            # passes may have cut the segment in parts, whose names begin with its own
+            own = [p for p in places if p[0] == segment]
+            places = own or [p for p in places if p[0].startswith(f"{segment}_")]
         if len(places) > 1:
             raise UsageError(
                 f"more than one segment has a value {value!r}",
@@ -143,7 +144,8 @@ class Index:
             if isinstance(item, Call) and item.segment not in seen:
                 seen.add(item.segment)
                 for node in self.lowered.segments[item.segment].graph.nodes:
-                    found.update({(item.segment, out): Place(number, out) for out in node.outs})
+                    typed = zip(node.outs, node.types, strict=True)
+                    found.update({(item.segment, o): Place(number, o) for o, t in typed if t is not None})
         return found
 
     def _close(self, name: str, known: Sequence[str]) -> list[str]:
@@ -170,6 +172,12 @@ class Index:
         own = item.segment
         calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == own and i.label]
         return tuple(dict.fromkeys(i.label for i in calls))
+
+
+def result_of(node: Node) -> str:
+    """The first tensor that a node makes, "" if it makes none."""
+    typed = zip(node.outs, node.types, strict=True)
+    return next((out for out, type_ in typed if type_ is not None), "")
 
 
 def upwards(module: str) -> Iterable[str]:

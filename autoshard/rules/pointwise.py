@@ -19,7 +19,7 @@ _NONLINEAR = tuple(
     isfinite clamp clamp.Tensor clamp_min clamp_max maximum minimum fmod.Scalar fmod.Tensor
     remainder.Scalar remainder.Tensor floor_divide floor_divide.Scalar div.Tensor_mode
     div.Scalar_mode rsub.Scalar rsub.Tensor atan2 nan_to_num masked_fill.Tensor addcmul addcdiv
-    lerp.Scalar lerp.Tensor copysign.Tensor full_like zeros_like ones_like empty_like
+    lerp.Scalar lerp.Tensor copysign.Tensor full_like zeros_like ones_like empty_like threshold
     log_sigmoid_forward heaviside acos acosh asin asinh atan atanh sinh cosh erfc erfinv lgamma
     digamma sgn signbit frac logit log10 square celu hardshrink softshrink _prelu_kernel xlogy.Tensor
     logaddexp logaddexp2 hypot fmax fmin clamp_min.Tensor clamp_max.Tensor where.Scalar
@@ -34,6 +34,7 @@ _LINEAR_FIRST = tuple(
     silu_backward tanh_backward sigmoid_backward threshold_backward elu_backward leaky_relu_backward
     hardtanh_backward hardswish_backward hardsigmoid_backward softplus_backward mish_backward
     log_sigmoid_backward hardshrink_backward softshrink_backward _prelu_kernel_backward _conj
+    logit_backward
     """.split()  # noqa: SIM905 - a table reads better than 60 quoted lines
 )
 

@@ -16,11 +16,14 @@ import torch
 from autoshard.ir import Node
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
+from autoshard.program.collectives import is_collective
 from autoshard.runtime import exchange
+from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.pending import Finish, Issue, Message, wait
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
+from autoshard.runtime.watch import Watch
 
 #: (dim, outer, inner, size before the split or None if it divides evenly)
 Where: TypeAlias = tuple[int, int, int, "int | None"]
@@ -43,19 +46,45 @@ ISSUED = frozenset(
 
 
 class GroupCollectives:
-    """The collectives of one rank; groups: axis name -> name of its process group."""
+    """The collectives of one rank.
 
-    def __init__(self, groups: Mapping[str, str]) -> None:
-        self.groups = dict(groups)
+    groups: axis name -> name of its process group. names: (segment, value) -> how errors call what makes it.
+    watch: told of every collective, None in a plain run.
+    """
 
-    def __call__(self, node: Node, view: RankView) -> Callable[..., Any]:
-        """The function that runs a ``comm`` node; an `Issue` for one whose results are pending."""
+    def __init__(
+        self,
+        groups: Mapping[str, str],
+        names: Mapping[tuple[str, str], object] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.groups, self.names, self.watch = dict(groups), dict(names or {}), watch
+
+    def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
+        """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
+        results are pending."""
         kind = node.op.split(".")[1]
         fn: Callable[..., Any] = getattr(self, kind)
         bound = partial(fn, view)
-        if kind not in ISSUED:
+        if not is_collective(node):
             return bound
-        return Issue(bound, len(node.outs) if kind.endswith("_bucket") else None)
+        name, watch = str(self.names.get((segment, node.name), f"{kind} that makes {node.name}")), self.watch
+        if watch is not None:
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                with collective(name, watch):  # one after the other, so that a report names the right one
+                    made = bound(*args, **kwargs)
+                    return made.results() if isinstance(made, Message) else made
+
+            return watched
+        if kind in ISSUED:
+            return Issue(bound, len(node.outs) if kind.endswith("_bucket") else None, name)
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            with collective(name, None):
+                return bound(*args, **kwargs)
+
+        return plain
 
     def _gather(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
         """The tensors of all ranks, not waited for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -11,12 +12,14 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Port
 from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.program.collectives import collectives_of
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.pending import Issue, all_arrived, arrived
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
+from autoshard.runtime.watch import Watch
 
 #: (stage, phase, slice)
 PartKey: TypeAlias = "tuple[int, Phase, int]"
@@ -42,6 +45,7 @@ class RankProgram:
 
     groups: axis name -> name of the rank's process group of that axis. stages: those that the rank runs.
     sent: values that are sent to other ranks, which counts as one more use. Results are never dropped here.
+    watch: told of every call and collective, None in a plain run.
     """
 
     def __init__(
@@ -52,17 +56,19 @@ class RankProgram:
         device: torch.device,
         stages: Collection[int] = (0,),
         sent: Collection[str] = (),
+        watch: Watch | None = None,
     ) -> None:
         self.program = program
         self.mesh = Mesh.parse(program.mesh)
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
-        self.collectives = GroupCollectives(groups)
+        self.watch = watch
+        self.collectives = GroupCollectives(groups, collectives_of(program), watch)
         lowered = program.lowered
         parts = [p for p in lowered.parts if p.stage in stages]
         called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
         self.segments = {
-            name: PreparedSegment(s.graph, self.view, self.collectives, device)
+            name: PreparedSegment(s.graph, self.view, partial(self.collectives.of, name), device)
             for name, s in lowered.segments.items()
             if name in called
         }
@@ -101,7 +107,8 @@ class RankProgram:
 
     def _item(self, item: Instruction, dead: Sequence[str], counted: Sequence[str]) -> _Item:
         if isinstance(item, Call):
-            return _Item(item.args, item.outs, self.segments[item.segment], item.site, dead, counted)
+            body = self.segments[item.segment]
+            return _Item(item.args, item.outs, body, item.site, dead, counted, item.label)
         assert isinstance(item, Node)
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
@@ -110,7 +117,7 @@ class RankProgram:
 
     def _function(self, node: Node) -> Any:
         if node.op.startswith("comm."):
-            return self.collectives(node, self.view)
+            return self.collectives.of("", node, self.view)
         return find_op(node.op)
 
     def made_by(self, key: PartKey) -> tuple[str, ...]:
@@ -135,6 +142,8 @@ class RankProgram:
         """Run one part on the rank's values, dropping what is dead and adding what is made."""
         for item in self.parts.get(key, ()):
             args = all_arrived([env[a] for a in item.args])
+            if self.watch is not None:
+                self.watch.at.layer = item.label
             if isinstance(item.body, PreparedSegment):
                 results = item.body(args, item.site)
             else:
@@ -155,7 +164,7 @@ class RankProgram:
 class _Item:
     """dead: values to drop after it. counted: values of which the part's use is over after it."""
 
-    __slots__ = ("args", "body", "counted", "dead", "outs", "site")
+    __slots__ = ("args", "body", "counted", "dead", "label", "outs", "site")
 
     def __init__(
         self,
@@ -165,6 +174,8 @@ class _Item:
         site: int,
         dead: Sequence[str],
         counted: Sequence[str],
+        label: str = "",
     ) -> None:
+        self.label = label
         self.args, self.outs, self.body, self.site = args, outs, body, site
         self.dead, self.counted = tuple(dead), tuple(counted)

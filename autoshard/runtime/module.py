@@ -27,6 +27,8 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, module: nn.Module, buffers: Any, count: int, *tensors: Any) -> Any:
         env = runner.forward(tensors[:count], tensors[count:], buffers)
+        if runner.guard is not None:
+            runner.guard.after_forward(env)
         runner.update_buffers(env, buffers)
         if module.training:
             runner.steps += 1
@@ -66,6 +68,8 @@ class _Run(torch.autograd.Function):
 
 def _called(runner: Runner, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     params, inputs = runner.arguments_of(module, runner.arguments.flattened(args, kwargs))
+    if runner.guard is not None:
+        runner.guard.step(module)
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return runner.returned(_Run.apply(runner, module, buffers, len(params), *params, *inputs))
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from autoshard.program.messages import Message, Move
+from autoshard.runtime.guard import collective
+from autoshard.runtime.watch import Watch
 
 #: shape and type of a value on this rank
 Describe = Callable[[str], "tuple[tuple[int, ...], torch.dtype]"]
@@ -23,7 +25,7 @@ class Channels:
     """The channels of one rank.
 
     peers: the world's rank of every pipeline rank. up, down: groups for messages to later and to earlier
-    pipeline ranks, so that the two never wait for each other.
+    pipeline ranks, so that the two never wait for each other. watch: told of every wait, None in a plain run.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Channels:
         device: torch.device,
         up: dist.ProcessGroup | None,
         down: dist.ProcessGroup | None,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch
         self.peers, self.describe, self.device, self.up, self.down = peers, describe, device, up, down
         incoming = [m for move in moves for m in move.receives]
         self.order: dict[int, list[Message]] = {}
@@ -74,7 +78,8 @@ class Channels:
     def take(self, message: Message) -> torch.Tensor:
         """The value of a message that was asked for."""
         work, buffer = self.arriving.pop(message)
-        work.wait()
+        with collective(f"receiving {message.value} from rank {self.peers[message.sender]}", self.watch):
+            work.wait()
         return buffer
 
     def send(self, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
@@ -86,8 +91,9 @@ class Channels:
 
     def end(self) -> None:
         """Wait until everything is sent."""
-        for work, _ in self.sent:
-            work.wait()
+        with collective("waiting until everything is sent to other stages", self.watch):
+            for work, _ in self.sent:
+                work.wait()
         self.sent.clear()
 
     def _started(self, kind: _Kind, messages: Sequence[tuple[Message, torch.Tensor]]) -> list[dist.Work]:

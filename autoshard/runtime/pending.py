@@ -12,24 +12,34 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.guard import collective
+
 #: makes the results of a message that has arrived, given what arrived
 Finish = Callable[[torch.Tensor], Any]
 
 
 class Message:
-    """One message. held: what must stay alive until it has arrived."""
+    """One message.
 
-    __slots__ = ("_arriving", "_finish", "_held", "_results")
+    held: what must stay alive until it has arrived. name: how errors call it.
+    """
+
+    __slots__ = ("_arriving", "_finish", "_held", "_results", "name")
 
     def __init__(self, arriving: torch.Tensor, finish: Finish, held: object = None) -> None:
         self._arriving: torch.Tensor | None = arriving
         self._finish, self._held = finish, held
         self._results: Any = None
+        self.name = "a collective"
 
     def results(self) -> Any:
-        """What the collective gives; waits for the message at the first call."""
+        """What the collective gives; waits for the message at the first call.
+
+        Raises CollectiveError, with the collective's name, if it does not arrive.
+        """
         if self._arriving is not None:
-            self._results = self._finish(wait(self._arriving))
+            with collective(self.name, None):
+                self._results = self._finish(wait(self._arriving))
             self._arriving = self._held = None
         return self._results
 
@@ -53,15 +63,18 @@ class Issue:
     """A collective of one rank that is issued without being waited for.
 
     start: of the arguments of its node, gives a `Message`. count: of its results, None if they are no list.
+    name: how errors call it.
     """
 
-    __slots__ = ("count", "start")
+    __slots__ = ("count", "name", "start")
 
-    def __init__(self, start: Callable[..., Message], count: int | None) -> None:
-        self.start, self.count = start, count
+    def __init__(self, start: Callable[..., Message], count: int | None, name: str) -> None:
+        self.start, self.count, self.name = start, count, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pending | list[Pending]:
-        message = self.start(*args, **kwargs)
+        with collective(self.name, None):
+            message = self.start(*args, **kwargs)
+        message.name = self.name
         if self.count is None:
             return Pending(message)
         return [Pending(message, k) for k in range(self.count)]

@@ -12,6 +12,22 @@ from autoshard.errors import VerificationError
 from autoshard.ir import DTYPES, Arg, Dtype, LocalOffset, LocalSize, ShardOf
 from autoshard.placement import Shard, local_extent
 
+#: Ops whose kernels take tensors for dense, and fail or silently give wrong numbers on others. Eager PyTorch
+#: copies before it calls them, but a program does not know which values are strided: views and shards are.
+DENSE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "native_group_norm",
+        "native_group_norm_backward",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_weight_norm_interface",
+        "_weight_norm_interface_backward",
+        "nll_loss2d_backward",
+        "view_as_complex",
+    )
+)
+
 
 class RankView:
     """A rank of a mesh: resolves sizes and offsets."""
@@ -60,7 +76,17 @@ def find_op(name: str) -> Callable[..., Any]:
             hint="import the library that defines it (transformers, for instance), or use the torch version "
             "the program was compiled with",
         ) from None
-    return found
+    return _dense(found) if name in DENSE else found
+
+
+def _dense(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The op on dense copies of those of its tensors that are not."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*(x.contiguous() if isinstance(x, torch.Tensor) else x for x in args), **kwargs)
+
+    run._schema = op._schema  # type: ignore[attr-defined]
+    return run
 
 
 def makes_on_device(op: Callable[..., Any]) -> bool:

@@ -19,9 +19,11 @@ from autoshard.placement import local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
+from autoshard.program.trusted import literal
 from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
+from autoshard.runtime.guard import guard_of
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.torch_adapters.dtensor import as_dtensor, torch_placements
@@ -59,7 +61,11 @@ class Runner:
         groups = {n: self.mesh.get_group(n).group_name for n in self.shape.names}
         self.moves = moves_of(program)[place.pipe_rank]
         sent = {m.value for move in self.moves for m in move.sends}
-        self.rank_program = RankProgram(program, place.inner_rank, groups, self.device, place.stages, sent)
+        self.guard = guard_of(self)
+        watch = self.guard.watch if self.guard is not None else None
+        self.rank_program = RankProgram(
+            program, place.inner_rank, groups, self.device, place.stages, sent, watch
+        )
         self.constants = {
             p.name: self._shard(program.constants[p.target], p)  # type: ignore[arg-type]
             for p in program.signature.ports
@@ -196,7 +202,7 @@ class Runner:
         flat: list[Any] = []
         feed = iter(outs)
         for kind, text in self.program.signature.out_leaves:
-            flat.append(next(feed) if kind == "tensor" else _literal(text))
+            flat.append(next(feed) if kind == "tensor" else literal(text))
         return pytree.tree_unflatten(flat, self.out_spec)
 
     def forward(
@@ -314,9 +320,3 @@ class Runner:
             return grad.full_tensor()
         layout = self.program.lowered.values[port.name].layout
         return grad.redistribute(self.mesh, torch_placements(layout)).to_local()
-
-
-def _literal(text: str) -> Any:
-    import ast
-
-    return ast.literal_eval(text)

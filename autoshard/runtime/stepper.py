@@ -21,6 +21,7 @@ from autoshard.program.holders import accumulated, makers_of
 from autoshard.program.messages import Message, Move
 from autoshard.program.program import Program
 from autoshard.runtime.executor import Values
+from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
 from autoshard.runtime.p2p import Channels
 from autoshard.runtime.resolve import torch_dtype
@@ -40,6 +41,7 @@ class Stepper:
     def __init__(self, runner: Runner) -> None:
         self.runner, self.program = runner, runner.program
         self.moves = runner.moves
+        self.watch = runner.guard.watch if runner.guard is not None else None
         self.accumulated = {s: accumulated(self.program, s) for s in runner.place.stages}
         self.made = makers_of(self.program)
         self.channels: Channels | None = None
@@ -51,7 +53,9 @@ class Stepper:
             up = pipe_group(runner) if dist.get_backend() == "nccl" else None
             self.shared = shared_groups(runner)
             place = runner.place
-            self.channels = Channels(self.moves, place.peers, self._describe, place.device, up, None)
+            self.channels = Channels(
+                self.moves, place.peers, self._describe, place.device, up, None, self.watch
+            )
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
         #: how many terms a gradient has in a step
         self.terms = self.program.microbatches * self.slices
@@ -67,6 +71,8 @@ class Stepper:
     def step(self, module: nn.Module, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward of all microbatches of a batch, given as its flattened arguments."""
         run = _StepRun(self, module, leaves, self._loss)
+        if self.runner.guard is not None:
+            self.runner.guard.step(module)
         with torch.no_grad():
             run.moves()
             run.finish()
@@ -235,7 +241,8 @@ class _StepRun:
             shape, dtype = self.stepper._describe(value)
             own = torch.zeros(shape, dtype=dtype, device=self.runner.device)
         own = own.contiguous()
-        dist.all_reduce(own, group=self.stepper.shared[ranks])
+        with collective(f"the sum over stages of the gradient of {port}", self.stepper.watch):
+            dist.all_reduce(own, group=self.stepper.shared[ranks])
         return own
 
     def _give(self, parameter: torch.Tensor, grad: torch.Tensor, value: str) -> None:
@@ -251,7 +258,8 @@ class _StepRun:
         if self.program.stages is not None:
             stage = stepper.made[self.loss_value][0]
             source = place.peers[self.program.stages.schedule.owner[stage]]
-            dist.broadcast(mean, source, group=stepper.pipe)
+            with collective(f"the loss from rank {source}", stepper.watch):
+                dist.broadcast(mean, source, group=stepper.pipe)
         return mean
 
 

@@ -89,7 +89,7 @@ def plan_from_json(text: str) -> Plan:
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
             _pipeline_in(raw["pipeline"]),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise VerificationError(f"not a plan: {error}", hint="plan again") from None
 
 

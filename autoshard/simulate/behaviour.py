@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from autoshard.cost.recipe import ADAMW, Recipe
+
+#: ``program``: what backward of the program reads. ``kernels``: every kernel keeps its inputs: products and
+#: attention theirs, a chain of elementwise ops and row sums the values it starts from. ``compiled``: the
+#: fewest bytes from which such chains can make all that is read (torch's min-cut partitioner). ``ops``: what
+#: every second product makes, attention, and reduce-scatters; the rest runs again from the layer's input
+#: (torchtitan, models/llama3/infra/parallelize.py: op-level selective checkpointing).
+Keeps: TypeAlias = Literal["program", "kernels", "compiled", "ops"]
 
 
 @dataclass(frozen=True)
@@ -16,33 +23,46 @@ class Behaviour:
     with its dropout and a product, and keeps the scores for backward. attention_again: whether backward
     computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing
     with ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not.
-    products_again: share of the products of layers that backward computes again.
-    fused: whether chains of pointwise ops are single kernels. fused_loss: whether the loss keeps no logits in
-    fp32. recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
-    "" for that of the program. gradient_buffers: whether gradients lie in buffers that are there all the
-    time, or in tensors that backward makes. gradients_overlap: whether they are reduced while backward
-    computes, or after it. gathers_overlap: whether parameters are gathered while something computes.
-    tensor_overlap: whether collectives of activations run in parts beside their products. backward_overlap:
-    whether those of backward run beside ops that do not need them, as the products for weight gradients.
-    late_waits: whether messages are issued where they stand in the program and
-    waited for where they are needed, as our runtime does; the three before are then of no meaning.
+    keeps: what forward keeps for backward; with ``ops``, backward runs every second product of a layer again.
+    fused: whether chains of pointwise ops are single kernels. loss_kept, loss_peak: bytes per logit that the
+    loss keeps for backward, and that it holds at most, all copies together; None: as the program says.
+    recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
+    "" for that of the program. gradient_buffers: whether gradients lie in buffers of the recipe's width that
+    are there all the time and are reduced in place, or in tensors that backward makes. sum_bytes: per element
+    of a gradient, moved to add it to those of the microbatches before; None: as our runtime, which reads it
+    and reads and writes the sum, if there are several microbatches. whole_parameters: whether the part of a
+    parameter that a rank updates lies in the gathered parameter, where that stays gathered. stand_ins:
+    whether a tensor of every shape that weights of layers have stands in for gradients that went to buffers.
+    step_bytes: per element that a rank updates, of what the update makes and frees. gradients_overlap:
+    whether gradients are reduced while backward computes, or after it. gathers_overlap: whether parameters
+    are gathered while something computes. tensor_overlap: whether collectives of activations run in parts
+    beside their products. backward_overlap: whether those of backward run beside ops that do not need them,
+    as the products for weight gradients. late_waits: whether messages are issued where they stand in the
+    program and waited for where they are needed, as our runtime does; the three before are then of no meaning.
     blocking_sends: whether a stage waits for its messages before it computes on. scattered_sends: whether
     what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21,
     section 4.1). dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the
-    large products, "" for that of the parameters. exchanged_sums: whether a reduce-scatter exchanges parts
-    and adds them up afterwards, as our runtime does on the CPU; it then holds both at once. name: of what the
-    figures are for.
+    large products, "" for that of the parameters; narrow_bytes: that making narrow copies of their factors
+    moves per element; narrow_weights: whether weights are made narrow for every product, or once a step,
+    which is not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
+    afterwards, as our runtime does on the CPU; it then holds both at once. steps_overlap: whether a pipeline
+    rank begins the next step while others still compute. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
     attention_again: bool = False
     whole_recompute: bool = False
-    products_again: float = 0.0
+    keeps: Keeps = "program"
     fused: bool = False
-    fused_loss: bool = False
+    loss_kept: float | None = None
+    loss_peak: float | None = None
     recipe: Recipe = field(default=ADAMW)
     gradient_dtype: str = ""
     gradient_buffers: bool = False
+    sum_bytes: float | None = 0.0
+    whole_parameters: bool = False
+    stand_ins: bool = False
+    step_bytes: float = 0.0
     gradients_overlap: bool = False
     gathers_overlap: bool = False
     tensor_overlap: bool = False
@@ -52,5 +72,8 @@ class Behaviour:
     scattered_sends: bool = False
     dropout: float = 0.0
     product_dtype: str = ""
+    narrow_bytes: float = 3.0
+    narrow_weights: bool = True
     exchanged_sums: bool = False
+    steps_overlap: bool = False
     name: str = ""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TypeAlias
 
-from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir import DTYPES, Call, Node, TensorType, refs_of
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.placement import Layout
 from autoshard.program.ends import ends_of
 from autoshard.program.program import Program
+from autoshard.simulate.keeping import Keeping, logits_of
 from autoshard.simulate.ops import VIEWS
 
 _RESHAPES = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default")
@@ -47,8 +49,17 @@ class Held:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
-def kept_by(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[int, Kept]:
+def kept_by(
+    program: Program,
+    stages: Sequence[int],
+    size_of: SizeOf,
+    keeping: Keeping | None = None,
+    per_logit: float | None = None,
+) -> dict[int, Kept]:
     """What each of the stages of one pipeline rank keeps, each storage once.
+
+    keeping: what kernels keep, None for what backward of the program reads. per_logit: bytes that the loss
+    keeps, of the logits and all that is made of them; None likewise.
 
     Ports and their views are not counted: they stay where they are. What more than one of these stages
     reads in backward counts for the lowest, whose backward comes last. An expanded value is copied when it is
@@ -67,12 +78,36 @@ def kept_by(program: Program, stages: Sequence[int], size_of: SizeOf) -> dict[in
         uses = rank.uses(stage, ("backward", "weight"))
         read[stage] = {forward[v] for v in uses if v in forward}
         late[stage] = {rank.storage[v] for v in rank.uses(stage, ("weight",)) if v in rank.storage}
+        if keeping is not None:
+            own = rank.kept(stage, read[stage], keeping.calls, per_logit)
+            read[stage], after = own, late[stage] - early
+            late[stage] = after | (rank.kept(stage, late[stage] & early, keeping.late, per_logit) & own)
+            early |= own
     found: dict[int, Kept] = {}
     counted: set[Storage] = set()
     for stage in ordered:
         own = read[stage] - counted
         counted |= own
         found[stage] = Kept(_bytes(own), _bytes(late[stage] & own), _bytes(late[stage] - early))
+    return found
+
+
+def kept_in_order(
+    program: Program,
+    stages: Sequence[int],
+    stage: int,
+    size_of: SizeOf,
+    keeping: Keeping,
+    per_logit: float | None = None,
+) -> Mapping[int, float]:
+    """Place in main -> bytes that kernels keep of that forward call of a stage; see `kept_by`."""
+    rank = _Rank(program, size_of)
+    for each in sorted(stages):
+        rank.run(each, ("forward",))
+    found: dict[int, float] = {}
+    for what, size in rank.kept(stage, (), keeping.calls, per_logit):
+        if isinstance(what, tuple):
+            found[what[0]] = found.get(what[0], 0.0) + size
     return found
 
 
@@ -100,6 +135,14 @@ def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -
         v for p in lowered.parts if p.stage == stage and p.phase != "gather" for v in ends_of(lowered, p).uses
     }
     return sum(size(v) for p in parts for v in ends_of(lowered, p).makes if v in used)
+
+
+def gathered_ports(program: Program, stages: Sequence[int]) -> frozenset[str]:
+    """Parameters that stages gather once and keep for the whole step."""
+    lowered = program.lowered
+    parts = [p for p in lowered.parts if p.phase == "gather" and p.stage in stages]
+    ports = {p.name for p in program.signature.ports}
+    return frozenset(v for p in parts for v in ends_of(lowered, p).uses if v in ports)
 
 
 def _bytes(storages: Collection[Storage]) -> float:
@@ -139,6 +182,45 @@ class _Rank:
                 made = self._call(number, item) if isinstance(item, Call) else self._node(item)
                 # a value that two stages of a rank make for themselves is there once
                 self.storage.update((v, s) for v, s in made.items() if v not in self.storage)
+
+    def kept(
+        self,
+        stage: int,
+        read: Collection[Storage],
+        keeps: Mapping[int, Collection[str]],
+        per_logit: float | None,
+    ) -> set[Storage]:
+        """What kernels keep in place of what backward of a stage reads."""
+        lowered = self.program.lowered
+        numbers = {
+            n
+            for p in lowered.parts
+            if p.stage == stage and p.phase == "forward"
+            for n in range(p.start, p.stop)
+        }
+        found = {s for s in read if not (isinstance(s[0], tuple) and s[0][0] in numbers)}
+        for number in numbers & keeps.keys():
+            call = lowered.main[number]
+            assert isinstance(call, Call)
+            found |= set(self._kernels(number, call, keeps[number], per_logit))
+        return {s for s in found if s[1]}
+
+    def _kernels(
+        self, number: int, call: Call, keeps: Collection[str], per_logit: float | None
+    ) -> Iterator[Storage]:
+        segment = self.program.lowered.segments[call.segment]
+        types = segment.graph.types()
+        given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
+        logits = logits_of(segment) if per_logit is not None else None
+        size = prod(types[logits].shape) if logits is not None else 0
+        for name in keeps:
+            if name in given:
+                yield self.storage[given[name]]
+            elif not (size and prod(types[name].shape) == size and types[name].is_float):
+                yield (number, name), self.size_of(types[name], segment.layouts[name])
+        if per_logit is not None and logits is not None:
+            width = DTYPES[types[logits].dtype][1]
+            yield (number, "loss"), self.size_of(types[logits], segment.layouts[logits]) * (per_logit / width)
 
     def _own(self, value: str) -> Storage:
         placed = self.program.lowered.values[value]

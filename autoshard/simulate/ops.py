@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -16,6 +17,8 @@ from autoshard.rules import attention, experts, matmul
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import Attention, Message, Product, Traffic, Work
 
+#: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
+AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
 #: products for which rows change ranks -> the op on whole tensors
 EXCHANGES = {
     "expert_mm": "autoshard.expert_mm.default",
@@ -74,10 +77,17 @@ class Ops:
         """Bytes of a value on the rank."""
         return self.bytes_of(placed.type, placed.layout)
 
-    def work(self, node: Node, values: Mapping[str, Placed], inside: Collection[str] = ()) -> list[Work]:
+    def work(
+        self,
+        node: Node,
+        values: Mapping[str, Placed],
+        inside: Collection[str] = (),
+        weights: Collection[str] = (),
+    ) -> list[Work]:
         """What an op does, one piece after the other; nothing for a view.
 
-        values: of the graph that it stands in. inside: those that stay inside fused kernels.
+        values: of the graph that it stands in. inside: those that stay inside fused kernels. weights: those
+        that are parameters.
         """
         if node.op in VIEWS or collective_kind(node) == "slice":
             return []
@@ -87,7 +97,10 @@ class Ops:
         outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
         if node.op in _SUMS:
-            return self._product(ins, outs[0], dtype)
+            factors = list(refs_of(node))[-2:]
+            once = () if self.behaviour.narrow_weights else weights
+            narrowed = sum(self.nbytes(values[name]) for name in factors if name not in once)
+            return self._product(ins, outs[0], dtype, narrowed)
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
         names = [*dict.fromkeys(refs_of(node)), *node.outs]
@@ -104,7 +117,8 @@ class Ops:
     def _operand(self, placed: Placed) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
-    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str) -> list[Work]:
+    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str, narrowed: float) -> list[Work]:
+        """narrowed: bytes of the factors of which narrow copies are made."""
         left, made = self.shape(ins[-2]), self.shape(out)
         batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
         taken = sum(self.nbytes(v) for v in ins[-2:])
@@ -112,8 +126,7 @@ class Ops:
         product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out))
         if not narrow:
             return [product]
-        # both factors are read and written once more, a byte each
-        return [Traffic(taken * (1 + DTYPES["i8"][1] / DTYPES[dtype][1])), product]
+        return [Traffic(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
 
     def _other_product(
         self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float
@@ -165,7 +178,11 @@ class Ops:
         if len(counted) == 1 and (kind == "all_reduce" or not any(node.args[2:3])):
             return [message]
         copy = Traffic(2 * total)
-        return [message, copy] if kind == "all_gather" else [copy, message]
+        if kind != "all_gather":
+            return [copy, message]
+        bucket = node.op.split(".")[1].endswith("_bucket")
+        own = [Traffic(2 * sum(self.nbytes(values[n]) for n in refs_of(node)))] if bucket else []
+        return [*own, message, copy]
 
     def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
         """A bucket with less precision: packed, sent, unpacked (`runtime.quantised`).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -12,15 +11,18 @@ from autoshard.cluster.cluster import Device
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.passes.quantise_collectives import Weights
+from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.keeping import products_again
+from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
-from autoshard.simulate.work import Product, Sheet
+from autoshard.simulate.work import Sheet, Traffic
 
-#: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
-AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
+#: bytes of an element of a sum of gradients, at least
+_SUM_BYTES = 4
 
 
 class Parts:
@@ -72,7 +74,10 @@ class Parts:
         """(stage, phase, slice) -> what it takes to run it once."""
         lowered = self.program.lowered
         found = {(p.stage, p.phase, p.slice): self.play(lowered.of(p)) for p in lowered.parts}
-        if self.behaviour.products_again:
+        for part in lowered.parts:
+            if part.phase in ("backward", "weight"):
+                found[part.stage, part.phase, part.slice] += self._summed(part)
+        if self.behaviour.keeps == "ops":
             for part in lowered.parts:
                 key: tuple[int, Phase, int] = (part.stage, "backward", part.slice)
                 if part.phase == "forward" and key in found:
@@ -121,12 +126,30 @@ class Parts:
         compute = together.compute - rest.compute
         return Played(compute + sum(exposed), compute, exposed, together.hidden - rest.hidden)
 
+    def _summed(self, part: Part) -> Played:
+        """Adding the gradients that a part makes to those of the microbatches before."""
+        lowered, each = self.program.lowered, self.behaviour.sum_bytes
+        if each == 0 or (each is None and self.program.microbatches == 1):
+            return NOTHING
+        made = {v for item in lowered.of(part) for v in item.outs}
+        nbytes = 0.0
+        for value in made.intersection(accumulated(self.program, part.stage)):
+            placed = lowered.values[value]
+            width = DTYPES[placed.type.dtype][1]
+            own = width + 2 * max(width, _SUM_BYTES) if each is None else each
+            nbytes += self.sheets.ops.nbytes(placed) / width * own
+        seconds = self.player.price(Traffic(nbytes))
+        return replace(NOTHING, seconds=seconds, compute=seconds)
+
     def _products(self, part: Part) -> Played:
-        """The share of the products in layers that backward computes again."""
-        calls = [i for i in self.program.lowered.of(part) if isinstance(i, Call) and i.label]
-        works = [t.work for call in calls for t in self.sheet(call).tasks]
-        seconds = sum(self.player.price(w) for w in works if isinstance(w, Product))
-        seconds *= self.behaviour.products_again
+        """The products of layers that backward computes again."""
+        seconds = 0.0
+        for call in self.program.lowered.of(part):
+            if isinstance(call, Call) and call.label:
+                segment = self.program.lowered.segments[call.segment]
+                values = placed_of(segment)
+                again = [w for n in products_again(segment) for w in self.sheets.ops.work(n, values)]
+                seconds += sum(self.player.price(w) for w in again)
         return replace(NOTHING, seconds=seconds, compute=seconds)
 
     def _rest(self, part: Part) -> Played:
@@ -177,15 +200,20 @@ class Parts:
         args = item.args if isinstance(item, Call) else tuple(dict.fromkeys(refs_of(item)))
         return Step(self.sheet(item), args, item.outs, item.backward and self.behaviour.backward_overlap)
 
-    def scores(self, stage: int) -> float:
-        """Bytes of scores that unfused attention of a stage keeps for backward."""
+    def beside(self, stage: int) -> float:
+        """Bytes that a stage keeps for backward beside values of the program: scores of unfused attention,
+        and masks of dropout."""
+        how = self.behaviour
+        scores = how.attention == "unfused" and not how.attention_again
         total = 0.0
         lowered = self.program.lowered
-        for part in lowered.parts:
-            if part.stage != stage or part.phase not in ("forward", "backward"):
-                continue
-            for item in lowered.of(part):
-                if isinstance(item, Call):
-                    sign = 1 if part.phase == "forward" else -1 if AGAIN.search(item.segment) else 0
-                    total += sign * self.sheets.scores(item.segment)
-        return max(0.0, total)
+        if not how.dropout and not scores:
+            return 0.0
+        own = [p for p in lowered.parts if p.stage == stage]
+        calls = [(p.phase, i) for p in own for i in lowered.of(p) if isinstance(i, Call)]
+        again = {i.label for _, i in calls if AGAIN.search(i.segment)}
+        for phase, item in calls:
+            if phase == "forward" and not (item.label and item.label in again):
+                total += self.sheets.masks(item.segment)
+                total += self.sheets.scores(item.segment) if scores else 0.0
+        return total

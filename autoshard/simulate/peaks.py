@@ -56,3 +56,4 @@ class Peaks:
             )
             before = base + after
         yield before, self.transients.end(rank), None
+        yield before, self.prices.behaviour.step_bytes * self.prices.updated(rank), None

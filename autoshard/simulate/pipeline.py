@@ -188,6 +188,17 @@ def makespan(schedule: Schedule, costs: StageCosts) -> float:
     return max(_play(schedule, costs, None, None))
 
 
+def step_seconds(schedule: Schedule, costs: StageCosts, apart: bool = False) -> float:
+    """Seconds of one of many steps: the makespan, or what the slowest rank takes from its first action to its
+    last, where ranks begin the next step without waiting for each other (apart; Qi et al., Zero Bubble
+    Pipeline Parallelism, 2023, section 4)."""
+    if not apart:
+        return makespan(schedule, costs)
+    starts: list[list[float]] = [[] for _ in schedule.actions]
+    ends = _play(schedule, costs, starts, None)
+    return max(end - (row[0] if row else 0.0) for end, row in zip(ends, starts, strict=True))
+
+
 def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
     """Seconds that `makespan` does not go below, but for rounding, without playing anything.
 

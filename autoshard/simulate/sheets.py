@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.ir import Node, refs_of
+from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.lowered import Placed
 from autoshard.program.program import Program
-from autoshard.rules import attention, pointwise
+from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.keeping import CHAINED, Keeping
 from autoshard.simulate.ops import VIEWS, Ops, collective_kind, kept_scores, placed_of
 from autoshard.simulate.work import Sheet, Task
-
-_POINTWISE = frozenset(pointwise.RULES)
 
 
 class Sheets:
@@ -27,6 +26,7 @@ class Sheets:
         self.program, self.behaviour = program, behaviour
         mesh = Mesh.parse(program.mesh)
         self.ops = Ops(mesh, mesh.coords(rank), behaviour)
+        self.keeping = None if behaviour.keeps == "program" else Keeping(program, behaviour.keeps)
         self._known: dict[str, Sheet] = {}
         self._nodes: dict[int, tuple[Node, Sheet]] = {}
 
@@ -36,9 +36,35 @@ class Sheets:
         if found is None:
             made = self.program.lowered.segments[segment]
             found = self._known[segment] = self._sheet(
-                made.graph.nodes, [n for n, _ in made.graph.inputs], made.graph.outputs, placed_of(made)
+                made.graph.nodes,
+                [n for n, _ in made.graph.inputs],
+                made.graph.outputs,
+                placed_of(made),
+                self.dropped(segment),
+                self._weights(segment),
             )
         return found
+
+    def _weights(self, segment: str) -> frozenset[str]:
+        """Values of a segment that are parameters, gathered or looked at in another way."""
+        if self.behaviour.narrow_weights:
+            return frozenset()
+        lowered = self.program.lowered
+        made = lowered.segments[segment].graph
+        whole = {v for p in lowered.parts if p.phase == "gather" for i in lowered.of(p) for v in i.outs}
+        ports = whole | {p.name for p in self.program.signature.ports if p.kind == "param"}
+        call = next(i for i in lowered.main if isinstance(i, Call) and i.segment == segment)
+        found = {n for (n, _), arg in zip(made.inputs, call.args, strict=True) if arg in ports}
+        for node in made.nodes:
+            if (node.op in VIEWS or collective_kind(node) == "all_gather") and found.issuperset(
+                refs_of(node)
+            ):
+                found.update(node.outs)
+        return frozenset(found)
+
+    def dropped(self, segment: str) -> frozenset[str]:
+        """Values that a segment hands to backward in the program, or takes there, and kernels do not."""
+        return frozenset() if self.keeping is None else self.keeping.dropped.get(segment, frozenset())
 
     def of_node(self, node: Node) -> Sheet:
         """The sheet of an instruction of main, whose arguments are what it uses, in order."""
@@ -57,9 +83,11 @@ class Sheets:
         inputs: Sequence[str],
         outputs: Sequence[str],
         values: Mapping[str, Placed],
+        dropped: frozenset[str] = frozenset(),
+        weights: frozenset[str] = frozenset(),
     ) -> Sheet:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
-        kept = self.inside(nodes, outputs)
+        kept = self.inside(nodes, outputs, dropped)
         tasks: list[Task] = []
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
@@ -68,7 +96,7 @@ class Sheets:
                 if source is not None:
                     sources.update(dict.fromkeys(node.outs, source))
                 continue
-            for work in self.ops.work(node, values, kept):
+            for work in self.ops.work(node, values, kept, weights):
                 after = tuple(sorted({u for u in used if u >= 0}))
                 given = tuple(sorted({~u for u in used if u < 0}))
                 tasks.append(Task(node.name, node.op.rpartition(".")[0], work, after, given))
@@ -76,8 +104,13 @@ class Sheets:
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(tuple(tasks), tuple(sources[name] for name in outputs))
 
-    def inside(self, nodes: Sequence[Node], outputs: Sequence[str]) -> frozenset[str]:
-        """Values that stay inside fused kernels: made elementwise, and read by elementwise ops alone."""
+    def inside(
+        self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
+    ) -> frozenset[str]:
+        """Values that stay inside fused kernels: made elementwise, and read by elementwise ops or row sums.
+
+        dropped: that no kernel keeps, though the program does.
+        """
         if not self.behaviour.fused:
             return frozenset()
         users: dict[str, list[Node]] = {}
@@ -89,17 +122,39 @@ class Sheets:
                 continue
             for name in names:
                 users.setdefault(name, []).append(node)
-        out = {alias.get(n, n) for n in outputs}
+        out = {alias.get(n, n) for n in outputs} - dropped
         made = {o: n for n in nodes for o in n.outs}
         inside = {
             name
             for name, node in made.items()
-            if node.op in _POINTWISE
+            if node.op in CHAINED
             and name not in out
-            and users.get(name)
-            and all(u.op in _POINTWISE for u in users[name])
+            and (users.get(name) or name in dropped)
+            and all(u.op in CHAINED for u in users.get(name, ()))
         }
+        inside |= {name for name in dropped if name not in made}
         return frozenset(inside | {a for a, root in alias.items() if root in inside})
+
+    def masks(self, segment: str) -> float:
+        """Bytes of the masks of hidden dropout in a forward segment, a byte per element.
+
+        Dropout stands before every sum of two activations that a segment hands on or normalizes: after
+        attention, after the feed-forward layer, and after the embeddings (Korthikanti et al., 2022, section
+        4.1: 2 s b h of a layer's bytes).
+        """
+        if not self.behaviour.dropout:
+            return 0.0
+        made = self.program.lowered.segments[segment]
+        values = placed_of(made)
+        found = 0.0
+        for node in made.graph.nodes:
+            out = values.get(node.name)
+            refs = list(refs_of(node))
+            if node.op != "aten.add.Tensor" or len(refs) < 2 or out is None or not out.type.is_float:
+                continue
+            if all(len(values[r].type.shape) == len(out.type.shape) for r in refs):
+                found += self.ops.nbytes(out) / DTYPES[out.type.dtype][1]
+        return found
 
     def scores(self, segment: str) -> float:
         """Bytes of the scores that unfused attention in a segment keeps for backward."""

@@ -14,7 +14,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
 from autoshard.cost.recipe import SUM_BYTES
-from autoshard.ir import DTYPES, Port
+from autoshard.ir import DTYPES, Call, Port
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import wires_of
 from autoshard.program.holders import accumulated, holders_of
@@ -22,7 +22,7 @@ from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.kept import Held, Kept, gathered_bytes, kept_by
+from autoshard.simulate.kept import Held, Kept, gathered_bytes, gathered_ports, kept_by
 from autoshard.simulate.parts import Parts
 from autoshard.simulate.pipeline import StageCosts
 from autoshard.simulate.pricing import Pricer
@@ -255,11 +255,10 @@ class StagePrices:
     def kept(self) -> Mapping[int, Kept]:
         """What every stage keeps of a microbatch."""
         found: dict[int, Kept] = {}
+        per_logit = self.behaviour.loss_kept
         for stages in self.stages_of:
-            found |= kept_by(self.program, stages, self.pricer.bytes_of)
-        if self.behaviour.attention == "flash" or self.behaviour.attention_again:
-            return found
-        return {s: replace(kept, held=kept.held + self.parts.scores(s)) for s, kept in found.items()}
+            found |= kept_by(self.program, stages, self.pricer.bytes_of, self.sheets.keeping, per_logit)
+        return {s: replace(kept, held=kept.held + self.parts.beside(s)) for s, kept in found.items()}
 
     @cached_property
     def states(self) -> tuple[Held, ...]:
@@ -268,6 +267,25 @@ class StagePrices:
         A parameter that several ranks share is on each of them.
         """
         return tuple(self._state(rank) for rank in range(self.schedule.ranks))
+
+    def updated(self, rank: int) -> float:
+        """Elements of parameters that a rank of a stage updates."""
+        trained = (p for p in self._held(rank) if p.target in self._trained)
+        return sum(self.size(p.name) / _width(p) for p in trained)
+
+    def _stand_ins(self, rank: int) -> float:
+        """Bytes of a tensor for every shape that weights of layers have, as wide as the weights."""
+        lowered, stages = self.program.lowered, self.stages_of[rank]
+        parts = [p for p in lowered.parts if p.stage in stages and p.phase == "forward"]
+        calls = [i for p in parts for i in lowered.of(p) if isinstance(i, Call) and i.label]
+        shapes: dict[tuple[tuple[int, ...], str], float] = {}
+        whole = {v for p in lowered.parts if p.phase == "gather" for i in lowered.of(p) for v in i.outs}
+        ports = {p.name for p in self.program.signature.ports if p.kind == "param"}
+        for value in (v for call in calls for v in call.args if v in ports or v in whole):
+            placed = lowered.values[value]
+            if len(placed.type.shape) > 1:
+                shapes[self.pricer.ops.shape(placed), placed.type.dtype] = self.size(value)
+        return sum(shapes.values())
 
     def _state(self, rank: int) -> Held:
         held = self._held(rank)
@@ -278,7 +296,11 @@ class StagePrices:
         )
         gradients = sum(self.gradients_of[rank].values())
         copies = sum(gathered_bytes(self.program, stage, self.size) for stage in self.stages_of[rank])
-        return Held(sum(self.size(p.name) for p in held) + copies, gradients, optimizer, 0.0)
+        whole = gathered_ports(self.program, self.stages_of[rank]) if self.behaviour.whole_parameters else ()
+        own = sum(self.size(p.name) for p in held if p.name not in whole)
+        if self.behaviour.stand_ins:
+            gradients += self._stand_ins(rank)
+        return Held(own + copies, gradients, optimizer, 0.0)
 
     @cached_property
     def gradients_of(self) -> tuple[Mapping[int, float], ...]:
@@ -289,8 +311,12 @@ class StagePrices:
         )
 
     def _sum_bytes(self, value: str) -> float:
-        """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision."""
+        """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision, or as
+        wide as the buffers of the recipe."""
         dtype = self.program.lowered.values[value].type.dtype
+        if self.behaviour.gradient_buffers:
+            width = DTYPES[dtype][1]
+            return self.size(value) * self.recipe.gradient_bytes(width) / width
         wide = dtype in _HALF and self.program.microbatches * self.schedule.slices > 1
         return self.size(value) * (SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
 

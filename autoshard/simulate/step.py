@@ -16,10 +16,9 @@ from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.schedule import Action
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import placed_of
-from autoshard.simulate.parts import AGAIN
+from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.peaks import Peaks
-from autoshard.simulate.pipeline import StageCosts, Timeline, makespan, simulate
+from autoshard.simulate.pipeline import StageCosts, Timeline, simulate, step_seconds
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import Played
@@ -85,8 +84,8 @@ class Spent:
 class StepEstimate:
     """A simulated step of all ranks.
 
-    mfu: FLOP of the model (what is computed again not counted) over what all devices could do at their peak
-    in this time. model_flop: of all microbatches.
+    seconds: of a step. mfu: FLOP of the model (what is computed again not counted) over what all devices
+    could do at their peak in this time. model_flop: of all microbatches.
     """
 
     timeline: Timeline
@@ -96,10 +95,7 @@ class StepEstimate:
     ranks: tuple[RankRow, ...]
     mfu: float
     model_flop: float
-
-    @property
-    def seconds(self) -> float:
-        return self.timeline.makespan
+    seconds: float
 
     @property
     def fullest(self) -> RankRow:
@@ -138,7 +134,7 @@ class _Step:
     def estimate(self) -> StepEstimate:
         flop, dtype = program_flop(self.prices.pricer)
         device, world = self.cluster.device, self.prices.whole.world_size
-        possible = self.timeline.makespan * world * device.peak_flops.get(dtype, device.peak_flops["f32"])
+        possible = self.seconds * world * device.peak_flops.get(dtype, device.peak_flops["f32"])
         return StepEstimate(
             self.timeline,
             self.prices.costs.per_microbatch(self.schedule.slices),
@@ -147,12 +143,20 @@ class _Step:
             tuple(self._rank(r) for r in range(self.schedule.ranks)),
             flop / possible if possible else 0.0,
             flop,
+            self.seconds,
         )
+
+    @cached_property
+    def seconds(self) -> float:
+        return self._length(self.prices.costs)
+
+    def _length(self, costs: StageCosts) -> float:
+        return step_seconds(self.schedule, costs, self.behaviour.steps_overlap)
 
     def _spent(self) -> Spent:
         ranks, ends = self.schedule.ranks, self.prices.ends
         costs = self.prices.costs
-        at_once = makespan(self.schedule, self._without_sends(costs))
+        at_once = self._length(self._without_sends(costs))
         # counted by plain tuples: there are as many actions as microbatches times stages
         kinds = Counter((a.kind, a.stage, a.slice) for row in self.schedule.actions for a in row)
         often = {Action(kind, stage, 0, slice): n for (kind, stage, slice), n in kinds.items()}
@@ -171,7 +175,7 @@ class _Step:
         return Spent(
             compute=(sum(p.compute * n for p, n in run) + around) / ranks,
             exposed=sum(axes) / ranks + shared,
-            p2p=self.timeline.makespan - at_once,
+            p2p=self.seconds - at_once,
             bubble=at_once - (sum(self.timeline.busy) - waited) / ranks,
             update=sum(end.update for end in ends) / ranks,
             axes={**named, "pp": shared} if shared else named,
@@ -215,7 +219,7 @@ class _Step:
         held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
         at_peak, peak = self.peaks.all[rank]
         stages = self.prices.stages_of[rank]
-        return RankRow(rank, stages, busy, timeline.makespan - busy, held, peak, at_peak)
+        return RankRow(rank, stages, busy, self.seconds - busy, held, peak, at_peak)
 
 
 def program_flop(pricer: Pricer) -> tuple[float, str]:

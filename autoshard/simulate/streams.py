@@ -214,7 +214,8 @@ class _Run:
         for k, task in enumerate(timed):
             stream, after, inputs = task.stream, task.after, task.inputs
             cost = task.cost
-            self.host += habits.dispatch
+            if cost:  # else it is done on the way by another kernel
+                self.host += habits.dispatch
             start = max(free[stream], self.host)
             for d in after:
                 if end[d] > start:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 
-from autoshard.ir import Call, Node, refs_of
+from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
 from autoshard.program.ends import ends_of, uses_of
+from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
-from autoshard.simulate.kept import Storage, storages_of, view_roots
+from autoshard.simulate.keeping import Keeping, logits_of
+from autoshard.simulate.kept import Storage, kept_in_order, storages_of, view_roots
 from autoshard.simulate.ops import collective_kind, placed_of
 from autoshard.simulate.sheets import Sheets
 
@@ -26,26 +28,46 @@ class Transients:
 
     def __init__(self, program: Program, sheets: Sheets) -> None:
         self.program, self.sheets = program, sheets
-        stages = program.stages
-        self.owner = (0,) if stages is None else stages.schedule.owner
+        self.owner = (0,) if program.stages is None else program.stages.schedule.owner
         self._known: dict[tuple[int, str], float] = {}
         self._alike: dict[Hashable, float] = {}
-        self._inside: dict[str, float] = {}
+        self._inside: dict[tuple[str, tuple[bool, ...]], float] = {}
         self._storages: dict[int, Mapping[str, Storage]] = {}
         self.results = set(program.lowered.results)
+        buffers = sheets.behaviour.gradient_buffers
+        stages = range(len(self.owner)) if buffers else ()
+        self._summed = frozenset(v for stage in stages for v in accumulated(program, stage))
 
     def of(self, stage: int, kind: str) -> float:
         """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
         key = (stage, kind)
         if key not in self._known:
             parts = [p for p in self.program.lowered.parts if p.stage == stage and p.phase in _PHASES[kind]]
-            self._known[key] = self._rise(parts, kind) if parts else 0.0
+            self._known[key] = self._rise(parts, kind) + self._ahead(parts) if parts else 0.0
         return self._known[key]
 
     def end(self, rank: int) -> float:
         """Bytes that a pipeline rank holds more while it reduces gradients, after all its microbatches."""
         parts = [p for p in self.program.lowered.parts if p.phase == "reduce" and self.owner[p.stage] == rank]
-        return self._rise(parts, "end") if parts else 0.0
+        if not parts or self.sheets.behaviour.gradient_buffers:
+            return 0.0  # buffers are reduced where they lie
+        return self._rise(parts, "end")
+
+    def _ahead(self, parts: Sequence[Part]) -> float:
+        """Bytes of the parameters that are gathered for the next call while one computes, at most."""
+        if not self.sheets.behaviour.gathers_overlap:
+            return 0.0
+        calls = [i for part in parts for i in self.program.lowered.of(part) if isinstance(i, Call)]
+        return max((self._gathered(name) for name in dict.fromkeys(c.segment for c in calls)), default=0.0)
+
+    def _gathered(self, name: str) -> float:
+        segment = self.program.lowered.segments[name]
+        values, inputs = placed_of(segment), {n for n, _ in segment.graph.inputs}
+        found = 0.0
+        for node in segment.graph.nodes:
+            if collective_kind(node) == "all_gather" and inputs.issuperset(refs_of(node)):
+                found += sum(self.sheets.ops.nbytes(values[out]) for out in node.outs if out in values)
+        return found
 
     # -- one action ------------------------------------------------------------------------------------
 
@@ -53,9 +75,15 @@ class Transients:
         lowered = self.program.lowered
         items = [item for part in parts for item in lowered.of(part)]
         storage = self._storages_of(self.owner[parts[0].stage])
-        staying = self._staying(parts, kind, storage)
+        if kind == "F" and self.sheets.keeping is not None:
+            return self._forward(parts, storage, self.sheets.keeping)
+        staying: Collection[Storage] = self._staying(parts, kind, storage)
         there, arriving = self._entering(parts, kind, storage)
         numbers: dict[Storage, int] = {}
+
+        lying = {storage[v] for v in self._summed if v in storage}
+        storage = {v: (s[0], 0.0) if s in lying else s for v, s in storage.items()} if lying else storage
+        staying = {(s[0], 0.0) if s in lying else s for s in staying}
 
         def marks(value: str) -> Hashable:
             own = storage[value]
@@ -66,6 +94,20 @@ class Transients:
             freed = there if kind != "F" else frozenset[Storage]()
             self._alike[key] = self._walk(items, storage, staying, freed, arriving)
         return self._alike[key]
+
+    def _forward(self, parts: Sequence[Part], storage: Mapping[str, Storage], keeping: Keeping) -> float:
+        """The same of a forward whose kernels keep other values: those so far, and what a call makes."""
+        lowered, stage = self.program.lowered, parts[0].stage
+        stages = [s for s, owner in enumerate(self.owner) if owner == self.owner[stage]]
+        per_logit, size_of = self.sheets.behaviour.loss_kept, self.sheets.ops.bytes_of
+        kept = kept_in_order(self.program, stages, stage, size_of, keeping, per_logit)
+        _, arriving = self._entering(parts, "F", storage)
+        level = peak = sum(size for _, size in arriving)
+        for part in parts:
+            for number in range(part.start, part.stop):
+                peak = max(peak, level + self._inner(lowered.main[number], storage, ()))
+                level += kept.get(number, 0.0)
+        return max(peak, level)
 
     def _walk(
         self,
@@ -95,17 +137,23 @@ class Transients:
     def _inner(self, item: Instruction, storage: Mapping[str, Storage], live: Collection[Storage]) -> float:
         """Peak inside one instruction, its results counted."""
         if isinstance(item, Call):
-            if item.segment not in self._inside:
-                self._inside[item.segment] = self._segment(self.program.lowered.segments[item.segment])
-            return self._inside[item.segment]
+            key = (item.segment, tuple(v in self._summed for v in item.outs))
+            if key not in self._inside:
+                outs = zip(item.outs, self.program.lowered.segments[item.segment].graph.outputs, strict=True)
+                lying = {inner for outer, inner in outs if outer in self._summed}
+                self._inside[key] = self._segment(item.segment, lying)
+            return self._inside[key]
         made = {storage[v] for v in item.outs if storage[v] not in live}
         return sum(size for _, size in made) + self._workspace(item, self.program.lowered.values)
 
-    def _segment(self, segment: LoweredSegment) -> float:
+    def _segment(self, name: str, lying: Collection[str]) -> float:
+        """lying: outputs that are summed where they lie."""
+        segment = self.program.lowered.segments[name]
         nodes, values = segment.graph.nodes, placed_of(segment)
         roots = view_roots(segment)
-        fused = self.sheets.inside(nodes, segment.graph.outputs)
-        inputs = {n for n, _ in segment.graph.inputs}
+        fused = self.sheets.inside(nodes, segment.graph.outputs, self.sheets.dropped(name))
+        loss, of_loss = self._loss(segment)
+        inputs = {n for n, _ in segment.graph.inputs} | of_loss | {roots.get(v, v) for v in lying}
         last: dict[str, int] = {}
         for k, node in enumerate(nodes):
             for name in refs_of(node):
@@ -119,9 +167,22 @@ class Transients:
                 if name in values and name not in roots and name not in inputs and name not in fused:
                     live[name] = self.sheets.ops.nbytes(values[name])
             peak = max(peak, sum(live.values()) + self._workspace(node, values))
+            if node.op.startswith("autoshard.xent_"):
+                peak = max(peak, sum(live.values()) + loss)
             for name in [n for n in live if last.get(n, k) <= k]:
                 del live[name]
         return peak
+
+    def _loss(self, segment: LoweredSegment) -> tuple[float, set[str]]:
+        """(bytes that the loss holds beside what it keeps, values of the segment that this counts)."""
+        how, logits = self.sheets.behaviour, logits_of(segment)
+        if how.loss_peak is None or how.loss_kept is None or logits is None:
+            return 0.0, set()
+        types = segment.graph.types()
+        large = {n for n, t in types.items() if t.is_float and t.numel == types[logits].numel}
+        count = self.sheets.ops.nbytes(placed_of(segment)[logits]) / DTYPES[types[logits].dtype][1]
+        backward = any("xent" in node.op and "backward" in node.op for node in segment.graph.nodes)
+        return count * (how.loss_peak - (how.loss_kept if backward else 0.0)), large
 
     def _workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
         """Bytes that an op needs while it runs: of collectives, messages that are packed or unpacked."""

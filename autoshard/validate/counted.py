@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 GIB = 2**30
-#: part that the caching allocator holds beyond its tensors. Assumed.
-_SLACK = 0.03
-#: the CUDA context and the buffers of the collective library (see `cluster.USABLE_FRACTION`)
-_CONTEXT = 1.5 * GIB
+#: part that the caching allocator holds beyond its tensors: blocks that are split and not free as a whole
+_SLACK = 0.15
+#: that it cannot give back when memory runs out (see `cluster.USABLE_FRACTION`)
+_LEAST_SLACK = 0.03
+#: the CUDA context with the code of all kernels; and the buffers of the collective library (NCCL: some MiB
+#: per channel, peer and protocol) for the communicators of a kind of parallelism
+_CONTEXT, _COMMUNICATORS = 1.0 * GIB, 1.5 * GIB
 
 
-def counted(peak_bytes: float, kind: str) -> float:
+def counted(peak_bytes: float, kind: str, axes: int = 1) -> float:
     """What a measurement shows of tensors of so many bytes at their peak.
 
     kind: in words: ``nvidia-smi`` shows all that the process holds, ``reserved`` what the allocator does,
-    anything else the tensors.
+    anything else the tensors. axes: kinds of parallelism that have ranks.
     """
     words = kind.lower()
     if "nvidia-smi" in words:
-        return peak_bytes * (1 + _SLACK) + _CONTEXT
+        return peak_bytes * (1 + _SLACK) + _CONTEXT + axes * _COMMUNICATORS
     return peak_bytes * (1 + _SLACK) if "reserved" in words else peak_bytes
+
+
+def fits(peak_bytes: float, memory_bytes: float, axes: int) -> bool:
+    """Whether tensors of so many bytes at their peak fit in a device, when all that can be given back is."""
+    return peak_bytes * (1 + _LEAST_SLACK) + _CONTEXT + axes * _COMMUNICATORS <= memory_bytes
+
+
+def unit_of(kind: str) -> float:
+    """Bytes of what a measurement calls a GB: 10^9 unless it says GiB; ``nvidia-smi`` counts in MiB, of which
+    people call 1000 a GB."""
+    words = kind.lower()
+    if "nvidia-smi" in words:
+        return 1000.0 * 2**20
+    return 1e9 if "gb" in words and "gib" not in words else GIB

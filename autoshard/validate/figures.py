@@ -6,23 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import exp, log
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, Device
 
 
 @dataclass(frozen=True)
 class Figures:
     """efficiency: device -> part of the peak that the best product alone reaches. sustained: part of that in
-    training, hour after hour, on all devices. depth: see `Kernels`; traffic, attention, attention_backward,
-    narrow, dispatch: likewise. overlap: see `Device`. inside, outside: part of the bandwidth that collectives
-    reach on links within the outermost level, and on it."""
+    training, hour after hour, on a device with as many FLOP/s per watt as an A100. throttle: a device with x
+    times as many sustains x ** -throttle of that, as power bounds its clock (1/3 if its voltage fell with its
+    clock and an operation always took the same energy; newer chips need less). depth: see `Kernels`; traffic,
+    attention, attention_backward, narrow, dispatch: likewise. overlap: see `Device`. inside, outside: part of
+    the bandwidth that collectives reach on links within the outermost level, and on it."""
 
     efficiency: Mapping[str, float] = field(hash=False)
     sustained: float = 0.9
+    throttle: float = 0.2
     depth: float = 200.0
     traffic: float = 0.8
     attention: float = 0.55
     attention_backward: float = 0.45
-    narrow: float = 0.85
+    narrow: float = 0.9
     dispatch: float = 6e-6
     overlap: float = 0.8
     inside: float = 0.75
@@ -31,13 +34,14 @@ class Figures:
 
 #: how far from its start a figure is believed to be, as the standard deviation of its logarithm
 SPREAD: Mapping[str, float] = {
-    "efficiency": 0.12,
+    "efficiency": 0.07,
     "sustained": 0.15,
+    "throttle": 0.4,
     "depth": 0.7,
     "traffic": 0.12,
     "attention": 0.25,
     "attention_backward": 0.25,
-    "narrow": 0.2,
+    "narrow": 0.08,
     "dispatch": 0.5,
     "overlap": 0.12,
     "inside": 0.15,
@@ -45,6 +49,8 @@ SPREAD: Mapping[str, float] = {
 }
 #: figures that are not parts of a whole
 _FREE = frozenset(("depth", "dispatch"))
+#: FLOP/s per watt of an A100: 312e12 in 400 W
+_A100 = 312e12 / 400
 
 
 def names_of(figures: Figures) -> list[tuple[str, str]]:
@@ -89,6 +95,12 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
     *inner, outer = cluster.levels
     levels = [replace(level, efficiency=figures.inside) for level in inner]
     levels.append(replace(outer, efficiency=figures.outside))
-    efficiency *= figures.sustained
+    efficiency = min(1.0, efficiency * figures.sustained * _density(device) ** -figures.throttle)
     made = replace(device, matmul_efficiency=efficiency, kernels=kernels, overlap=figures.overlap)
     return replace(cluster, device=made, levels=tuple(levels))
+
+
+def _density(device: Device) -> float:
+    """FLOP/s per watt, of that of an A100; 1 where the power is not known."""
+    peak = device.peak_flops.get("bf16", device.peak_flops.get("f16", device.peak_flops["f32"]))
+    return peak / device.kernels.watts / _A100 if device.kernels.watts else 1.0

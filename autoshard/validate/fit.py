@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.errors import UsageError
-from autoshard.simulate.pipeline import makespan
+from autoshard.simulate.pipeline import step_seconds
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.validate.figures import SPREAD, Figures, applied, moved, names_of, value_of
 from autoshard.validate.rebuild import Rebuilt
@@ -96,7 +96,7 @@ class _Fit:
         found = []
         for k in which:
             prices = self.prices[k].repriced(applied(self.runs[k].cluster, figures))
-            found.append(makespan(prices.schedule, prices.costs))
+            found.append(step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap))
         return np.array(found)
 
     def _slopes(self, figures: Figures, seconds: Array) -> Array:

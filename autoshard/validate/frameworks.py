@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from autoshard.cost.recipe import MIXED, Recipe
-from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.behaviour import Behaviour, Keeps
 from autoshard.validate.rows import Run
 
 #: words of a precision that say that gradients are summed in fp32
@@ -22,7 +22,7 @@ class Framework:
     """One entry. assumed: whether it stands for frameworks that no entry names.
 
     vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
-    ranks; 0 for no padding.
+    ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Framework:
     until: int | None
     behaviour: Behaviour
     vocab_multiple: int
+    wide_gradient: int
     assumed: bool
 
 
@@ -42,13 +43,12 @@ def frameworks() -> tuple[Framework, ...]:
     for entry in tomllib.loads(text)["framework"]:
         name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
         precision = entry.pop("precision", "")
-        multiple = entry.pop("vocab_multiple")
+        multiple, wide = entry.pop("vocab_multiple"), entry.pop("wide_gradient", 4)
         entry.pop("source")
         recipe = Recipe(name, **entry.pop("recipe"))
-        behaviour = Behaviour(
-            **{"gradient_buffers": True, "late_waits": False, **entry}, recipe=recipe, name=name
-        )
-        found.append(Framework(name, match, precision, until, behaviour, multiple, assumed=not match))
+        assumed = {"gradient_buffers": True, "late_waits": False}
+        behaviour = Behaviour(**{**assumed, **entry}, recipe=recipe, name=name)
+        found.append(Framework(name, match, precision, until, behaviour, multiple, wide, assumed=not match))
     return tuple(found)
 
 
@@ -72,12 +72,19 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
     """
     behaviour = framework.behaviour
     if _WIDE_GRADIENTS.search(run.precision.lower()) and behaviour.recipe.gradient_bytes(2) == 2:
-        behaviour = replace(behaviour, recipe=MIXED, gradient_dtype="f32")
+        recipe = replace(MIXED, gradient=framework.wide_gradient)
+        behaviour = replace(behaviour, recipe=recipe, gradient_dtype="f32", step_bytes=0.0)
     return replace(
         behaviour,
         attention_again=run.recompute == "attention",
-        # every second product (torchtitan, models/llama/parallelize_llama.py: _apply_ac_to_transformer_block)
-        products_again=0.5 if run.recompute == "ops" else 0.0,
+        keeps=_keeps(run, behaviour),
         product_dtype="f8" if run.fp8 and "f8" in rates else "",
         tensor_overlap=behaviour.tensor_overlap or "async tp" in run.framework.lower(),
     )
+
+
+def _keeps(run: Run, behaviour: Behaviour) -> Keeps:
+    if run.recompute == "ops":
+        return "ops"
+    # a layer that runs again keeps its input alone, whatever its kernels do
+    return "kernels" if run.recompute == "full" and behaviour.keeps == "compiled" else behaviour.keeps

@@ -37,6 +37,9 @@ def machine_of(run: Run) -> Machine:
     entry, notes = _entry(run)
     base = load_cluster(entry["cluster"])
     device = replace(base.device, **{k: v for k, v in entry.items() if k.startswith("memory_")})
+    own = device.kernels
+    own = replace(own, watts=entry.get("watts", own.watts), best=entry.get("best", own.best))
+    device = replace(device, kernels=own)
     if "power" in entry:
         # dynamic power grows with the cube of the clock, as the voltage falls with it
         device = replace(device, kernels=replace(device.kernels, clock=entry["power"] ** (1 / 3)))

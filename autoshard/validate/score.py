@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from autoshard.cluster.cluster import usable_memory
-from autoshard.validate.counted import GIB, counted
+from autoshard.validate.counted import counted, fits, unit_of
 from autoshard.validate.rebuild import Rebuilt
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One run. seconds: of a step; gib: on the fullest rank; None where nothing was measured.
+    """One run. seconds: of a step; gib: on the fullest rank, in the unit of what was measured (`counted`);
+    None where nothing was measured.
 
     oom: whether the run ran out of memory, and predicted_oom whether it should have. notes: see `Rebuilt`.
     """
@@ -61,15 +61,16 @@ class Summary:
 def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
     """A run with what was predicted for it."""
     run = rebuilt.run
+    axes = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data))
     return Scored(
         run.id,
         run.study,
         None if run.oom else run.seconds,
         seconds,
         run.gib,
-        counted(peak_bytes, run.memory_kind) / GIB,
+        counted(peak_bytes, run.memory_kind, axes) / unit_of(run.memory_kind),
         run.oom,
-        peak_bytes > usable_memory(rebuilt.cluster.device),
+        not fits(peak_bytes, rebuilt.cluster.device.memory_bytes, axes),
         rebuilt.notes,
     )
 

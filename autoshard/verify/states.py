@@ -85,7 +85,7 @@ def _axis_options(
     if all(p == R for p in given) and all(p in (R, None) for p in made):
         yield AxisState(given, made)
         return
-    for state in _readings(rule, ins, outs, given, made, ways):
+    for state in readings(rule, ins, outs, given, made, ways):
         if state.inputs == given and _same_outputs(state.outputs, made):
             yield state
 
@@ -94,7 +94,7 @@ def _same_outputs(state: Sequence[Placement | None], made: Sequence[Placement | 
     return all(m is None or s == m for s, m in zip(state, made, strict=True))
 
 
-def _readings(
+def readings(
     rule: Factored,
     ins: Sequence[TensorType],
     outs: Sequence[TensorType | None],
@@ -161,7 +161,7 @@ def _why_not(
 ) -> tuple[Rule, str]:
     took = ", ".join(map(str, given)) or "nothing"
     pending = [k for k, p in enumerate(given) if isinstance(p, Partial)]
-    right = [s for s in _readings(rule, ins, outs, given, made, ways) if s.inputs == given]
+    right = [s for s in readings(rule, ins, outs, given, made, ways) if s.inputs == given]
     if all(p == R for p in given):
         right.append(AxisState(given, tuple(None if o is None else R for o in outs)))
     gives = " or ".join(dict.fromkeys(_row(s.outputs) for s in right))

@@ -7,8 +7,8 @@ placements taken away, gives one of these terms, and its results are those of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autoshard.ir import Arg, Call, CallSite, Node, Port, Ref, TensorType, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment
@@ -36,12 +36,17 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A term: a pattern on terms. outs: numbers of what it gives. source: the user's line."""
+    """A term: a pattern on terms. outs: numbers of what it gives.
+
+    item, number: of the call, and of the node in its segment, where the model first makes it; -1 if only a
+    program makes it, of terms of the model.
+    """
 
     pattern: Pattern
     uses: Uses
     outs: tuple[int, ...]
-    source: str
+    item: int = -1
+    number: int = -1
 
 
 def positional(node: Node) -> Node:
@@ -95,7 +100,6 @@ class _Prepared:
     refs: tuple[str, ...]
     outs: tuple[str, ...]
     site: int
-    source: str
 
 
 class Terms:
@@ -105,10 +109,10 @@ class Terms:
     term -> what makes it (ports left out). fixed: terms that only depend on parameters.
     """
 
-    def __init__(
-        self, original: Lowered, ports: Sequence[Port], sources: Mapping[str, Sequence[str]]
-    ) -> None:
+    def __init__(self, original: Lowered, ports: Sequence[Port]) -> None:
+        self.original = original
         self.patterns = Patterns()
+        self.types: dict[int, TensorType | None] = {k: p.type for k, p in enumerate(ports)}
         self.ports = {p.name: k for k, p in enumerate(ports)}
         self.fixed = {k for k, p in enumerate(ports) if p.kind in ("param", "const")}
         self.count = len(ports)
@@ -117,47 +121,44 @@ class Terms:
         self.statements = 0
         self._known: dict[tuple[int, Uses], Made] = {}
         env = dict(self.ports)
-        prepared = {
-            name: self._prepared(segment, sources.get(name, ()))
-            for name, segment in original.segments.items()
-        }
-        for item in original.main:
-            self._run(item, env, original, prepared)
+        prepared = {name: self._prepared(segment) for name, segment in original.segments.items()}
+        for number, item in enumerate(original.main):
+            self._run(number, item, env, prepared)
         self.results = tuple(env[r] for r in original.results)
 
-    def _prepared(self, segment: LoweredSegment, sources: Sequence[str]) -> tuple[_Prepared, ...]:
+    def _prepared(self, segment: LoweredSegment) -> tuple[_Prepared, ...]:
         types = segment.graph.types()
         found = []
-        for number, node in enumerate(segment.graph.nodes):
+        for node in segment.graph.nodes:
             refs = tuple(refs_of(node))
             pattern = self.patterns.of(node, [types[r] for r in refs])
-            source = sources[number] if number < len(sources) else ""
-            found.append(_Prepared(pattern, refs, node.outs, site_of(node), source))
+            found.append(_Prepared(pattern, refs, node.outs, site_of(node)))
         return tuple(found)
 
     def _run(
         self,
+        place: int,
         item: Instruction,
         env: dict[str, int],
-        original: Lowered,
         prepared: Mapping[str, tuple[_Prepared, ...]],
     ) -> None:
         assert isinstance(item, Call)
-        graph = original.segments[item.segment].graph
+        graph = self.original.segments[item.segment].graph
         own = {inner: env[a] for (inner, _), a in zip(graph.inputs, item.args, strict=True)}
-        for node in prepared[item.segment]:
+        for number, node in enumerate(prepared[item.segment]):
             uses = (tuple([own[r] for r in node.refs]), node.site + item.site if node.site >= 0 else -1)
-            own.update(zip(node.outs, self.make(node.pattern, uses, node.source).outs, strict=True))
+            own.update(zip(node.outs, self.make(node.pattern, uses, place, number).outs, strict=True))
             self.statements += 1
         env.update({out: own[inner] for out, inner in zip(item.outs, graph.outputs, strict=True)})
 
-    def make(self, pattern: Pattern, uses: Uses, source: str = "") -> Made:
+    def make(self, pattern: Pattern, uses: Uses, item: int = -1, number: int = -1) -> Made:
         """The term of a pattern on terms, a new one if it is."""
         key = (pattern.number, uses)
         if key not in self._known:
             outs = tuple(range(self.count, self.count + len(pattern.node.outs)))
             self.count += len(outs)
-            made = Made(pattern, uses, outs, source)
+            made = Made(pattern, uses, outs, item, number)
+            self.types.update(zip(outs, pattern.node.types, strict=True))
             self._known[key] = made
             self.by_uses.setdefault(uses, []).append(made)
             self.made.update(dict.fromkeys(outs, made))
@@ -187,14 +188,3 @@ def is_sum(pattern: Pattern) -> bool:
     node = pattern.node
     plain = node.op == ADD and not node.kwargs and len(pattern.ins) == 2 and len(node.args) == 2
     return plain and all(t == node.types[0] for t in pattern.ins)
-
-
-def parts_in_order(phases: Sequence[str], slices: int) -> Iterator[tuple[str, int]]:
-    """(phase, slice) in the order in which a stage runs them."""
-    for phase in phases:
-        order = range(slices) if phase == "forward" else reversed(range(slices))
-        yield from ((phase, k) for k in order)
-
-
-def renamed(node: Node, outs: tuple[str, ...]) -> Node:
-    return replace(node, outs=outs)

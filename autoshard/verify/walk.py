@@ -8,23 +8,31 @@ term as in forward. A value that could not be followed is not judged again by wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
 from autoshard.program.ends import wires_of
+from autoshard.program.known import QUANTISED
 from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Judge, Lies
+from autoshard.verify.pieces import Pieces
 from autoshard.verify.result import At, Finding, Rule
-from autoshard.verify.terms import ADD, Made, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
+from autoshard.verify.terms import ADD, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
 
 #: the term of a value that could not be followed
 LOST = -1
 #: what gives its input back; ranks may copy a gradient so that two parameters do not share it
 _COPIES = ("aten.clone.default", "aten.alias.default")
 _FUSED = "aten.addmm.default"
+#: what stands for a chain of ops (`passes/fuse_kernels.py`): it has no rule, and its parts are not known here
+KERNELS = frozenset(
+    f"autoshard.{name}.default"
+    for name in ("add_layer_norm", "add_rms_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
+)
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
@@ -49,13 +57,20 @@ class _Ready:
 
 @dataclass
 class Followed:
-    """What came of it. own: stage -> value -> term. calls, nodes, moves: how many were followed."""
+    """What came of it.
+
+    own: stage -> value -> term. calls, nodes, moves: how many were followed; rounded: collectives among them
+    that send fewer bits than values have. kernels: ops that stand for chains, which are not followed. judged:
+    different questions that were asked of the rules.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     own: dict[int, dict[str, int]] = field(default_factory=dict)
     calls: int = 0
     nodes: int = 0
     moves: int = 0
+    rounded: int = 0
+    kernels: int = 0
     judged: int = 0
 
 
@@ -64,6 +79,8 @@ class Walk:
 
     def __init__(self, lowered: Lowered, ports: Collection[str], terms: Terms, judge: Judge) -> None:
         self.lowered, self.terms, self.judge = lowered, terms, judge
+        slices = 1 + max(p.slice for p in lowered.parts)
+        self.pieces = Pieces(terms, judge, slices) if slices > 1 else None
         self.wires = {(w.value, w.target): w.source for w in wires_of(lowered, ports)}
         self.out = Followed(own={p.stage: {} for p in lowered.parts})
         self._numbers = 0
@@ -155,7 +172,7 @@ class Walk:
         types = graph.types() if call.outs else {}
         for out, inner in zip(call.outs, graph.outputs, strict=True):
             self._interface(out, inner, Placed(types[inner], segment.layouts[inner]), values, call, at)
-            own[out] = env[inner]
+            own[out] = self._summed(own, out, env[inner])
 
     def _interface(
         self, value: str, inner: str, wanted: Placed, values: Mapping[str, Placed], call: Call, at: At
@@ -174,7 +191,13 @@ class Walk:
         self._check_move(ready, values, at)
         env = {r: self._value(r, at) for r in ready.refs}
         self._follow(ready, env, 0, at, "", -1)
-        own.update({out: env[out] for out in node.outs})
+        own.update({out: self._summed(own, out, env[out]) for out in node.outs})
+
+    def _summed(self, own: Mapping[str, int], value: str, term: int) -> int:
+        """The term of a value that this part makes, and slices before it may have added to."""
+        if self.pieces is None or value not in own or LOST in (own[value], term):
+            return term
+        return self.pieces.added(own[value], term)
 
     # -- one node ----------------------------------------------------------------------------------
 
@@ -184,11 +207,16 @@ class Walk:
         """Give the outputs of a node their terms."""
         if ready.moves is not None:
             self.out.moves += 1
+            self.out.rounded += ready.node.op in QUANTISED
             env.update({out: env[source] for source, out in ready.moves})
             # what a broken text leaves out is lost
             env.update({out: LOST for out in ready.node.outs if out not in env})
             return
         self.out.nodes += 1
+        if ready.node.op in KERNELS:
+            self.out.kernels += 1
+            env.update(dict.fromkeys(ready.node.outs, LOST))
+            return
         taken = tuple([env[r] for r in ready.refs])
         if LOST in taken:
             env.update(dict.fromkeys(ready.node.outs, LOST))
@@ -208,6 +236,11 @@ class Walk:
         for made in self.terms.by_uses.get(uses, ()):
             if self._verdict(ready, made.pattern) is None:
                 return made.outs
+        if self.pieces is not None:
+            fits = partial(self._fits, ready)
+            parts = self.pieces.made(positional(ready.node), uses[0], uses[1], fits)
+            if parts is not None:
+                return parts
         if ready.node.op in _COPIES and len(ready.refs) == 1 and self._copies(ready):
             return uses[0]
         if ready.node.op == _FUSED and len(ready.refs) == 3:
@@ -215,6 +248,9 @@ class Walk:
         if ready.node.op == ADD:
             return self._sum(ready, uses)
         return None
+
+    def _fits(self, ready: _Ready, pattern: Pattern) -> bool:
+        return self._verdict(ready, pattern) is None
 
     def _verdict(self, ready: _Ready, pattern: Pattern) -> tuple[Rule, str] | None:
         key = (ready.number, pattern.number)
@@ -248,19 +284,24 @@ class Walk:
         """(what is wrong with it, terms) of a product and a sum in one; None if the model has none such."""
         (bias, a, b), _ = uses
         (bias_lies, a_lies, b_lies), (out,) = ready.lies
-        for product in self.terms.by_uses.get(((a, b), -1), ()):
-            if product.pattern.node.op != "aten.mm.default":
+        for product, made in self._options((a, b)):
+            if product.node.op != "aten.mm.default":
                 continue
-            for total in self.terms.by_uses.get(((product.outs[0], bias), -1), ()):
-                plain = total.pattern.node.op == ADD and not total.pattern.node.kwargs
-                if not plain or total.pattern.node.types != ready.node.types or ready.node.kwargs:
+            for total, sums in self._options((made[0], bias)):
+                plain = total.node.op == ADD and not total.node.kwargs
+                if not plain or total.node.types != ready.node.types or ready.node.kwargs:
                     continue
                 lies: tuple[Lies, Lies] = (((a_lies, b_lies), (out,)), ((out or (), bias_lies), (out,)))
-                judged = [
-                    self.judge.of(p.pattern, lie) for p, lie in zip((product, total), lies, strict=True)
-                ]
-                return next((j.broken for j in judged if j.broken is not None), None), total.outs
+                judged = [self.judge.of(p, lie) for p, lie in zip((product, total), lies, strict=True)]
+                return next((j.broken for j in judged if j.broken is not None), None), sums
         return None
+
+    def _options(self, taken: tuple[int, ...]) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
+        """(pattern, what it makes) of every op of the model that takes these terms."""
+        for made in self.terms.by_uses.get((taken, -1), ()):
+            yield made.pattern, made.outs
+        if self.pieces is not None:
+            yield from self.pieces.options(taken, -1)
 
     def _sum(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
         """A sum of gradients that the model adds up in another order, or of which a stage has some terms."""
@@ -278,28 +319,30 @@ class Walk:
         fused = self._fusion(ready, uses) if ready.node.op == _FUSED and len(ready.refs) == 3 else None
         if fused is not None and fused[0] is not None:
             return fused[0][0], f"{op} cannot run on these placements", fused[0][1]
-        near = self.terms.by_uses.get(uses, ())
-        judged = [(self._verdict(ready, made.pattern), made) for made in near]
-        same = [(v, m) for v, m in judged if v is not None and v[0] != "function" and _alike(ready, m)]
+        near = self._near(ready, uses)
+        judged = [(self._verdict(ready, pattern), pattern) for pattern in near]
+        same = [v for v, p in judged if v is not None and v[0] != "function" and _alike(ready, p)]
         if same:
-            (rule, why), _ = same[0]
-            what = (
-                f"{op} cannot run on these placements" if rule != "arguments" else f"{op} has wrong arguments"
-            )
-            return rule, what, why
+            rule, why = same[0]
+            wrong = "has wrong arguments" if rule == "arguments" else "cannot run on these placements"
+            return rule, f"{op} {wrong}", why
         if near:
-            ops = ", ".join(dict.fromkeys(_short(m.pattern.node.op) for m in near))
-            return (
-                "function",
-                f"the model computes no such {op} of these values",
-                f"it computes {ops} of them",
-            )
+            ops = ", ".join(dict.fromkeys(_short(p.node.op) for p in near))
+            what = f"the model computes no such {op} of these values"
+            return "function", what, f"it computes {ops} of them"
         return "function", f"the model computes nothing of what {op} takes here", self._expected(ready, uses)
+
+    def _near(self, ready: _Ready, uses: Uses) -> list[Pattern]:
+        """The ops that the model does on these terms, or on what they are parts of."""
+        found = [made.pattern for made in self.terms.by_uses.get(uses, ())]
+        if self.pieces is not None:
+            found += self.pieces.near(positional(ready.node), *uses)
+        return found
 
     def _expected(self, ready: _Ready, uses: Uses) -> str:
         """What the model takes in place of it, where all but one input are as in the model."""
         for (taken, site), made in self.terms.by_uses.items():
-            if len(taken) != len(uses[0]) or not any(_alike(ready, m) for m in made):
+            if len(taken) != len(uses[0]) or not any(_alike(ready, m.pattern) for m in made):
                 continue
             differ = [k for k, (a, b) in enumerate(zip(taken, uses[0], strict=True)) if a != b]
             if len(differ) == 1 and len(taken) > 1 and site == uses[1]:
@@ -324,9 +367,9 @@ def _turn(part: Part) -> tuple[int, int, int]:
     )
 
 
-def _alike(ready: _Ready, made: Made) -> bool:
-    """Whether a node looks like a term: the same op, or what a rank calls in place of it."""
-    name = made.pattern.node.op.split(".")[1]
+def _alike(ready: _Ready, pattern: Pattern) -> bool:
+    """Whether a node looks like an op of the model: the same, or what a rank calls in place of it."""
+    name = pattern.node.op.split(".")[1]
     return name in ready.op.split(".")[1] or ready.op.split(".")[1] in name
 
 
@@ -347,7 +390,3 @@ def _short(op: str) -> str:
 def _plain(text: str) -> str:
     """The text without the names of our classes."""
     return text.replace("Ref(name='", "#").replace("')", "")
-
-
-def instructions(lowered: Lowered, part: Part) -> Sequence[Instruction]:
-    return lowered.of(part)

@@ -1,56 +1,61 @@
-"""Every kernel compiled ahead of time for sm_80 and sm_90, without a GPU. A process without the interpreter.
+"""Every kernel and configuration compiled ahead of time, without a GPU. A process without the interpreter.
 
-For the large samples (all sizes multiples of 16) prints one line per kernel, configuration and arch:
-name, type, arch, registers, spills, wide and narrow accesses, narrow ones allowed.
+Compiled are the launches of the large samples, whose sizes are all multiples of 16: in bf16 for sm_80 and in
+fp32 for sm_90, with ``--all`` in every element type for both. Prints a JSON document per machine code. Other
+arguments: names of kernels, none for all.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
 
 import torch
 
 import autoshard.ops  # noqa: F401 (defines the ops)
-from autoshard.kernels.registry import specs
+from autoshard.kernels.launch import Launch
+from autoshard.kernels.registry import KernelSpec, specs
 from autoshard.torch_adapters.triton_aot import compile_launch
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+USUAL = (("bf16", 80), ("f32", 90))
+ALL = tuple((name, arch) for name in DTYPES for arch in (80, 90))
+
+
+def launches(spec: KernelSpec, dtype: torch.dtype) -> Iterator[Launch]:
+    """One launch of each configuration that the large samples need."""
+    seen = set()
+    for args in spec.large(None, dtype, torch.device("meta")):
+        for launch in spec.prepare()(*args)[1]:
+            types = tuple(a.dtype if isinstance(a, torch.Tensor) else type(a) for a in launch.args)
+            key = (launch.kernel.__name__, types, tuple(sorted(launch.constants.items())), launch.warps)
+            if key not in seen:
+                seen.add(key)
+                yield launch
 
 
 def main() -> None:
-    wanted = sys.argv[1:]
+    wanted = [a for a in sys.argv[1:] if a != "--all"]
     for spec in specs().values():
-        if wanted and spec.name not in wanted:
-            continue
-        for name, dtype in DTYPES.items():
-            seen = set()
-            for args in spec.large(None, dtype, torch.device("meta")):
-                for launch in spec.prepare()(*args)[1]:
-                    types = tuple(a.dtype if isinstance(a, torch.Tensor) else None for a in launch.args)
-                    key = (
-                        launch.kernel.__name__,
-                        types,
-                        tuple(sorted(launch.constants.items())),
-                        launch.warps,
-                    )
-                    if key in seen:
-                        continue
-                    seen.add(key)
-                    for arch in (80, 90):
-                        c = compile_launch(launch, arch)
-                        print(
-                            spec.name,
-                            name,
-                            c.name,
-                            arch,
-                            c.registers,
-                            c.spills,
-                            c.wide,
-                            c.narrow,
-                            launch.narrow,
-                            c.accesses,
-                            flush=True,
-                        )
+        for name, arch in ALL if "--all" in sys.argv else USUAL:
+            for launch in launches(spec, DTYPES[name]) if not wanted or spec.name in wanted else ():
+                code = compile_launch(launch, arch)
+                found = {
+                    "kernel": spec.name,
+                    "function": code.name,
+                    "constants": str(dict(launch.constants)),
+                    "warps": launch.warps,
+                    "dtype": name,
+                    "arch": arch,
+                    "registers": code.registers,
+                    "shared": code.shared,
+                    "spills": code.spills,
+                    "wide": code.wide,
+                    "narrow": code.narrow,
+                    "allowed": launch.narrow,
+                }
+                print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """All kernels in the interpreter of Triton against fp64; a process of its own, as it is chosen at import.
 
-Prints one line per kernel and element type: name, type, samples, largest error as a part of the allowed one.
+Prints a JSON document per kernel and element type: how many samples, the largest error as a part of the
+allowed one, and what failed. Arguments: names of kernels, none for all.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -38,12 +43,22 @@ def tensors(out: object) -> list[torch.Tensor]:
     return [t for t in out if t is not None]  # type: ignore[attr-defined]
 
 
-def error(out: torch.Tensor, true: torch.Tensor, dtype: torch.dtype, spec: KernelSpec) -> float:
+def clone(arg: object) -> object:
+    if isinstance(arg, torch.Tensor):
+        return arg.clone()
+    return [clone(a) for a in arg] if isinstance(arg, list) else arg
+
+
+def results(spec: KernelSpec, run: Callable[..., object], args: Sequence[object]) -> list[torch.Tensor]:
+    """What an op gives, or the arguments that it changes."""
+    args = [clone(a) for a in args]
+    out = run(*args)
+    return tensors(list(args[: spec.mutated])) if spec.mutated else tensors(out)
+
+
+def error(out: torch.Tensor, true: torch.Tensor, spec: KernelSpec) -> float:
     """Of one output: its largest error over what is allowed."""
     assert out.shape == true.shape, (out.shape, true.shape)
-    if not out.is_floating_point():
-        assert torch.equal(out, true.to(out.dtype))
-        return 0.0
     assert torch.equal(out.isnan(), true.isnan()), "NaN in other places"
     fine = torch.isfinite(true)
     rest = ~fine & ~true.isnan()
@@ -54,41 +69,43 @@ def error(out: torch.Tensor, true: torch.Tensor, dtype: torch.dtype, spec: Kerne
     return float((out[fine].double() - true[fine]).abs().max()) / scale / spec.tolerance[out.dtype]
 
 
+def check_wire(out: torch.Tensor, same: torch.Tensor, allowed: int) -> None:
+    """Codes may differ by so much, in few places; bytes of scales in their last bits."""
+    apart = (out.view(torch.int8).int() - same.view(torch.int8).int()).abs()
+    assert int(apart.max()) <= max(allowed, 2), int(apart.max())
+    assert float((apart > 0).float().mean()) < 0.02, "too many codes differ"
+
+
 def check(spec: KernelSpec, dtype: torch.dtype) -> tuple[int, float]:
     """(samples, worst error as a part of what is allowed) of a kernel."""
     g = torch.Generator().manual_seed(5)
     worst, count = 0.0, 0
     for args in spec.samples(g, dtype, torch.device("cpu")):
-        before = wide(args)
-        if spec.exact:
-            plain = tensors(spec.reference(*args))
-            outs = tensors(run_kernel(spec.prepare(), *args))
-            for out, same in zip(outs, plain, strict=True):
-                assert out.dtype == same.dtype
-                assert torch.allclose(out, same, rtol=0, atol=0, equal_nan=True), "not the reference's values"
-        else:
-            outs = tensors(run_kernel(spec.prepare(), *args))
-            types = [t.dtype for t in tensors(spec.reference(*args))]
-            assert [o.dtype for o in outs] == types, (outs, types)
-        if all(o.is_floating_point() for o in outs):
-            true = tensors(spec.reference(*before))
-            pairs = zip(outs, true, strict=True)
-            worst = max([worst, *(error(o, t, dtype, spec) for o, t in pairs)])
         count += 1
+        outs = results(spec, partial(run_kernel, spec.prepare()), args)
+        plain = results(spec, spec.reference, args)
+        true = results(spec, spec.reference, wide(args))
+        for out, same, exact in zip(outs, plain, true, strict=True):
+            assert (out.dtype, out.shape) == (same.dtype, same.shape)
+            if spec.exact:
+                assert torch.allclose(out, same, rtol=0, atol=0, equal_nan=True), "not the reference's values"
+            if out.is_floating_point():
+                worst = max(worst, error(out, exact, spec))
+            elif not spec.exact:
+                check_wire(out, same, spec.codes)
     return count, worst
 
 
 def main() -> None:
     wanted = sys.argv[1:]
     for spec in specs().values():
-        if wanted and spec.name not in wanted:
-            continue
-        for name, dtype in DTYPES.items():
+        for name, dtype in DTYPES.items() if not wanted or spec.name in wanted else ():
+            found: dict[str, object] = {"kernel": spec.name, "dtype": name, "samples": 0, "worst": 0.0}
             try:
-                count, worst = check(spec, dtype)
-            except Exception as failure:
-                raise AssertionError(f"{spec.name} {name}") from failure
-            print(spec.name, name, count, f"{worst:.3f}", flush=True)
+                found["samples"], found["worst"] = check(spec, dtype)
+            except Exception:
+                found["failure"] = traceback.format_exc()
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

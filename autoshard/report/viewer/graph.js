@@ -2,6 +2,8 @@
 "use strict";
 
 const BOX = { wide: 186, high: 58, gap: 26, layer: 38 };
+const MANY = 2;
+const BETWEEN = new Set(["main", "once"]);
 let size = 1;
 
 // -- what is in it ----------------------------------------------------------------------------------------------
@@ -10,7 +12,7 @@ let size = 1;
 function segmentsOf(module, half) {
   const found = [];
   for (const segment of data.segments) {
-    if (segment.backward !== (half === "backward") || segment.name === "main") continue;
+    if (segment.backward !== (half === "backward") || BETWEEN.has(segment.name)) continue;
     const own = segment.nodes.filter((node) => inside(node.module, module));
     if (own.length) found.push([segment, segment.calls * sum(own, (n) => n.compute + n.comm) + 1e-12 * own.length]);
   }
@@ -22,213 +24,152 @@ const bestSegment = (module, half) => segmentsOf(module, half)[0];
 /** Open the graph where an op is. */
 function showOp(segment, node) {
   const half = segments.get(segment)?.backward ? "backward" : "forward";
-  if (segment === "main") return choose(node.module, { tab: "collectives" });
+  if (BETWEEN.has(segment)) return choose(node.module, { tab: "collectives" });
   return go({ tab: "graph", module: node.module, half, segment, op: node.outs[0], all: "" });
 }
 
-/** Items and edges. An item: {id, kind: op | talk | module | port | param, node(s), ...}. */
-function contents(segment, module) {
+/**
+ * Items and edges of a module in some segments. An item: {id, kind: op | talk | module | port | param, segment,
+ * node or nodes, ...}. Modules inside are one item each, unless every op is wanted; a call of a repeated layer takes
+ * what the call before it gives, which is not drawn.
+ */
+function contents(drawn, module) {
   const every = state.all === "1";
-  const views = state.views === "1" || state.op && segment.nodes.some((n) => n.outs[0] === state.op && n.view);
+  const views = state.views === "1";
+  const weights = state.weights === "1";
+  const names = new Set(drawn.map((segment) => segment.name));
   const items = [];
-  const of = new Map(); // value -> item that makes it, for this graph
   const edges = new Map();
-  const inputs = new Map(segment.inputs.map((input) => [input.name, input]));
-  const maker = new Map(segment.nodes.flatMap((node) => node.outs.map((out) => [out, node])));
-  let run = null;
-  const join = (from, to, value) => {
-    if (from === to) return;
-    const key = `${from.id} ${to.id}`;
-    if (!edges.has(key)) edges.set(key, { from, to, values: [] });
-    edges.get(key).values.push(value);
+  const of = new Map(); // "segment/value" -> the item that makes it
+  const stored = new Set(); // weights, and what collectives and views make of them
+  const add = (item) => { items.push(Object.assign(item, { id: items.length })); return item; };
+  const join = (from, to) => {
+    if (from !== to) edges.set(`${from.id} ${to.id}`, { from, to });
   };
-  const shown = state.weights === "1";
-  const stored = new Set(segment.inputs.filter((input) => input.kind === "weight").map((input) => input.name));
-  for (const node of segment.nodes)
-    if (node.kind && node.refs.every((ref) => stored.has(ref))) node.outs.forEach((out) => stored.add(out));
-  const source = (value) => {
-    if (of.has(value)) return of.get(value);
-    const input = inputs.get(value);
-    const node = maker.get(value);
-    const item = {
-      id: items.length, kind: stored.has(value) ? "param" : "port", name: value, layout: (input || node)?.layout || "",
-      type: (input || node)?.type || "", from: node ? node.module : "", node,
-    };
-    items.push(item);
-    of.set(value, item);
-    return item;
-  };
-  for (const node of segment.nodes) {
-    if (!inside(node.module, module)) { run = null; continue; }
-    // weights, their views and the collectives that gather them
-    if (!shown && node.refs.length && node.refs.every((ref) => stored.has(ref)) && (node.kind || node.view)
-        && !node.outs.includes(state.op)) {
-      node.outs.forEach((out) => stored.add(out));
-      continue;
-    }
-    const child = childOf(node.module, module);
-    if (node.view && !views && (!child || every)) {
-      // a view is where what it looks at is
-      const seen = node.refs.length ? source(node.refs[0]) : null;
-      if (seen) { node.outs.forEach((out) => of.set(out, seen)); continue; }
-    }
-    let item;
-    if (child && !every) {
-      if (!run || run.path !== child) {
-        run = { id: items.length, kind: "module", path: child, nodes: [], name: child.slice(module ? module.length + 1 : 0) };
-        items.push(run);
-      }
-      item = run;
-      item.nodes.push(node);
-      item.layout = node.layout || item.layout;
-      item.type = node.type || item.type;
-    } else {
-      run = null;
-      item = { id: items.length, kind: node.kind ? "talk" : "op", node, name: node.outs[0], layout: node.layout, type: node.type };
-      items.push(item);
-    }
-    for (const ref of node.refs) if (shown || !stored.has(ref) || of.has(ref)) join(source(ref), item, ref);
-    node.outs.forEach((out) => of.set(out, item));
-  }
-  return { items, edges: [...edges.values()] };
-}
-
-/** The module right inside another one that a path is in, "" if it is the module itself. */
-function childOf(path, module) {
-  if (path === module) return "";
-  const rest = module ? path.slice(module.length + 1) : path;
-  const words = rest.split(".");
-  // a container whose only content is the repeated layer is passed over
-  const take = words.length > 1 && words[1] === "*" ? 2 : 1;
-  return (module ? `${module}.` : "") + words.slice(0, take).join(".");
-}
-
-// -- where it is drawn ------------------------------------------------------------------------------------------
-
-/** Layers by longest path, dummies where an edge passes a layer, a few sweeps against crossings, then x. */
-function arrange({ items, edges }) {
-  const incoming = new Map(items.map((item) => [item, []]));
-  const outgoing = new Map(items.map((item) => [item, []]));
-  for (const edge of edges) {
-    incoming.get(edge.to).push(edge);
-    outgoing.get(edge.from).push(edge);
-  }
-  const order = topological(items, incoming, outgoing);
-  for (const item of order) item.layer = Math.max(0, ...incoming.get(item).map((edge) => edge.from.layer + 1));
-  for (const item of [...order].reverse()) {
-    // inputs stand right above what they go to
-    const below = outgoing.get(item).map((edge) => edge.to.layer - 1);
-    if (!incoming.get(item).length && below.length) item.layer = Math.min(...below);
-  }
-  const layers = [];
-  const put = (thing) => (layers[thing.layer] ||= []).push(thing);
-  order.forEach(put);
-  const links = [];
-  for (const edge of edges) {
-    edge.way = [edge.from];
-    for (let layer = edge.from.layer + 1; layer < edge.to.layer; layer++) {
-      const dummy = { dummy: true, layer, wide: 10 };
-      put(dummy);
-      edge.way.push(dummy);
-    }
-    edge.way.push(edge.to);
-    for (let k = 1; k < edge.way.length; k++) links.push([edge.way[k - 1], edge.way[k]]);
-  }
-  const above = new Map();
-  const below = new Map();
-  for (const [a, b] of links) {
-    if (!below.has(a)) below.set(a, []);
-    if (!above.has(b)) above.set(b, []);
-    below.get(a).push(b);
-    above.get(b).push(a);
-  }
-  for (let k = 0; k < layers.length; k++) layers[k] ||= [];
-  layers.forEach((layer) => layer.forEach((thing, k) => { thing.at = k; thing.wide ??= BOX.wide; }));
-  for (let sweep = 0; sweep < 8; sweep++) {
-    const near = sweep % 2 ? below : above;
-    for (const layer of sweep % 2 ? [...layers].reverse() : layers) {
-      const middle = new Map(layer.map((thing) => {
-        const others = near.get(thing) || [];
-        return [thing, others.length ? sum(others, (o) => o.at) / others.length : thing.at];
-      }));
-      layer.sort((a, b) => middle.get(a) - middle.get(b) || a.at - b.at);
-      layer.forEach((thing, k) => { thing.at = k; });
-    }
-  }
-  for (const layer of layers) spread(layer, () => null);
-  for (let sweep = 0; sweep < 10; sweep++) {
-    const near = sweep % 2 ? below : above;
-    for (const layer of sweep % 2 ? [...layers].reverse() : layers)
-      spread(layer, (thing) => {
-        const others = [...(near.get(thing) || []), ...(sweep > 5 ? (sweep % 2 ? above : below).get(thing) || [] : [])];
-        return others.length ? sum(others, (o) => o.x) / others.length : null;
+  for (const segment of drawn) {
+    const place = (value) => `${segment.name}/${value}`;
+    const inputs = new Map(segment.inputs.map((input) => [input.name, input]));
+    const maker = new Map(segment.nodes.flatMap((node) => node.outs.map((out) => [out, node])));
+    for (const input of segment.inputs) if (input.kind === "weight") stored.add(place(input.name));
+    /** Items that a value comes from: of an input, what other drawn segments give, or the input itself. */
+    const sources = (value) => {
+      if (of.has(place(value))) return [of.get(place(value))];
+      const input = inputs.get(value);
+      const given = input ? input.from.filter(([name]) => name !== segment.name && names.has(name))
+        .map(([name, out]) => of.get(`${name}/${out}`)).filter(Boolean) : [];
+      if (given.length) return given;
+      const node = maker.get(value);
+      const item = add({
+        kind: stored.has(place(value)) ? "param" : "port", name: value, layout: (input || node)?.layout || "",
+        type: (input || node)?.type || "", from: node ? node.module : "", node, segment,
       });
-  }
-  const all = layers.flat();
-  const left = Math.min(0, ...all.map((thing) => thing.x - thing.wide / 2));
-  all.forEach((thing) => { thing.x -= left - 24; thing.y = 24 + thing.layer * (BOX.high + BOX.layer) + BOX.high / 2; });
-  return {
-    wide: Math.max(200, ...all.map((thing) => thing.x + thing.wide / 2 + 24)),
-    high: 48 + layers.length * (BOX.high + BOX.layer) - BOX.layer,
-  };
-}
-
-function topological(items, incoming, outgoing) {
-  const left = new Map(items.map((item) => [item, incoming.get(item).length]));
-  const ready = items.filter((item) => !left.get(item));
-  const found = [];
-  while (ready.length) {
-    const item = ready.shift();
-    found.push(item);
-    for (const edge of outgoing.get(item)) {
-      left.set(edge.to, left.get(edge.to) - 1);
-      if (!left.get(edge.to)) ready.push(edge.to);
+      of.set(place(value), item);
+      return [item];
+    };
+    let run = null;
+    for (const node of segment.nodes) {
+      const wanted = segment.name === state.segment && node.outs.includes(state.op);
+      const fixed = node.refs.length && (node.kind || node.view) && node.refs.every((ref) => stored.has(place(ref)));
+      if (fixed) node.outs.forEach((out) => stored.add(place(out)));
+      if (!inside(node.module, module)) { run = null; continue; }
+      if (fixed && !weights && !wanted) continue;
+      const child = every ? "" : childOf(node.module, module);
+      if (node.view && !views && !child && !wanted && node.refs.length) {
+        // a view is where what it looks at is
+        const seen = sources(node.refs[0])[0];
+        node.outs.forEach((out) => of.set(place(out), seen));
+        continue;
+      }
+      let item;
+      if (child) {
+        if (!run || run.path !== child)
+          run = add({ kind: "module", path: child, nodes: [], name: child.slice(module ? module.length + 1 : 0), segment });
+        item = run;
+        item.nodes.push(node);
+      } else {
+        run = null;
+        item = add({ kind: node.kind ? "talk" : "op", node, name: node.outs[0], segment });
+      }
+      item.layout = node.layout || item.layout || "";
+      item.type = node.type || item.type || "";
+      for (const ref of node.refs)
+        if (weights || !stored.has(place(ref))) for (const source of sources(ref)) join(source, item);
+      node.outs.forEach((out) => of.set(place(out), item));
     }
   }
-  return found;
+  return together(items, [...edges.values()]);
 }
 
-/** Places of a layer from left to right: as near to what is wanted as the order allows. */
-function spread(layer, wanted) {
-  let edge = -Infinity;
-  const goals = layer.map((thing) => wanted(thing) ?? thing.x ?? 0);
-  layer.forEach((thing, k) => {
-    thing.x = Math.max(goals[k], edge + thing.wide / 2);
-    edge = thing.x + thing.wide / 2 + BOX.gap;
-  });
-  // pushed to the right by their neighbours: the whole row goes back by what it is off on average
-  const off = sum(layer, (thing) => thing.x) - sum(goals);
-  layer.forEach((thing) => { thing.x -= off / layer.length; });
+/** Many inputs that go to one item alone (what backward reads of forward, mostly) are drawn as one. */
+function together(items, edges) {
+  const uses = new Map();
+  for (const edge of edges) uses.set(edge.from, [...(uses.get(edge.from) || []), edge]);
+  const alone = new Map();
+  for (const item of items) {
+    const own = uses.get(item) || [];
+    if ((item.kind === "port" || item.kind === "param") && own.length === 1)
+      alone.set(own[0].to, [...(alone.get(own[0].to) || []), item]);
+  }
+  const gone = new Set();
+  const made = [];
+  for (const [target, ports] of alone) {
+    if (ports.length <= MANY) continue;
+    ports.forEach((port) => gone.add(port));
+    const item = { id: items.length + made.length, kind: "port", name: `${ports.length} values`, ports, layout: "", type: "", segment: target.segment };
+    made.push(item);
+    edges.push({ from: item, to: target });
+  }
+  return { items: [...made, ...items.filter((item) => !gone.has(item))], edges: edges.filter((edge) => !gone.has(edge.from)) };
+}
+
+/** Whether the inside of a module is drawn in place of it: it is made of several segments, and in no layer. */
+const seenThrough = (path) => !path.includes("*") && (children.get(path) || []).length > 0
+  && segmentsOf(path, state.half).length > 1;
+
+/** The module inside another one that a path is drawn as, "" if as itself. */
+function childOf(path, module) {
+  let at = module;
+  while (path !== at) {
+    const words = path.slice(at ? at.length + 1 : 0).split(".");
+    // the list of repeated layers is its layer
+    const next = (at ? `${at}.` : "") + words.slice(0, words[1] === "*" ? 2 : 1).join(".");
+    if (!seenThrough(next)) return next;
+    at = next;
+  }
+  return "";
 }
 
 // -- drawing ----------------------------------------------------------------------------------------------------
 
 function drawGraph(before) {
   const found = segmentsOf(state.module, state.half);
-  const segment = found.find((s) => s.name === state.segment) || found[0];
+  const named = found.find((s) => s.name === state.segment);
+  const drawn = named ? [named] : data.segments.filter((s) => found.includes(s));
+  const segment = named || (drawn.length === 1 ? drawn[0] : null);
   drawGraphBar(found, segment);
-  if (!segment) {
+  if (!drawn.length) {
     replace($("canvas"), el("p", { class: "empty" }, `no ops of ${state.module || "the model"} in ${state.half}`));
     return replace($("details"), aboutModule());
   }
-  const graph = contents(segment, state.module);
+  const graph = contents(drawn, state.module);
   if (!graph.items.length) return replace($("canvas"), el("p", { class: "empty" }, "nothing to draw"));
   const { wide, high } = arrange(graph);
-  const chosen = graph.items.find((item) => item.node && item.node.outs.includes(state.op))
-    || graph.items.find((item) => item.nodes?.some((node) => node.outs.includes(state.op)));
+  const chosen = state.op ? graph.items.find((item) => item.node && item.node.outs.includes(state.op))
+    || graph.items.find((item) => item.kind === "port" && item.name === state.op)
+    || graph.items.find((item) => item.nodes?.some((node) => node.outs.includes(state.op))) : null;
   const most = Math.max(...graph.items.map(itemTime), 1e-12);
   const stay = before.module === state.module && before.half === state.half && before.segment === state.segment
     && before.tab === "graph";
-  if (!stay) size = Math.min(1, Math.max(0.7, ($("canvas").clientWidth - 16) / wide));
+  if (!stay) size = Math.min(1, Math.max(0.8, ($("canvas").clientWidth - 16) / wide));
   const drawing = el("svg:svg", { width: wide * size, height: high * size, viewBox: `0 0 ${wide} ${high}`, "data-wide": wide, "data-high": high },
     ...graph.edges.map((edge) => el("svg:path", { class: `edge ${edge.from === chosen || edge.to === chosen ? "near" : ""}`, d: path(edge.way) })),
-    ...graph.items.map((item) => drawItem(item, item === chosen, most, segment)));
+    ...graph.items.map((item) => drawItem(item, item === chosen, most)));
   const { scrollLeft, scrollTop } = $("canvas");
   replace($("canvas"), drawing);
   if (stay) $("canvas").scrollTo(scrollLeft, scrollTop);
   else if (chosen) centre(chosen);
   else $("canvas").scrollTo(Math.max(0, (wide * size - $("canvas").clientWidth) / 2), 0);
-  return replace($("details"), chosen ? aboutItem(chosen, segment) : aboutModule(segment));
+  return replace($("details"), chosen ? aboutItem(chosen) : aboutModule(segment));
 }
 
 function centre(item) {
@@ -264,7 +205,7 @@ function drawGraphBar(found, segment) {
     el("span", { class: "path" }, ...crumbs),
     el("span", { class: "group" }, half("forward"), half("backward")),
     found.length > 1 ? el("label", {}, "segment", el("select", { onchange: (event) => go({ segment: event.target.value, op: "" }) },
-      ...found.map((s) => el("option", { value: s.name, selected: s === segment }, `${s.name} × ${s.calls}`)))) : null,
+      el("option", { value: "", selected: !segment }, "all"), ...found.map((s) => el("option", { value: s.name, selected: s === segment }, `${s.name} × ${s.calls}`)))) : null,
     box("all", "every op", "open the modules inside"),
     box("weights", "weights", "also parameters, and the collectives that gather them"),
     box("views", "views", "also ops that only look at their input in another way"),
@@ -281,7 +222,9 @@ function fit() {
   zoomGraph(1);
 }
 
-const itemTime = (item) => (item.nodes ? sum(item.nodes, (n) => n.compute + n.comm) : item.node && item.kind !== "port" ? item.node.compute + item.node.comm : 0);
+/** Seconds of a step, all calls together. */
+const itemTime = (item) => item.segment.runs * onceTime(item);
+const onceTime = (item) => (item.nodes ? sum(item.nodes, (n) => n.compute + n.comm) : item.node && item.kind !== "port" ? item.node.compute + item.node.comm : 0);
 
 function path(way) {
   const points = way.map((thing, k) => [thing.x,
@@ -297,39 +240,51 @@ function path(way) {
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
+/** Whether all that is drawn is called equally often, so that nothing says how often. */
+const segmentAlone = () => Boolean(state.segment) || segmentsOf(state.module, state.half).length === 1;
+
+/** A path without its first words, if it is too long. */
+function tail(path, most) {
+  const words = path.split(".");
+  while (words.length > 1 && words.join(".").length + 1 > most) words.shift();
+  return short((words.length < path.split(".").length ? "…" : "") + words.join("."), most);
+}
+
 /** What a collective changes: tp S(1) → R. */
 function moved(node) {
   const [from, to] = [node.before, node.layout].map((layout) => Object.fromEntries(layout.split(" ").map((word) => word.split(":"))));
   return `${node.axis} ${from[node.axis] ?? ""} → ${to[node.axis] ?? ""}`;
 }
 
-function drawItem(item, chosen, most, segment) {
+function drawItem(item, chosen, most) {
   const { wide, high } = { wide: item.wide, high: BOX.high };
   const left = item.x - wide / 2;
   const top = item.y - high / 2;
-  const cost = itemTime(item);
+  const cost = onceTime(item);
+  const heat = itemTime(item) / most;
   const talk = item.kind === "talk";
   const titles = {
-    op: () => item.node.op, talk: () => `⇄ ${item.node.kind}`, module: () => item.name,
+    op: () => item.node.op.replace(/^autoshard\./, ""), talk: () => `⇄ ${item.node.kind}`, module: () => item.name,
     port: () => item.name, param: () => item.name,
   };
   const seconds_ = cost ? seconds(cost) : "";
   const inner = item.nodes?.filter((node) => node.message).length || 0;
-  const second = talk ? moved(item.node) + (item.node.wire ? `   ${bytes(item.node.wire)}` : "   free")
-    : item.kind === "module" ? `${item.nodes.length} ops${inner ? `, ⇄ ${inner}` : ""}`
+  const second = talk ? moved(item.node) + (item.node.wire ? ` · ${bytes(item.node.wire)}` : " · free")
+    : item.kind === "module" ? `${item.nodes.length} op${item.nodes.length > 1 ? "s" : ""}${inner ? ` · ⇄ ${inner}` : ""}${item.segment.calls > 1 && !segmentAlone() ? ` · × ${item.segment.calls}` : ""}`
+    : item.ports ? list(item.ports.map((port) => port.name), 2)
     : item.kind === "port" && item.from ? `from ${item.from}` : item.type;
   const open = () => (item.kind === "module" ? choose(item.path) : null);
   return el("svg:g", {
     class: `item ${item.kind} ${chosen ? "chosen" : ""}`, transform: `translate(${left},${top})`, tabindex: 0, role: "button",
     "aria-label": `${titles[item.kind]()} ${item.layout}`, "data-name": item.name,
-    onclick: () => go({ op: (item.node || item.nodes?.[item.nodes.length - 1])?.outs[0] || "", segment: segment.name }),
+    onclick: () => go({ op: (item.node || item.nodes?.[item.nodes.length - 1])?.outs[0] || item.name }),
     ondblclick: open,
     onkeydown: (event) => { if (event.key === "Enter") { event.stopPropagation(); (open() ?? event.currentTarget.dispatchEvent(new Event("click"))); } },
   },
   item.kind === "module" ? el("svg:rect", { class: "under", x: 4, y: 4, width: wide, height: high, rx: 6 }) : null,
   el("svg:rect", { class: "box", width: wide, height: high, rx: talk ? high / 2 : 6 }),
-  cost && !talk ? el("svg:rect", { class: "warm", x: 8, y: high - 4, width: Math.max(2, (wide - 16) * cost / most), height: 2.5, opacity: 0.35 + 0.65 * cost / most }) : null,
-  el("svg:text", { class: "op", x: talk ? 18 : 9, y: 18 }, short(titles[item.kind](), seconds_ ? 17 : 25)),
+  cost && !talk ? el("svg:rect", { class: "warm", x: 8, y: high - 4, width: Math.max(2, (wide - 16) * heat), height: 2.5, opacity: 0.35 + 0.65 * heat }) : null,
+  el("svg:text", { class: "op", x: talk ? 18 : 9, y: 18 }, (item.kind === "module" ? tail : short)(titles[item.kind](), seconds_ ? 22 - seconds_.length - 2 * talk : 25)),
   el("svg:text", { class: "small", x: wide - (talk ? 16 : 9), y: 18, "text-anchor": "end" }, seconds_),
   el("svg:text", { class: "small", x: talk ? 18 : 9, y: 33 }, short(second, 30)),
   el("svg:text", { class: "where", x: talk ? 18 : 9, y: 48 }, short(item.layout.replaceAll(":", " "), talk ? 22 : 25)),
@@ -351,9 +306,12 @@ function words(layout) {
 const facts = (rows) => el("dl", {}, ...rows.filter(([, value]) => value !== "" && value !== undefined && value !== null)
   .flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 
-function aboutItem(item, segment) {
-  const node = item.node;
-  if (item.kind === "module") return aboutChild(item, segment);
+function aboutItem(item) {
+  const { node, segment } = item;
+  if (item.kind === "module") return aboutChild(item);
+  if (item.ports)
+    return el("div", {}, el("h3", {}, item.name), el("p", { class: "soft" }, "that nothing else drawn here takes"),
+      ...item.ports.map((port) => el("p", {}, el("div", {}, port.name), el("div", { class: "soft" }, `${port.type} `, placed(port.layout)))));
   if (!node || item.kind === "port" || item.kind === "param")
     return el("div", {}, el("h3", {}, item.name), el("p", { class: "soft" }, item.from ? `comes from ${item.from}` : "an input of this segment"),
       facts([["type", item.type], ...words(item.layout).map(([axis, where, text]) => [axis, `${where} — ${text}`])]));
@@ -367,7 +325,7 @@ function aboutItem(item, segment) {
       ["before", node.kind ? placed(node.before) : ""],
       ["computing", node.compute ? seconds(node.compute) : ""],
       ["sending", node.comm ? `${seconds(node.comm)}, ${bytes(node.wire)} a rank` : ""],
-      ["runs", `${segment.calls} time${segment.calls > 1 ? "s" : ""} a microbatch`],
+      ["runs", `${count(segment.runs)} time${segment.runs > 1 ? "s" : ""} a step`],
       ["module", node.module || "none"],
       ["takes", list(node.refs)],
       ["goes to", list(users.map((other) => other.outs[0]))],
@@ -378,7 +336,7 @@ function aboutItem(item, segment) {
     el("div", { class: "command" }, `autoshard explain DIR ${segment.name}/${node.outs[0]}`));
 }
 
-const list = (names) => (names.length > 6 ? `${names.slice(0, 6).join(", ")} and ${names.length - 6} more` : names.join(", "));
+const list = (names, most = 6) => (names.length > most ? `${names.slice(0, most).join(", ")} and ${names.length - most} more` : names.join(", "));
 
 function aboutChild(item) {
   const row = modules.get(item.path);
@@ -388,7 +346,7 @@ function aboutChild(item) {
 }
 
 const moduleFacts = (row) => [
-  ["layers", row.layers > 1 ? `${row.layers} alike` : ""],
+  ["layers", row.layers > 1 ? row.layers : ""],
   ["forward", seconds(row.forward)], ["backward", seconds(row.backward)],
   ["computing", seconds(row.compute)], ["sending", row.comm ? `${seconds(row.comm)}, ${bytes(row.wire)} a rank` : "nothing"],
   ["of the model", percent(time(row) / (time(total) || 1))],
@@ -400,10 +358,10 @@ function aboutModule(segment) {
   const talk = data.collectives.filter((c) => inside(c.module, state.module));
   return el("div", {},
     el("h3", {}, state.module || data.title),
-    el("div", { class: "soft" }, "in one microbatch, all layers together"),
+    el("div", { class: "soft" }, "in a step, all layers and stages together"),
     facts([...moduleFacts(row),
-      ["collectives", talk.length ? `${count(sum(talk, (c) => c.calls))} a microbatch` : "none"],
-      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""}` : ""]]),
+      ["collectives", talk.length ? `${count(sum(talk, (c) => c.runs))} a step` : "none"],
+      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""} a microbatch` : ""]]),
     held.length ? el("div", {}, el("b", {}, "parameters"), ...held.slice(0, 10).map((p) => el("p", {},
       el("div", {}, state.module ? p.name.slice(state.module.length + 1) : p.name, p.count > 1 ? el("span", { class: "soft" }, ` × ${p.count}`) : ""),
       el("div", { class: "soft" }, placed(p.layout)),

@@ -7,26 +7,35 @@ const NUMBERS = data.passes.map((pass) => pass.name);
 function shownSegment(pass) {
   const names = Object.keys(pass.segments);
   const wanted = state.segment || bestSegment(state.module, state.half)?.name || "";
-  if (names.includes(wanted)) return wanted;
-  // passes cut segments in parts, whose names begin alike
-  const origin = names.filter((name) => wanted.startsWith(name)).sort((a, b) => b.length - a.length);
   const part = names.filter((name) => wanted && name.startsWith(wanted));
-  return origin[0] || part[0] || names[0] || "";
+  return originOf(wanted, pass) || part[0] || names[0] || "";
+}
+
+/** What a segment was in a pass: passes cut segments in parts, whose names begin with its own. */
+function originOf(name, pass) {
+  const names = Object.keys(pass.segments).filter((known) => name === known || name.startsWith(`${known}_`));
+  return names.sort((a, b) => b.length - a.length)[0] || "";
+}
+
+/** The pass that is shown, by its name or how that begins; the last one if none is named. */
+function passAt() {
+  const at = NUMBERS.findIndex((name) => state.pass && name.startsWith(state.pass));
+  return at < 0 ? NUMBERS.length - 1 : at;
 }
 
 function stepPass(by) {
-  const at = Math.max(0, NUMBERS.indexOf(state.pass || NUMBERS[NUMBERS.length - 1]));
+  const at = passAt();
   const next = NUMBERS[Math.min(NUMBERS.length - 1, Math.max(0, at + by))];
   go({ tab: "passes", pass: next });
 }
 
 function drawPasses() {
   if (!data.passes.length) return replace($("code"), el("p", { class: "empty" }, "the program holds no dumps of its passes"));
-  const at = Math.max(0, NUMBERS.indexOf(state.pass || NUMBERS[NUMBERS.length - 1]));
+  const at = passAt();
   const pass = data.passes[at];
   const name = shownSegment(pass);
   const now = (pass.segments[name] || []).map((k) => data.lines[k]);
-  const before = at ? data.passes[at - 1].segments[name] : null;
+  const before = at ? data.passes[at - 1].segments[originOf(name, data.passes[at - 1])] : null;
   const rows = before ? paired(differences(before.map((k) => data.lines[k]), now)) : now.map((text) => [at ? "+" : " ", text]);
   const [added, removed, other] = ["+", "-", "~"].map((sign) => rows.filter((row) => row[0] === sign).length);
   const slider = el("input", {
@@ -80,8 +89,8 @@ function paired(rows) {
   return found;
 }
 
-/** What a line gives a value to. */
-const key = (text) => (/^\s+([\w, ]+?)\s*(?::|=)/.exec(text) || [])[1] || "";
+/** What a line gives a value to, or that it returns. */
+const key = (text) => (/^\s+([\w, ]+?)\s*(?::|=)|^\s+(return) /.exec(text) || []).slice(1).find(Boolean) || "";
 
 /** The new line with what was taken out and put in, word by word. */
 function inline(old, now, whole) {

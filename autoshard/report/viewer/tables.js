@@ -30,9 +30,9 @@ function sortable(place, id, columns, rows, onrow) {
 sortable.orders = {};
 
 const scope = (what) => el("p", { class: "soft" }, state.module
-  ? el("span", {}, what, " in ", el("b", {}, state.module), " · ",
+  ? el("span", {}, what, ", in ", el("b", {}, state.module), " · ",
     el("a", { href: "#", onclick: (event) => { event.preventDefault(); choose(""); } }, "show all"))
-  : `${what} of the whole model`);
+  : what);
 
 /** What a collective does to a placement on its axis: S(1) → R. */
 function changed(row) {
@@ -43,15 +43,15 @@ function changed(row) {
 function drawCollectives() {
   const rows = data.collectives.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.calls))} sent by a rank in a microbatch,`), place);
+  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.runs))} sent in a step by a rank of each stage`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "nothing is sent here"));
   return sortable(place, "collectives", [
     ["collective", (r) => el("b", {}, r.kind), null],
     ["placement", (r) => el("span", { class: "placed" }, el("b", {}, r.axis), ` ${changed(r)}`), null],
     ["bytes a rank", (r) => bytes(r.wire), (r) => r.wire],
     ["time", (r) => seconds(r.seconds), (r) => r.seconds],
-    ["times", (r) => count(r.calls), (r) => r.calls],
-    ["in all", (r) => seconds(r.seconds * r.calls), (r) => r.seconds * r.calls],
+    ["times", (r) => count(r.runs), (r) => r.runs],
+    ["in all", (r) => seconds(r.seconds * r.runs), (r) => r.seconds * r.runs],
     ["value", (r) => el("span", {}, el("code", {}, `${r.segment}/${r.value}`), r.values > 1 ? el("span", { class: "soft" }, ` and ${r.values - 1} more`) : ""), null],
     ["module", (r) => el("span", { title: r.source }, r.module), null],
   ], rows, (row) => showOp(row.segment, segments.get(row.segment).nodes[row.node]));
@@ -60,17 +60,17 @@ function drawCollectives() {
 function drawParameters() {
   const rows = data.parameters.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  const held = sum(rows.filter((r) => r.kind === "param"), (r) => r.bytes);
-  replace($("parameters"), scope(`${rows.length} kinds of parameters, buffers and inputs, ${bytes(held)} of parameters on the fullest rank of each stage,`), place);
+  const held = bytes(sum(rows.filter((r) => r.kind === "param"), (r) => r.bytes));
+  const ranks = data.timeline.owner.length > 1 ? `ranks of all stages together store ${held}` : `a rank stores ${held}`;
+  replace($("parameters"), scope(`${rows.length} kinds of parameters, buffers and inputs (${ranks})`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "this module has no parameters"));
   return sortable(place, "parameters", [
     ["name", (r) => el("span", {}, r.name, r.kind === "param" ? "" : el("span", { class: "soft" }, ` ${r.kind}`)), null],
     ["count", (r) => count(r.count), (r) => r.count],
     ["type", (r) => el("code", {}, r.type), null],
-    ["placement", (r) => placed(r.layout), null],
+    ["placement, and the next best", (r) => el("span", {}, placed(r.layout), el("div", { class: "soft" },
+      ...(r.alternative ? [placed(r.alternative), r.margin > 5e-10 ? ` +${seconds(r.margin)} a step` : ", the same"] : [r.reason]))), null],
     ["on a rank", (r) => bytes(r.bytes), (r) => r.bytes],
     ["of", (r) => bytes(r.whole), (r) => r.whole],
-    ["next best", (r) => (r.alternative ? placed(r.alternative) : el("span", { class: "soft" }, r.reason)), null],
-    ["would cost", (r) => (r.alternative ? (r.margin > 5e-10 ? `+${seconds(r.margin)}` : "the same") : ""), (r) => r.margin],
   ], rows, (row) => choose(known(row.module) ?? "", { tab: "graph" }));
 }

@@ -258,7 +258,7 @@ function showOps(canvas, part) {
         context.fillStyle = colour(row ? "B" : "F");
         context.fillRect(left, y, right - left - (right - left > 3 ? 0.6 : 0), high);
         const label = part.ops[part.spans[k + 1]].split(" ")[0];
-        if (right - left > 7 * label.length + 6) {
+        if (right - left > 14 && right - left > context.measureText(label).width + 8) {
           context.fillStyle = row ? "#000" : "#fff";
           context.fillText(label, left + 4, y + high / 2);
         }

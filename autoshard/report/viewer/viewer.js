@@ -207,12 +207,12 @@ function drawTree(before) {
     return el("div", {
       class: "row", role: "treeitem", "aria-level": depth + 1, "aria-selected": chosen, "data-path": path,
       "aria-expanded": inner ? open.has(path) : null, style: `padding-left:${6 + 12 * depth}px`,
-      title: `${path || "the whole model"}\ncomputing ${seconds(row.compute)}, communication ${seconds(row.comm)}`,
+      title: `${path || "the whole model"}, all layers and stages\ncomputing ${seconds(row.compute)}, communication ${seconds(row.comm)}`,
       onclick: () => choose(path, state.tab === "overview" ? { tab: "graph" } : {}),
     },
     el("span", { class: "fold", onclick: (event) => { event.stopPropagation(); fold(path); } },
       inner ? (open.has(path) ? "▼" : "▶") : ""),
-    el("span", { class: "name" }, last(path), row.layers > 1 && path.endsWith("*") ? el("span", { class: "times" }, `${row.layers} alike`) : ""),
+    el("span", { class: "name" }, last(path), row.layers > 1 && path.endsWith("*") ? el("span", { class: "times" }, `× ${row.layers}`) : ""),
     el("span", { class: "heat" },
       el("i", { style: `width:${100 * wide * row.compute / (time(row) || 1)}%;background:rgba(${colour("heat")},${0.35 + 0.65 * wide})` }),
       el("i", { style: `width:${100 * wide * row.comm / (time(row) || 1)}%;background:${colour("B")}` })),
@@ -323,7 +323,7 @@ function listenToSearch() {
 
 const PARTS = { compute: "F", "sends between stages": "I", bubble: "faint", optimizer: "update",
                 parameters: "F", gradients: "B", activations: "W", "inside a part": "memory" };
-const AXES = ["B", "talk", "W", "memory"];
+const AXES = ["B", "W", "memory", "talk"];
 
 function stack(title, parts, value, text, whole) {
   const shown = parts.filter((part) => part[value] > 0);
@@ -356,8 +356,7 @@ function drawOverview() {
   ];
   const costly = data.modules.filter((row) => row.path && !(children.get(row.path) || []).length)
     .sort((a, b) => time(b) - time(a)).slice(0, 8);
-  const weighty = data.segments.flatMap((segment) => segment.nodes.map((node) => [segment, node, margin(node.why)]))
-    .filter((row) => row[2].micro > 0).sort((a, b) => b[2].micro - a[2].micro).slice(0, 8);
+  const weighty = weightiest(8);
   replace($("overview"),
     ...plan.warnings.map((text) => el("p", { class: "warning" }, text)),
     el("div", { class: "columns" },
@@ -374,10 +373,24 @@ function drawOverview() {
       el("span", { class: "note" }, "what a step would lose with the next best choice")) : null,
     weighty.length ? el("table", {},
       el("tr", {}, ...["op", "in", "placement", "next best", "would cost"].map((name, k) => el("th", { class: k === 4 ? "number" : null }, name))),
-      ...weighty.map(([segment, node, next]) => el("tr", { class: "link", onclick: () => showOp(segment.name, node) },
-        el("td", {}, node.op), el("td", {}, node.module || segment.name, segment.backward ? el("span", { class: "soft" }, " backward") : ""),
+      ...weighty.map(({ segment, node, next, more }) => el("tr", { class: "link", onclick: () => showOp(segment.name, node) },
+        el("td", {}, node.op, more ? el("span", { class: "soft" }, ` and ${more} more`) : ""), el("td", {}, node.module || segment.name, segment.backward ? el("span", { class: "soft" }, " backward") : ""),
         el("td", {}, placed(node.layout)), el("td", {}, placed(next.other)),
         el("td", { class: "number" }, `+${seconds(next.micro * 1e-6)}`)))) : null);
+}
+
+/** Ops whose next best choice would cost most; ops of a module that would cost the same hang together. */
+function weightiest(most) {
+  const found = new Map();
+  for (const segment of data.segments) {
+    for (const node of segment.nodes) {
+      const next = margin(node.why);
+      const key = `${segment.name} ${node.module} ${next.micro}`;
+      if (found.has(key)) found.get(key).more += 1;
+      else if (next.micro > 0) found.set(key, { segment, node, next, more: 0 });
+    }
+  }
+  return [...found.values()].sort((a, b) => b.next.micro - a.next.micro).slice(0, most);
 }
 
 /** The next best choice that a reason names, and microseconds that it would cost. */

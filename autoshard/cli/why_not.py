@@ -12,6 +12,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.placement import Placement, parse_placement
 from autoshard.report.explain import Explanation
+from autoshard.report.summary import Summary
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.search.pins import Pin
 from autoshard.whatif import Changed, WhatIf
@@ -53,13 +54,14 @@ def _placement(word: str, text: str) -> Placement:
         raise UsageError(f"--why-not {text} cannot be read", why=str(error), hint=_FORM) from None
 
 
-def pin_for(found: Explanation, wanted: Wanted, mesh: Mesh) -> Pin:
-    """The pin that forces an alternative on what was explained, in all layers that are decided alike.
-
-    Raises UsageError for an axis that the mesh does not have.
-    """
+def check_axes(wanted: Wanted, mesh: Mesh) -> None:
+    """UsageError for an axis that the mesh does not have. mesh: of the ranks of one stage."""
     for axis, _ in wanted:
         mesh.index(axis)
+
+
+def pin_for(found: Explanation, wanted: Wanted) -> Pin:
+    """The pin that forces an alternative on what was explained, in all layers that are decided alike."""
     if found.kind == "value":
         return Pin(escape(found.name), wanted)
     return Pin(_glob(found.alike or (found.name,)), wanted)
@@ -92,13 +94,20 @@ def whatif_lines(answer: WhatIf, *, asks_all: bool = True) -> Iterator[str]:
             if abs(was - would) > 5e-9:
                 word = {"exposed": "communication", "update": "optimizer", "compute": "computing"}[name]
                 yield f"          {word} {seconds_text(was)} -> {seconds_text(would)}"
-    if base.memory is not None and forced.memory is not None:
-        was, would = base.memory.total, forced.memory.total
+    was, would = _held(base), _held(forced)
+    if was is not None and would is not None:
         yield f"  memory  {bytes_text(was)} -> {bytes_text(would)} at the peak of the fullest rank"
     if base.gap > 1e-9 or forced.gap > 1e-9:
         gaps = f"{base.gap:.2%} and {forced.gap:.2%}"
         yield f"  proof   {gaps} from the lower bounds: a smaller difference means nothing"
     yield from _change_lines(answer.changed)
+
+
+def _held(summary: Summary) -> float | None:
+    """Bytes at the peak: simulated, where that was done."""
+    if summary.peak is not None:
+        return summary.peak.bytes
+    return None if summary.memory is None else summary.memory.total
 
 
 def _seconds(value: float) -> str:
@@ -121,7 +130,8 @@ def _change_lines(changed: Sequence[Changed]) -> Iterator[str]:
     if not changed:
         yield "  nothing else would be decided otherwise"
         return
-    yield f"  {len(changed)} decision{'s' * (len(changed) > 1)} would be others"
+    many = len(changed) > 1
+    yield f"  {len(changed)} decision{'s' * many} would be {'others' if many else 'another'}"
     for row in changed[:_MOST_CHANGES]:
         times = f" x {row.count}" if row.count > 1 else ""
         yield f"    {row.what}{times}: {row.was} -> {row.would}"
@@ -144,7 +154,7 @@ def whatif_json(answer: WhatIf) -> dict[str, Any]:
     }
 
 
-def _figures(summary: Any) -> dict[str, Any]:
+def _figures(summary: Summary) -> dict[str, Any]:
     return {
         "mesh": summary.mesh,
         "microbatches": summary.microbatches,
@@ -152,5 +162,5 @@ def _figures(summary: Any) -> dict[str, Any]:
         "lower_bound": summary.lower_bound,
         "gap": summary.gap,
         "step": None if summary.step is None else asdict(summary.step),
-        "memory_bytes": None if summary.memory is None else summary.memory.total,
+        "memory_bytes": _held(summary),
     }

@@ -1,0 +1,219 @@
+"""The segments of a program as plain data: every op with its placement, its cost and its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard.ir import Node, refs_of
+from autoshard.ir.lowered import Placed
+from autoshard.program.program import Note, Program
+from autoshard.program.text import axis_names, layout_text, op_text
+from autoshard.report.decided import Decisions
+from autoshard.simulate.ops import VIEWS, collective_kind, is_message, placed_of
+from autoshard.simulate.pricing import Pricer
+
+#: what stands for instructions outside segments, of every microbatch and of once a step
+MAIN, ONCE = "main", "once"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment of the program. layers: labels of its calls. calls: of a microbatch. runs: of a step."""
+
+    name: str
+    calls: int
+    runs: int
+    backward: bool
+    layers: tuple[str, ...]
+    stages: tuple[int, ...]
+    inputs: tuple[dict[str, Any], ...]
+    outputs: tuple[str, ...]
+    nodes: tuple[dict[str, Any], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "calls": self.calls,
+            "runs": self.runs,
+            "backward": self.backward,
+            "layers": list(self.layers),
+            "stages": list(self.stages),
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "nodes": list(self.nodes),
+        }
+
+
+@dataclass
+class _Called:
+    """How a segment is called."""
+
+    calls: int = 0
+    runs: int = 0
+    backward: bool = False
+    layers: dict[str, None] = field(default_factory=dict)
+    stages: set[int] = field(default_factory=set)
+
+
+def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Iterator[Segment]:
+    lowered, names = program.lowered, axis_names(program.mesh)
+    called: dict[str, _Called] = {}
+    between: dict[str, list[Node]] = {MAIN: [], ONCE: []}
+    for part in lowered.parts:
+        once = part.phase in ("gather", "reduce")
+        for item in lowered.of(part):
+            if isinstance(item, Node):
+                between[ONCE if once else MAIN].append(item)
+            else:
+                entry = called.setdefault(item.segment, _Called())
+                entry.calls += 1
+                entry.runs += 1 if once else program.microbatches
+                entry.backward = item.backward
+                entry.stages.add(part.stage)
+                if item.label:
+                    entry.layers[item.label] = None
+    weights, sources = _weights(program), _sources(program)
+    for name, segment in lowered.segments.items():
+        entry = called.get(name, _Called())
+        values = placed_of(segment)
+        nodes = tuple(
+            _node(node, note, values, names, pricer, decisions)
+            for node, note in zip(segment.graph.nodes, program.notes[name], strict=True)
+        )
+        inputs = tuple(
+            {
+                "name": n,
+                "type": str(t),
+                "layout": layout_text(segment.layouts[n], names),
+                "kind": "weight" if n in weights.get(name, ()) else "value",
+                "from": sources.get((name, n), []),
+            }
+            for n, t in segment.graph.inputs
+        )
+        yield Segment(
+            name,
+            entry.calls,
+            entry.runs,
+            entry.backward,
+            tuple(entry.layers),
+            tuple(sorted(entry.stages)),
+            inputs,
+            segment.graph.outputs,
+            nodes,
+        )
+    for name, items in between.items():
+        nodes = tuple(
+            _node(n, Note(n.origin.fqn, n.origin.source), lowered.values, names, pricer, decisions)
+            for n in items
+        )
+        runs = 1 if name == ONCE else program.microbatches
+        if nodes:
+            yield Segment(name, 1, runs, any(n.backward for n in items), (), (), (), (), nodes)
+
+
+def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
+    """(segment, input) -> the (segment, value) that its calls take, through collectives in main."""
+    made: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
+    for item in program.lowered.main:
+        if isinstance(item, Node):
+            ins = list(refs_of(item))
+            pairs = zip(
+                item.outs, ins if len(ins) == len(item.outs) else ins[:1] * len(item.outs), strict=False
+            )
+            made.update((out, made[ref]) for out, ref in pairs if ref in made)
+            continue
+        graph = program.lowered.segments[item.segment].graph
+        for (name, _), arg in zip(graph.inputs, item.args, strict=True):
+            if arg in made:
+                found.setdefault((item.segment, name), {})[tuple(made[arg])] = made[arg]
+        made.update((o, [item.segment, i]) for o, i in zip(item.outs, graph.outputs, strict=True))
+    return {place: list(sources.values()) for place, sources in found.items()}
+
+
+def _weights(program: Program) -> dict[str, set[str]]:
+    """Segment -> its inputs that are parameters or buffers, or copies of them that collectives made."""
+    lowered = program.lowered
+    stored = {p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")}
+    found: dict[str, set[str]] = {}
+    for item in lowered.main:
+        if isinstance(item, Node):
+            if item.op.startswith("comm.") and stored >= set(refs_of(item)):
+                stored |= set(item.outs)
+            continue
+        graph = lowered.segments[item.segment].graph
+        own = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
+        found.setdefault(item.segment, set()).update(own)
+        for node in graph.nodes:
+            if node.op.startswith("comm.") and own >= set(refs_of(node)):
+                own |= set(node.outs)
+        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
+    return found
+
+
+def _node(
+    node: Node,
+    note: Note,
+    values: Mapping[str, Placed],
+    names: Sequence[str],
+    pricer: Pricer,
+    decisions: Decisions,
+) -> dict[str, Any]:
+    cost = pricer.node(node, values)
+    refs = list(dict.fromkeys(refs_of(node)))
+    placed = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t is not None]
+    made: dict[str, Any] = {
+        "outs": list(node.outs),
+        "op": op_text(node.op),
+        "type": str(placed[0].type) if placed else "",
+        "layout": layout_text(placed[0].layout, names) if placed else "",
+        "refs": refs,
+        "module": decisions.starred(note.fqn),
+        "source": note.source,
+        "why": note.why,
+        "compute": cost.compute,
+        "comm": cost.comm,
+        "wire": cost.wire,
+    }
+    if node.op in VIEWS:
+        made["view"] = True
+    if node.op.startswith("comm."):
+        made["kind"] = collective_kind(node) or "slice"
+        made["axis"] = str(node.args[1])
+        made["message"] = is_message(node)
+        made["before"] = layout_text(values[refs[0]].layout, names) if refs else ""
+    return made
+
+
+def collective_rows(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
+    """Those that send something; runs: in a step. Between calls, equal ones are one row."""
+    rows: dict[object, dict[str, Any]] = {}
+    for segment in segments:
+        for number, node in enumerate(segment.nodes):
+            if node.get("message"):
+                row = {
+                    "segment": segment.name,
+                    "node": number,
+                    "value": node["outs"][0],
+                    "values": len(node["outs"]),
+                    "kind": node["kind"],
+                    "axis": node["axis"],
+                    "before": node["before"],
+                    "after": node["layout"],
+                    "type": node["type"],
+                    "seconds": node["comm"],
+                    "wire": node["wire"],
+                    "runs": segment.runs,
+                    "module": node["module"],
+                    "source": node["source"],
+                    "backward": segment.backward,
+                }
+                fields = [v for k, v in row.items() if k not in ("node", "value")]
+                key: object = tuple(fields) if segment.name in (MAIN, ONCE) else (segment.name, number)
+                if key in rows:
+                    rows[key]["runs"] += segment.runs
+                else:
+                    rows[key] = row
+    yield from rows.values()

@@ -1,0 +1,141 @@
+"""A bounded set of random cases; ``make fuzz`` runs thousands. And what they found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fuzz import damage
+from fuzz.case import PLANS, Case, analysed
+from fuzz.draw import recipe
+from fuzz.recipe import Body, Recipe, Spec, Statement
+from fuzz.shrink import shrunk
+from torch import nn
+
+from autoshard.analysis import analyse
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.errors import UsageError
+from autoshard.ir import Call
+from autoshard.passes.capture import capture
+from autoshard.placement import Shard
+from autoshard.program.verify import verify
+from autoshard.search.plan import Cut, Pipeline
+
+CASES = 60
+
+
+@pytest.mark.parametrize("first", range(0, CASES, PLANS))
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_random_cases(first: int) -> None:
+    case = Case.of(first)
+    analysis = analysed(case.recipe)
+    for number in range(first, first + PLANS):
+        case = Case.of(number)
+        outcome = case.run(analysis)
+        assert outcome.kind != "failed", f"case {number}, mesh {case.mesh}\n{outcome}\n{case.recipe.source()}"
+
+
+def test_most_cases_suit_their_mesh() -> None:
+    """Else little would be tested."""
+    kinds = [Case.of(number).run().kind for number in range(CASES, CASES + 8)]
+    assert kinds.count("equal") >= 6
+
+
+def test_recipes_are_reproducible() -> None:
+    assert [recipe(k) for k in range(5)] == [recipe(k) for k in range(5)]
+    first, second = Case.of(7).program(analysed(recipe(1))), Case.of(7).program(analysed(recipe(1)))
+    assert first.lowered == second.lowered
+
+
+def test_a_wrong_program_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rule that is wrong: the mean of shards as if it were the mean of the whole."""
+    from autoshard.runtime import lockstep
+
+    def broken(node: object, views: object, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [xs[0].clone() for _ in xs]
+
+    monkeypatch.setitem(lockstep.COLLECTIVES, "all_reduce", broken)
+    number = next(n for n in range(500) if Case.of(n).run().failure in ("numbers", "VerificationError"))
+    case = Case.of(number)
+    small, outcome = shrunk(case, case.run(), seconds=10)
+    assert outcome.kind == "failed" and len(small.recipe.source()) <= len(case.recipe.source())
+
+
+def test_damaged_folders() -> None:
+    assert not damage.many(150)
+
+
+# -- what was found ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "F.group_norm(x0.chunk(2, -1)[1], 1, self.p0, self.p0)",
+        "F.layer_norm(x0.transpose(1, 3), (4,)).transpose(1, 3) * self.p0[0]",
+        "torch._weight_norm(self.p1.t(), self.p2) @ x0[0, 0]",
+        "torch.view_as_real(torch.view_as_complex(x0.transpose(2, 3)[..., :2].contiguous()) * self.p0[0])",
+    ],
+)
+def test_kernels_that_need_dense_tensors(expression: str) -> None:
+    """Views that eager PyTorch copies before it calls the kernel."""
+    made = Recipe(
+        0,
+        (Spec("x0", (4, 4, 6, 6), batch=True),),
+        Body(
+            (Spec("p0", (4,)), Spec("p1", (6, 5)), Spec("p2", (5, 1))),
+            (Statement(("v0",), expression), Statement(("v1",), "v0.pow(2).mean()")),
+        ),
+        Body((), ()),
+        0,
+        "v1",
+        (),
+    )
+    for mesh in ("x=2", "dp=2"):
+        for seed in range(3):
+            outcome = Case(made, mesh, seed).run()
+            assert outcome.kind == "equal", outcome
+
+
+class _Statistics(nn.Module):
+    """A buffer that is updated in the first stage, with an op behind it; again: also read at the end."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.again = again
+        self.before, self.norm, self.behind = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.norm.running_mean * 2.0
+        y = self.behind(self.norm(self.before(x)))
+        return ((y * seen if self.again else y) + 1.0).pow(2).mean()
+
+
+def _staged(model: nn.Module, x: torch.Tensor) -> Planned:
+    """Two stages, the new running statistics split over tp behind the last layer."""
+    analysis = analyse(capture(model, (x,)))
+    found = plan_analysed(analysis, [Mesh.parse("tp=2")], load_cluster("cpu-gloo"))
+    results = analysis.folded.joint.results
+    split = {k: (Shard(0),) for k, r in enumerate(results) if r.kind == "buffer" and "running" in r.target}
+    calls = [c for c in analysis.folded.calls if isinstance(c, Call) and not c.backward]
+    nodes = analysis.folded.segments[calls[0].segment].nodes
+    last = [n for n in nodes if n.op == "aten.mm.default"][-1]
+    pipeline = Pipeline(2, 0, "1f1b", 1, (Cut(0, last.name),))
+    plan = replace(found.plan, results={**found.plan.results, **split}, pipeline=pipeline, microbatches=2)
+    return replace(found, plan=plan)
+
+
+def test_buffers_are_updated_where_they_are_made() -> None:
+    """Their resharding stands at the end of the program, which is another stage."""
+    torch.manual_seed(0)
+    model, x = _Statistics(again=False), torch.randn(8, 6)
+    found = verify(compile_analysed(_staged(model, x[:4])), model, (x,), {}, steps=1)
+    assert found.ok, found.worst()
+
+
+def test_buffers_that_another_stage_reads_through_a_copy_are_refused() -> None:
+    model, x = _Statistics(again=True), torch.randn(4, 6)
+    with pytest.raises(UsageError, match=r"norm\.running_mean is updated in pipeline stage 0"):
+        compile_analysed(_staged(model, x))

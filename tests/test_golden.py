@@ -1,0 +1,130 @@
+"""What every pass makes of one small model, as text in ``tests/golden/``.
+
+``pytest tests/test_golden.py --update-golden`` writes the files anew, after a look at the differences. The
+plans and the cluster stand there, too, so that other prices change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from golden_models import made
+
+from autoshard.analysis import Analysis, analyse
+from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.passes.capture import capture
+from autoshard.passes.pipeline import PASSES
+from autoshard.program.program import Program
+from autoshard.program.text import program_text
+from autoshard.program.verify import verify
+from autoshard.search.plan import Cut, Pipeline, Plan, Recompute
+from autoshard.search.plan_json import plan_from_json, plan_to_json
+
+FOLDER = Path(__file__).parent / "golden"
+#: program -> (mesh of a stage, passes that are shown of it)
+PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one-stage": (
+        "fsdp=2,tp=2",
+        (
+            *("010_fold", "020_decompose", "030_normalize", "040_insert_collectives", "045_recompute"),
+            *("050_localize", "060_bucket", "070_defer_reductions"),
+        ),
+    ),
+    "two-stages": (
+        "fsdp=2,tp=2",
+        ("052_cut_pipeline", "054_scatter_sends", "056_gather_once", "057_split_backward"),
+    ),
+    "slices": ("dp=2", ("058_slice_sequence", "059_localize", "080_fuse_bias")),
+}
+OF = {each: name for name, (_, passes) in PROGRAMS.items() for each in passes}
+
+
+@functools.cache
+def analysed() -> Analysis:
+    model, batch = made()
+    return analyse(capture(model, (), batch))
+
+
+def planned(name: str) -> Plan:
+    """A plan in which every pass of the program has something to do."""
+    analysis = analysed()
+    mesh, _ = PROGRAMS[name]
+    # messages that cost much to begin: few of them, and values are whole where stages end
+    plan = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo")).plan
+    if name == "one-stage":
+        again = {s: Recompute("selective", 1) for s in ("layers_fwd",)}
+        # ZeRO-1 for every other parameter, ZeRO-3 for the rest
+        kept = [k for k, p in plan.params.items() if p.stored != p.use][::2]
+        params = {k: replace(p, keep=k in kept, late=p.late or k in kept) for k, p in plan.params.items()}
+        return replace(plan, recompute=again, params=params, microbatches=2)
+    params = {k: replace(p, keep=p.keep or p.stored != p.use) for k, p in plan.params.items()}
+    calls = [c for c in analysis.folded.calls if not c.backward]
+    cut = next(k for k, c in enumerate(calls) if c.label)
+    schedule, slices = ("zb-h1", 1) if name == "two-stages" else ("seq1f1b", 2)
+    pipeline = Pipeline(2, 0, schedule, 1, (Cut(cut, "", calls[cut].label),), slices)
+    return replace(plan, params=params, pipeline=pipeline, microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def update(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
+
+
+@functools.cache
+def program(name: str, anew: bool) -> Program:
+    file = FOLDER / f"{name}.plan.json"
+    if anew:
+        # the reasons of a plan are many, and are not what is shown here
+        file.write_text(plan_to_json(replace(planned(name), why={})))
+    plan = plan_from_json(file.read_text())
+    return compile_analysed(Planned(plan, analysed(), load_cluster(FOLDER / "cluster.toml")))
+
+
+def _normal(text: str) -> str:
+    """Without the folder that the tests are run from."""
+    return re.sub(r"\S*golden_models\.py", "golden_models.py", text)
+
+
+def _compare(file: Path, text: str, update: bool) -> None:
+    if update:
+        file.write_text(text)
+    assert file.is_file(), f"{file.name} is missing: pytest tests/test_golden.py --update-golden"
+    assert text == file.read_text(), "see what differs, then: pytest tests/test_golden.py --update-golden"
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_dumps(name: str, update: bool) -> None:
+    made = program(OF[name], update)
+    _compare(FOLDER / f"{name}.txt", _normal(made.dumps[name]), update)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str, update: bool) -> None:
+    """The program itself, and that it computes what the model computes."""
+    made_of = program(name, update)
+    _compare(FOLDER / f"{name}.program.txt", _normal(program_text(made_of)), update)
+    model, batch = made()
+    assert verify(made_of, model, (), batch, steps=1).ok
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_does_something(name: str) -> None:
+    """Else its dump shows nothing."""
+    made_of = program(OF[name], False)
+    known = [p for p in PASSES if p in made_of.dumps]
+    before = known[known.index(name) - 1] if known.index(name) else None
+    head, text = made_of.dumps[name].split("\n", 1)
+    assert name in head
+    if before is not None:
+        assert text != made_of.dumps[before].split("\n", 1)[1]
+
+
+def test_nothing_else_lies_there() -> None:
+    known = {f"{name}.txt" for name in PASSES} | {f"{p}.plan.json" for p in PROGRAMS}
+    known |= {"cluster.toml", *(f"{p}.program.txt" for p in PROGRAMS)}
+    assert {p.name for p in FOLDER.iterdir()} == known
