@@ -31,7 +31,9 @@ from autoshard.simulate.work import Message
 from autoshard.validate.models import Architecture, on_meta
 
 #: of the collectives that DeepSpeed runs beside computing
-OVERLAP = Behaviour(gathers_overlap=True, gradients_overlap=True, name="collectives beside computing")
+OVERLAP = Behaviour(
+    gathers_overlap=True, gradients_overlap=True, late_waits=False, name="collectives beside computing"
+)
 ROUNDED = "int8-weights,int4-gradients"
 GPT_20B = Architecture("gpt2", 44, 6144, 64, 64, 24576, 50304, 2048)
 GPT_18B = Architecture("gpt2", 40, 6144, 48, 48, 24576, 50304, 2048)
