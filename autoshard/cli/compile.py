@@ -42,6 +42,7 @@ def compile_command(
     allow: opt.AllowOption = "",
     hierarchy: opt.HierarchyOption = "off",
     without: opt.WithoutOption = "",
+    kernels: opt.KernelsOption = False,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -53,7 +54,7 @@ def compile_command(
 
         check_target(out, overwrite=overwrite)
         say = Progress()
-        passes = {"allow": allow, "hierarchy": hierarchy, **_switched(without)}
+        passes = {"allow": allow, "hierarchy": hierarchy, "kernels": kernels, **_switched(without)}
         if plan is None:
             if target is None:
                 raise UsageError(

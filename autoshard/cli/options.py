@@ -90,7 +90,11 @@ ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
 WithoutOption = Annotated[
-    str, typer.Option("--without", metavar="bucket,overlap,kernels", help="passes that are left out")
+    str, typer.Option("--without", metavar="bucket,overlap", help="passes that are left out")
+]
+KernelsOption = Annotated[
+    bool,
+    typer.Option("--kernels/--no-kernels", help="make ops that have a kernel of the chains around norms"),
 ]
 RulesOption = Annotated[
     Path | None,
