@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from autoshard.ir import Call, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir import Call, CallSite, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part
 from autoshard.placement import Partial, R, Shard
 from autoshard.program.messages import Message, Move, moves_of
@@ -561,10 +561,16 @@ def hoisted_activation(program: Program) -> Iterator[Fault]:
 def wrong_draw(program: Program) -> Iterator[Fault]:
     """Two layers draw the same random numbers."""
     for number, item in enumerate(program.lowered.main):
-        if isinstance(item, Call) and item.site:
+        if isinstance(item, Call) and item.site and _draws(program, item.segment):
             main = list(program.lowered.main)
             main[number] = replace(item, site=item.site - 1)
             yield Fault(with_main(program, main), rules("function"), (item.segment,))
+
+
+def _draws(program: Program, segment: str) -> bool:
+    """Whether anything in a segment depends on which call of it this is."""
+    nodes = program.lowered.segments[segment].graph.nodes
+    return any(isinstance(arg, CallSite) for node in nodes for arg in node.args)
 
 
 def wrong_recompute(program: Program) -> Iterator[Fault]:
