@@ -102,6 +102,9 @@ def test_collectives_level_by_level_are_proved(way: str) -> None:
         schedule="1f1b",
         microbatches=2,
     )
+    # every parameter gathered anew for every use, so that there is something to keep a copy of
+    params = {k: replace(p, keep=False, late=p.stored == p.use) for k, p in made.plan.params.items()}
+    made = replace(made, plan=replace(made.plan, params=params))
     report = verify_static(api.compile_analysed(made, hierarchy=way))
     assert report.ok, report.findings[0]
     assert report.ranks == 8 and not report.uncovered
