@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.passes.capture import capture
 
 #: every second one; ``python tests/architectures.py`` compares them all
-SPREAD = [a for a in ARCHITECTURES if not a.rarely][::4]
+SPREAD = [a for a in ARCHITECTURES if not a.rarely][::8]
 
 
 @pytest.mark.parametrize("architecture", SPREAD, ids=lambda a: a.name)

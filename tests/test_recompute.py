@@ -130,8 +130,7 @@ def _seconds(made: Program) -> float:
 
 
 # two layers each: one call is half of them
-@pytest.mark.parametrize("calls", [0, 1])
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize(("policy", "calls"), [("selective", 0), ("full", 1)])
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", list(CASES))
 def test_same_numbers(name: str, mesh: str, policy: str, calls: int) -> None:
