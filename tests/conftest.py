@@ -25,7 +25,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
 
 
+#: files that take longest come first, so that no worker is left with one of them alone at the end
+LONGEST = (
+    "test_pipeline.py",
+    "test_gloo.py",
+    "test_verify_static.py",
+    "test_recompute.py",
+    "test_hierarchy.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    last = len(LONGEST)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else last)
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
