@@ -67,7 +67,7 @@ def emission(**passes: Any) -> Emission:
 
 
 #: passes that can be left out
-OPTIONAL = ("bucket", "overlap")
+OPTIONAL = ("bucket", "overlap", "kernels")
 #: every pass that makes a step shorter without anything being allowed
 DEFAULT = Emission()
 

@@ -74,7 +74,7 @@ class GroupCollectives:
             def watched(*args: Any, **kwargs: Any) -> Any:
                 with collective(name, watch):  # one after the other, so that a report names the right one
                     made = bound(*args, **kwargs)
-                    return made.results() if isinstance(made, Message) else made
+                    return made.arrive() if isinstance(made, Message) else made
 
             return watched
         if kind in ISSUED:

@@ -39,7 +39,13 @@ class Message:
         """
         if self._arriving is not None:
             with collective(self.name, None):
-                self._results = self._finish(wait(self._arriving))
+                self.arrive()
+        return self._results
+
+    def arrive(self) -> Any:
+        """The same, with the errors of torch.distributed as they are."""
+        if self._arriving is not None:
+            self._results = self._finish(wait(self._arriving))
             self._arriving = self._held = None
         return self._results
 
