@@ -202,10 +202,12 @@ def test_a_program_whose_axes_were_taken_apart() -> None:
         assert "\n".join(explanation_lines(found))
         assert found.kind == "parameter" or [c.axis for c in found.chains] == list(names)
     weight = explain_name(made, CPU, "layers.0.mlp.up_proj.weight")
-    assert {move.axis for move in weight.moves} <= set(names) and weight.parameters[0].layout
+    assert {axis for move in weight.moves for axis in move.axis.split("+")} <= set(
+        names
+    ) and weight.parameters[0].layout
     found = document(made, CPU)
     assert dot_text(found) and page(found)
-    assert {row["axis"] for row in found["collectives"]} <= set(names)
+    assert {axis for row in found["collectives"] for axis in row["axis"].split("+")} <= set(names)
 
 
 # -- alternatives -------------------------------------------------------------------------------------------

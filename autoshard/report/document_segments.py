@@ -11,7 +11,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
-from autoshard.simulate.ops import VIEWS, collective_kind, is_message, placed_of
+from autoshard.simulate.ops import VIEWS, axes_of, collective_kind, is_message, placed_of
 from autoshard.simulate.pricing import Pricer
 
 #: what stands for instructions outside segments, of every microbatch and of once a step
@@ -181,7 +181,7 @@ def _node(
         made["view"] = True
     if node.op.startswith("comm."):
         made["kind"] = collective_kind(node) or "slice"
-        made["axis"] = str(node.args[1])
+        made["axis"] = "+".join(axes_of(node))
         made["message"] = is_message(node)
         made["before"] = layout_text(values[refs[0]].layout, names) if refs else ""
     return made

@@ -14,7 +14,7 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place, Subject, result_of
-from autoshard.simulate.ops import collective_kind, is_message, placed_of
+from autoshard.simulate.ops import axes_of, collective_kind, is_message, placed_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, dearest next best choice first
@@ -361,7 +361,7 @@ class _Explainer:
         return Move(
             place.value + many,
             str(collective_kind(node)),
-            str(node.args[1]),
+            "+".join(axes_of(node)),
             layout_text(before, self.names),
             layout_text(self.chains.layout(place), self.names),
             cost.seconds,
