@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Graph, Node, refs_of
+from autoshard.ir.comm import axes_of, is_message
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 
 #: seconds of a node, given the types and layouts of the values around it
@@ -27,7 +28,7 @@ def overlap(lowered: Lowered, seconds: Seconds) -> Lowered:
 
 def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     nodes = segment.graph.nodes
-    first = next((n for n in nodes if axis_of(n)), None)
+    first = next((n for n in nodes if is_message(n)), None)
     if first is None:
         return segment
     types = segment.graph.types()
@@ -45,10 +46,9 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     return replace(segment, graph=graph, why=why)
 
 
-def axis_of(node: Node) -> str:
-    """The mesh axis whose stream a node is on, "" for computing."""
-    message = node.op.startswith("comm.") and node.op != "comm.slice.default"
-    return str(node.args[1]) if message else ""
+def streams_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes whose streams a node is on, none for computing."""
+    return axes_of(node) if is_message(node) else ()
 
 
 def _played(nodes: Sequence[Node], costs: Sequence[float]) -> float:
@@ -72,11 +72,11 @@ class _Clock:
         return max([self.free[""], *(self.ready.get(r, 0.0) for r in refs_of(node))])
 
     def run(self, node: Node, cost: float) -> None:
-        axis, begin = axis_of(node), self.begin(node)
-        end = max(begin, self.free.get(axis, 0.0)) + cost
-        if axis:
+        axes, begin = streams_of(node), self.begin(node)
+        end = max([begin, *(self.free.get(axis, 0.0) for axis in axes or ("",))]) + cost
+        if axes:
             self.free[""] = begin
-        self.free[axis] = end
+        self.free.update(dict.fromkeys(axes or ("",), end))
         self.ready.update(dict.fromkeys(node.outs, end))
 
 
@@ -115,8 +115,7 @@ class _Scheduling:
         needs = [{makers[r] for r in refs_of(node) if r in makers} for node in nodes]
         last: dict[str, int] = {}
         for k, node in enumerate(nodes):
-            axis = axis_of(node)
-            if axis:
+            for axis in streams_of(node):
                 needs[k] |= {last[axis]} if axis in last else set()
                 last[axis] = k
         return needs
@@ -126,7 +125,7 @@ class _Scheduling:
         nodes = self.graph.nodes
         found = [len(nodes)] * len(nodes)
         for k in range(len(nodes) - 1, -1, -1):
-            if axis_of(nodes[k]):
+            if is_message(nodes[k]):
                 found[k] = min(found[k], k)
             for need in needs[k]:
                 found[need] = min(found[need], found[k])

@@ -14,7 +14,8 @@ from test_gloo import HERE, torchrun
 
 import autoshard
 from autoshard.errors import UsageError
-from autoshard.program.collectives import collectives_of, is_collective
+from autoshard.ir.comm import is_message
+from autoshard.program.collectives import collectives_of
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.runtime.guard import checksum, failure, is_failure, period
@@ -108,7 +109,7 @@ def test_names_of_collectives(tmp_path: Path) -> None:
     planned = autoshard.plan(model, "tp=2", example_inputs=batch)
     made = autoshard.compile(model, planned).program
     found = collectives_of(made)
-    nodes = [n for s in made.lowered.segments.values() for n in s.graph.nodes if is_collective(n)]
+    nodes = [n for s in made.lowered.segments.values() for n in s.graph.nodes if is_message(n)]
     assert len(found) >= len(nodes) > 0
     assert [c.name for c in found.values()] == [f"c{k:03}" for k in range(len(found))]
     assert any(c.fqn.endswith(".out") and "over tp, layers" in str(c) for c in found.values()), found

@@ -21,10 +21,10 @@ def test_good_programs_are_good(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(KINDS))
 def test_every_kind_of_fault_is_caught_at_its_place(name: str) -> None:
-    """A fault of each kind in one program; ``python tests/faulty.py 40`` puts in more, and counts."""
+    """A fault of each kind in the first program that can have it; ``python tests/faulty.py 40`` puts in
+    more, and counts."""
     kind = KINDS[name]
-    faults = [fault for on in kind.on[:1] for fault in some(kind, good(on), 1)]
-    assert faults
+    faults = next(filter(None, (some(kind, good(on), 1) for on in kind.on)))
     for fault in faults:
         report = report_of(fault)
         assert not report.ok

@@ -20,11 +20,12 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.emitting import Emission, laid_out
 from autoshard.hierarchies import Way
 from autoshard.ir import Call, Node
+from autoshard.ir.comm import axes_of, is_message
 from autoshard.passes.hierarchy import Levels
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import axes_of, is_message, placed_of
+from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.work import Message

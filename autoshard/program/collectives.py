@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.ir import Node
+from autoshard.ir.comm import axes_of, is_message
 from autoshard.program.program import Program
 
 
@@ -47,7 +48,7 @@ def collectives_of(program: Program) -> dict[Place, Collective]:
     for name, segment in program.lowered.segments.items():
         notes = program.notes.get(name, ())
         for number, node in enumerate(segment.graph.nodes):
-            if is_collective(node):
+            if is_message(node):
                 note = notes[number] if number < len(notes) else None
                 fqn, source = (note.fqn, note.source) if note is not None else ("", "")
                 found.setdefault((name, node.name), _made(len(found), name, node, fqn, source))
@@ -56,7 +57,7 @@ def collectives_of(program: Program) -> dict[Place, Collective]:
         if result.kind == "grad":
             owners.setdefault(result.value, []).append(result.target)
     for item in program.lowered.main:
-        if isinstance(item, Node) and is_collective(item):
+        if isinstance(item, Node) and is_message(item):
             gradients = tuple(target for out in item.outs for target in owners.get(out, ()))
             made = _made(len(found), "", item, item.origin.fqn, item.origin.source, gradients)
             # every stage, and every slice, may have its own term of one value
@@ -64,13 +65,10 @@ def collectives_of(program: Program) -> dict[Place, Collective]:
     return found
 
 
-def is_collective(node: Node) -> bool:
-    """Whether a node sends something; a slice of what a rank has does not."""
-    return node.op.startswith("comm.") and node.op != "comm.slice.default"
-
-
 def _made(
     number: int, segment: str, node: Node, fqn: str, source: str, gradients: tuple[str, ...] = ()
 ) -> Collective:
     op = node.op.split(".")[1]
-    return Collective(f"c{number:03}", segment, op, str(node.args[1]), node.name, fqn, source, gradients)
+    return Collective(
+        f"c{number:03}", segment, op, "+".join(axes_of(node)), node.name, fqn, source, gradients
+    )

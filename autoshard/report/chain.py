@@ -8,13 +8,14 @@ from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.comm import collective_kind
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place
 from autoshard.search.plan import Why
-from autoshard.simulate.ops import EXCHANGES, collective_kind
+from autoshard.simulate.ops import EXCHANGES
 
 
 @dataclass(frozen=True)

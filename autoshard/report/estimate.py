@@ -11,11 +11,12 @@ from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.comm import axes_of, collective_kind, is_message
 from autoshard.ir.lowered import LoweredSegment, Part, Placed
 from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
 from autoshard.simulate.kept import Held, gathered_bytes, kept_by
-from autoshard.simulate.ops import VIEWS, axes_of, collective_kind, is_message, placed_of, product_flops
+from autoshard.simulate.ops import VIEWS, placed_of, product_flops
 from autoshard.simulate.pricing import NodeCost, Pricer, SegmentCost, total
 from autoshard.simulate.step import StepEstimate, estimate_step
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
+from autoshard.ir.comm import axes_of, collective_kind, is_message
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place, Subject, result_of
-from autoshard.simulate.ops import axes_of, collective_kind, is_message, placed_of
+from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, dearest next best choice first

@@ -10,6 +10,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, TensorType, refs_of
+from autoshard.ir.comm import is_message
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.passes.pipeline import PASSES
 from autoshard.placement import Layout, local_shape
@@ -28,7 +29,7 @@ from autoshard.report.stage_table import (
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
 from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import is_message, placed_of
+from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import NodeCost
 
 #: above the columns at the end of every op's line, which begin there

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 
 from autoshard.ir import Node
+from autoshard.ir.comm import axes_of, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
-from autoshard.program.collectives import is_collective
 from autoshard.runtime import exchange
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
@@ -44,6 +45,10 @@ ISSUED = frozenset(
     )
 )
 
+#: of these, one per axis is on its way: each holds what it sends, and nothing may need its results before the
+#: end of the step, as with the gradients of a layer
+ONE_AT_A_TIME = frozenset(("reduce_scatter", "reduce_scatter_bucket", "reduce_scatter_q_bucket"))
+
 
 class GroupCollectives:
     """The collectives of one rank.
@@ -59,6 +64,8 @@ class GroupCollectives:
         watch: Watch | None = None,
     ) -> None:
         self.groups, self.names, self.watch = dict(groups), dict(names or {}), watch
+        #: axis -> the last of `ONE_AT_A_TIME` that was issued over it
+        self._last: WeakValueDictionary[str, Message] = WeakValueDictionary()
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
@@ -66,7 +73,7 @@ class GroupCollectives:
         kind = node.op.split(".")[1]
         fn: Callable[..., Any] = getattr(self, kind)
         bound = partial(fn, view)
-        if not is_collective(node):
+        if not is_message(node):
             return bound
         name, watch = str(self.names.get((segment, node.name), f"{kind} that makes {node.name}")), self.watch
         if watch is not None:
@@ -78,13 +85,26 @@ class GroupCollectives:
 
             return watched
         if kind in ISSUED:
-            return Issue(bound, len(node.outs) if kind.endswith("_bucket") else None, name)
+            start = self._in_turn(bound, "+".join(axes_of(node))) if kind in ONE_AT_A_TIME else bound
+            return Issue(start, len(node.outs) if kind.endswith("_bucket") else None, name)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             with collective(name, None):
                 return bound(*args, **kwargs)
 
         return plain
+
+    def _in_turn(self, start: Callable[..., Message], axis: str) -> Callable[..., Message]:
+        """The same, once the message before it has arrived."""
+
+        def after(*args: Any, **kwargs: Any) -> Message:
+            before = self._last.pop(axis, None)
+            if before is not None:
+                before.results()
+            message = self._last[axis] = start(*args, **kwargs)
+            return message
+
+        return after
 
     def _gather(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
         """The tensors of all ranks, not waited for."""

@@ -24,7 +24,7 @@ class Message:
     held: what must stay alive until it has arrived. name: how errors call it.
     """
 
-    __slots__ = ("_arriving", "_finish", "_held", "_results", "name")
+    __slots__ = ("__weakref__", "_arriving", "_finish", "_held", "_results", "name")
 
     def __init__(self, arriving: torch.Tensor, finish: Finish, held: object = None) -> None:
         self._arriving: torch.Tensor | None = arriving

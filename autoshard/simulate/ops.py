@@ -10,6 +10,7 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
+from autoshard.ir.comm import axes_of, collective_kind
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.kernels.registry import Operand, specs
 from autoshard.placement import Layout, Shard, local_shape
@@ -274,21 +275,6 @@ def product_of(node: Node) -> Node:
 def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
     """Type and layout of every value of a segment."""
     return {n: Placed(t, segment.layouts[n]) for n, t in segment.graph.types().items()}
-
-
-def collective_kind(node: Node) -> str:
-    """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
-    return node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
-
-
-def axes_of(node: Node) -> tuple[str, ...]:
-    """The mesh axes that a collective goes over, one after the other."""
-    return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
-
-
-def is_message(node: Node) -> bool:
-    """Whether ranks exchange anything."""
-    return collective_kind(node) not in ("", "slice")
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

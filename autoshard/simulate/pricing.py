@@ -10,11 +10,12 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir.comm import is_message
 from autoshard.ir.lowered import Instruction, Placed
 from autoshard.placement import Layout
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import PRODUCTS, Ops, is_message, placed_of, product_flops, product_of
+from autoshard.simulate.ops import PRODUCTS, Ops, placed_of, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import Message
 

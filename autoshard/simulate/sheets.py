@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Call, Node, refs_of
+from autoshard.ir.comm import collective_kind
 from autoshard.ir.lowered import Placed
 from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import CHAINED, Keeping
-from autoshard.simulate.ops import VIEWS, Ops, collective_kind, kept_scores, placed_of
+from autoshard.simulate.ops import VIEWS, Ops, kept_scores, placed_of
 from autoshard.simulate.work import Sheet, Task
 
 

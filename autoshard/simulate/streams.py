@@ -116,7 +116,8 @@ class Habits:
     part of the time of messages beside computing that costs the computing nothing (their kernels take
     multiprocessors and bandwidth from it). dispatch: seconds that the host takes to issue a task, ahead of
     the device, from the start of a part on. late: messages are issued where they stand, and waited for where
-    what they bring is needed; the first three are then of no meaning.
+    what they bring is needed, or the next reduce-scatter of their axis is issued
+    (`runtime.collectives`); the first three are then of no meaning.
     """
 
     ahead: bool = True
@@ -168,7 +169,8 @@ class Player:
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
-        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare)
+        turn = task.op.startswith("comm.reduce_scatter")
+        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=turn)
 
     @staticmethod
     def _packs(task: Task) -> bool:
@@ -184,6 +186,7 @@ class _Timed(NamedTuple):
     as_gradient: float
     as_activation: float
     packs: bool = False
+    in_turn: bool = False
 
 
 class _Run:
@@ -193,6 +196,8 @@ class _Run:
         self.habits = habits
         self.free = [0.0] * (1 + axes)
         self.busy = [0.0] * (1 + axes)
+        #: per stream, the end of the last reduction of which one at a time is on its way
+        self.last = [0.0] * (1 + axes)
         self.ready: dict[str, float] = {}
         self.fetched: set[str] = set()
         self.began: list[float] = []
@@ -234,6 +239,8 @@ class _Run:
             elif habits.late:
                 # what it sends has to be there when it is issued
                 free[0] = max(free[0], *(end[d] for d in after), *(taken[i] for i in inputs), 0.0)
+                if task.in_turn:
+                    free[0] = max(free[0], self.last[stream])
                 start = max(start, free[0])
                 cost = task.as_gradient if k in last else cost
             else:
@@ -248,6 +255,8 @@ class _Run:
                 elif not step.loose:
                     cost, start = task.as_activation, max(start, free[0])
             end[k] = self._runs(number, k, stream, cost, start)
+            if task.in_turn:
+                self.last[stream] = end[k]
             if stream and not habits.late and not (habits.ahead if pure[k] else k in last or step.loose):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
+from autoshard.ir.comm import collective_kind, is_message
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.holders import accumulated
@@ -13,10 +15,21 @@ from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.keeping import Keeping, logits_of
 from autoshard.simulate.kept import Storage, kept_in_order, storages_of, view_roots
-from autoshard.simulate.ops import collective_kind, placed_of
+from autoshard.simulate.on_the_way import Messages, OnTheWay, message_of, turn_of
+from autoshard.simulate.ops import placed_of
 from autoshard.simulate.sheets import Sheets
 
 _PHASES = {"F": ("forward",), "B": ("backward", "weight"), "I": ("backward",), "W": ("weight",)}
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A call. peak: bytes, its results and messages on their way counted. turns: of the messages that have
+    theirs in it, so that those before arrive. leaving: its own messages that nothing in it waits for."""
+
+    peak: float
+    turns: frozenset[str]
+    leaving: tuple[OnTheWay, ...]
 
 
 class Transients:
@@ -31,7 +44,7 @@ class Transients:
         self.owner = (0,) if program.stages is None else program.stages.schedule.owner
         self._known: dict[tuple[int, str], float] = {}
         self._alike: dict[Hashable, float] = {}
-        self._inside: dict[tuple[str, tuple[bool, ...]], float] = {}
+        self._inside: dict[Hashable, _Inside] = {}
         self._storages: dict[int, Mapping[str, Storage]] = {}
         self.results = set(program.lowered.results)
         buffers = sheets.behaviour.gradient_buffers
@@ -103,11 +116,12 @@ class Transients:
         kept = kept_in_order(self.program, stages, stage, size_of, keeping, per_logit)
         _, arriving = self._entering(parts, "F", storage)
         level = peak = sum(size for _, size in arriving)
+        way = Messages()
         for part in parts:
             for number in range(part.start, part.stop):
-                peak = max(peak, level + self._inner(lowered.main[number], storage, ()))
+                peak = max(peak, level + self._inner(lowered.main[number], storage, (), way))
                 level += kept.get(number, 0.0)
-        return max(peak, level)
+        return max(peak, level, level + way.arrive_all())
 
     def _walk(
         self,
@@ -125,29 +139,49 @@ class Transients:
                 dying.setdefault(k, []).append(each)
         live = {*there, *arriving}
         level = peak = sum(size for _, size in arriving)
+        way = Messages()
         for k, item in enumerate(items):
-            peak = max(peak, level + self._inner(item, storage, live))
+            peak = max(peak, level + self._inner(item, storage, live, way))
             made = {storage[v] for v in item.outs} - live
             gone = [each for each in dying.get(k, ()) if each in live or each in made]
             live |= made
             level += sum(size for _, size in made) - sum(size for _, size in gone)
             live.difference_update(gone)
-        return peak
+        return max(peak, level + way.arrive_all())
 
-    def _inner(self, item: Instruction, storage: Mapping[str, Storage], live: Collection[Storage]) -> float:
-        """Peak inside one instruction, its results counted."""
+    def _inner(
+        self,
+        item: Instruction,
+        storage: Mapping[str, Storage],
+        live: Collection[Storage],
+        way: Messages,
+    ) -> float:
+        """Peak inside one instruction, its results and messages on their way counted."""
+        before = way.arrive(uses_of(item))
         if isinstance(item, Call):
-            key = (item.segment, tuple(v in self._summed for v in item.outs))
-            if key not in self._inside:
-                outs = zip(item.outs, self.program.lowered.segments[item.segment].graph.outputs, strict=True)
-                lying = {inner for outer, inner in outs if outer in self._summed}
-                self._inside[key] = self._segment(item.segment, lying)
-            return self._inside[key]
-        made = {storage[v] for v in item.outs if storage[v] not in live}
-        return sum(size for _, size in made) + self._workspace(item, self.program.lowered.values)
+            inner = self._call(item, way)
+            way.all = [m for m in way.all if m.turn not in inner.turns]
+            names = self._names(item)
+            way.all += [
+                replace(m, outs=frozenset(names[o] for o in m.outs if o in names)) for m in inner.leaving
+            ]
+            return max(before, inner.peak)
+        made = sum(size for _, size in {storage[v] for v in item.outs if storage[v] not in live})
+        return max(before, made + self._taken(item, self.program.lowered.values, way))
 
-    def _segment(self, name: str, lying: Collection[str]) -> float:
-        """lying: outputs that are summed where they lie."""
+    def _names(self, call: Call) -> dict[str, str]:
+        """Output of the segment -> how main calls it."""
+        return dict(zip(self.program.lowered.segments[call.segment].graph.outputs, call.outs, strict=True))
+
+    def _call(self, call: Call, way: Messages) -> _Inside:
+        lying = frozenset(inner for inner, outer in self._names(call).items() if outer in self._summed)
+        key = (call.segment, lying, tuple((m.turn, m.held, m.finish) for m in way.all))
+        if key not in self._inside:
+            self._inside[key] = self._segment(call.segment, lying, way.all)
+        return self._inside[key]
+
+    def _segment(self, name: str, lying: Collection[str], entering: Sequence[OnTheWay]) -> _Inside:
+        """lying: outputs that are summed where they lie. entering: messages on their way."""
         segment = self.program.lowered.segments[name]
         nodes, values = segment.graph.nodes, placed_of(segment)
         roots = view_roots(segment)
@@ -156,22 +190,38 @@ class Transients:
         inputs = {n for n, _ in segment.graph.inputs} | of_loss | {roots.get(v, v) for v in lying}
         last: dict[str, int] = {}
         for k, node in enumerate(nodes):
-            for name in refs_of(node):
-                last[roots.get(name, name)] = k
-        for name in segment.graph.outputs:
-            last[roots.get(name, name)] = len(nodes)
+            for ref in refs_of(node):
+                last[roots.get(ref, ref)] = k
+        for output in segment.graph.outputs:
+            last[roots.get(output, output)] = len(nodes)
+        # names of messages that enter are those of main
+        way = Messages(replace(m, outs=frozenset[str]()) for m in entering)
         live: dict[str, float] = {}
-        peak = 0.0
+        peak, level = 0.0, 0.0
         for k, node in enumerate(nodes):
-            for name in node.outs:
-                if name in values and name not in roots and name not in inputs and name not in fused:
-                    live[name] = self.sheets.ops.nbytes(values[name])
-            peak = max(peak, sum(live.values()) + self._workspace(node, values))
+            peak = max(peak, level + way.arrive(frozenset(refs_of(node)), turn_of(node)))
+            for out in node.outs:
+                if out in values and out not in roots and out not in inputs and out not in fused:
+                    live[out] = self.sheets.ops.nbytes(values[out])
+                    level += live[out]
+            peak = max(peak, level + self._taken(node, values, way))
             if node.op.startswith("autoshard.xent_"):
-                peak = max(peak, sum(live.values()) + loss)
-            for name in [n for n in live if last.get(n, k) <= k]:
-                del live[name]
-        return peak
+                peak = max(peak, level + way.held + loss)
+            for gone in {roots.get(n, n) for n in (*refs_of(node), *node.outs)}:
+                if gone in live and last.get(gone, k) <= k:
+                    level -= live.pop(gone)
+        own = tuple(m for m in way.all if m.outs)
+        return _Inside(peak, frozenset(filter(None, map(turn_of, nodes))), own)
+
+    def _taken(self, node: Node, values: Mapping[str, Placed], way: Messages) -> float:
+        """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
+        if not is_message(node):
+            return way.held + self.sheets.ops.workspace(node, values)
+        own = message_of(node, values, self.sheets.ops)
+        if not self.sheets.behaviour.late_waits:
+            return way.held + own.held + own.finish
+        way.all.append(own)
+        return way.held
 
     def _loss(self, segment: LoweredSegment) -> tuple[float, set[str]]:
         """(bytes that the loss holds beside what it keeps, values of the segment that this counts)."""
@@ -183,29 +233,6 @@ class Transients:
         count = self.sheets.ops.nbytes(placed_of(segment)[logits]) / DTYPES[types[logits].dtype][1]
         backward = any("xent" in node.op and "backward" in node.op for node in segment.graph.nodes)
         return count * (how.loss_peak - (how.loss_kept if backward else 0.0)), large
-
-    def _workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
-        """Bytes that an op needs while it runs: of collectives, messages that are packed or unpacked."""
-        nbytes = self.sheets.ops.nbytes
-        kind = collective_kind(node)
-        bucket = node.op.startswith("comm.") and node.op.split(".")[1].endswith("_bucket")
-        whole = not bucket and not any(node.args[2:3])  # lies in memory as it is sent
-        taken = sum(nbytes(values[n]) for n in refs_of(node)) if kind else 0.0
-        given = sum(nbytes(values[n]) for n in node.outs if n in values) if kind else 0.0
-        match kind:
-            case "all_gather":
-                return 0.0 if whole else given + (taken if bucket else 0.0)
-            case "reduce_scatter":
-                got = taken if self.sheets.behaviour.exchanged_sums else 0.0
-                return got + (0.0 if whole else taken)
-            case "all_to_all":
-                return 2 * taken
-            case "all_gather_q":
-                return self.sheets.ops.packed(node, values) + given
-            case "reduce_scatter_q":
-                return 2.0 * self.sheets.ops.packed(node, values) + taken
-            case _:
-                return self.sheets.ops.workspace(node, values)
 
     # -- what is there before and after ----------------------------------------------------------------
 
