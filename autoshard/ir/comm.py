@@ -1,0 +1,25 @@
+"""What the ``comm`` ops of a program are: their kind, their mesh axes, whether ranks exchange anything."""
+
+from __future__ import annotations
+
+from autoshard.ir.graph import Node
+
+
+def collective_kind(node: Node) -> str:
+    """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
+    return node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
+
+
+def is_bucket(node: Node) -> bool:
+    """Whether it moves several tensors in one message."""
+    return node.op.startswith("comm.") and node.op.split(".")[1].endswith("_bucket")
+
+
+def axes_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes that a collective goes over, one after the other."""
+    return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
+
+
+def is_message(node: Node) -> bool:
+    """Whether ranks exchange anything; a slice of what a rank has sends nothing."""
+    return collective_kind(node) not in ("", "slice")

@@ -1,0 +1,81 @@
+"""Bytes of messages from where they are issued to where something needs what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from autoshard.ir import Node, refs_of
+from autoshard.ir.comm import axes_of, collective_kind, is_bucket
+from autoshard.ir.lowered import Placed
+from autoshard.simulate.ops import Ops
+
+
+@dataclass(frozen=True)
+class OnTheWay:
+    """A message; its results count as there since it was issued.
+
+    outs: what it brings. turn: the mesh axes of a reduce-scatter, of which one at a time is on its way. held:
+    bytes that it takes beside its results until it has arrived. finish: that unpacking it takes beside that.
+    """
+
+    outs: frozenset[str]
+    turn: str
+    held: float
+    finish: float
+
+
+def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
+    """Of a collective as the runtime issues it (`runtime.collectives`), what stays in memory as it is sent
+    counted with nothing."""
+    taken = sum(ops.nbytes(values[n]) for n in refs_of(node))
+    given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
+    bucket = is_bucket(node)
+    whole = not bucket and not any(node.args[2:3])  # lies in memory as it is sent
+    kind = collective_kind(node)
+    held = finish = 0.0
+    match kind:
+        case "all_gather":
+            held, finish = (taken if bucket else 0.0), (0.0 if whole else given)
+        case "reduce_scatter":
+            held = 0.0 if whole else taken
+            if ops.behaviour.exchanged_sums:  # the parts of all ranks come first, then their sum
+                held, finish = held + taken - given, given
+        case "all_to_all":
+            held, finish = taken, given
+        case "all_gather_q":
+            held, finish = ops.packed(node, values) - given, 2.0 * given
+        case "reduce_scatter_q":
+            held, finish = 2.0 * ops.packed(node, values) - given, given + taken
+    return OnTheWay(frozenset(node.outs), turn_of(node), held, finish)
+
+
+def turn_of(node: Node) -> str:
+    """The axes of a reduce-scatter, of which one at a time is on its way; "" for all else."""
+    return "+".join(axes_of(node)) if collective_kind(node).startswith("reduce_scatter") else ""
+
+
+class Messages:
+    """Those on their way while the ops of a rank run one after the other. held: their bytes together."""
+
+    def __init__(self, late: Iterable[OnTheWay] = ()) -> None:
+        self.all = list(late)
+
+    @property
+    def held(self) -> float:
+        return sum(m.held for m in self.all)
+
+    def arrive(self, needed: Collection[str], turn: str = "") -> float:
+        """Wait for those that bring something needed, or whose turn it is; the most bytes while they are
+        unpacked."""
+        peak = 0.0
+        for message in [m for m in self.all if m.outs.intersection(needed) or (turn and m.turn == turn)]:
+            peak = max(peak, self.held + message.finish)
+            self.all.remove(message)
+        return peak
+
+    def arrive_all(self) -> float:
+        peak = 0.0
+        while self.all:
+            peak = max(peak, self.held + self.all.pop(0).finish)
+        return peak
