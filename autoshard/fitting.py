@@ -7,7 +7,7 @@ simulated, and solved again with less room as long as it does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -77,6 +77,8 @@ class Fitter:
         self._schedules = Schedules()
         self._cuttings: list[tuple[Settled, Cutting]] = []
         self._fitted: list[tuple[Settled, Fitted]] = []
+        #: kind of solution -> bytes that one held beyond what the search counts, the least
+        self._more: dict[Hashable, float] = {}
 
     def seconds(self, found: Settled) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
@@ -85,54 +87,82 @@ class Fitter:
         except InfeasibleError:
             return inf
 
-    def fit(self, found: Settled) -> Settled:
-        """The solution, or one of the same configuration that holds less. Raises InfeasibleError."""
-        return self.fitted(found).settled
+    def fit(self, found: Settled, limit: float = inf) -> Settled:
+        """The solution, or one of the same configuration that holds less. Raises InfeasibleError.
 
-    def fitted(self, found: Settled) -> Fitted:
+        limit: seconds of a step that fits; what cannot be faster comes back slower than that, unmeasured.
+        """
+        return self.fitted(found, limit).settled
+
+    def fitted(self, found: Settled, limit: float = inf) -> Fitted:
         """The same with its stages and its peak."""
         for other, known in self._fitted:
             if _same(known.settled, found):
                 return replace(known, settled=found)
             if _same(other, found):
                 return replace(known, settled=replace(found, placed=known.settled.placed))
-        made = self._made(found)
-        self._fitted.append((found, made))
+        made = self._made(found, limit)
+        if made.peak is not None or self.ask.budget is None:
+            self._fitted.append((found, made))
         return made
 
-    def _made(self, found: Settled) -> Fitted:
+    def _made(self, found: Settled, limit: float) -> Fitted:
         over, made = self._over(found)
         if made is not None and over <= 0:
             return made
-        failure = self._failure(found, made)
-        budget = self.ask.budget
+        first, budget = made, self.ask.budget
         assert budget is not None
         best: Fitted | None = None
+        slower: Settled | None = None
+        measured = [(found, over)]
         # shares of the memory that the search is given: with the least known the program is too large, with
         # the most that is known to be too little nothing is found
         high, low = 1.0, 0.0
-        room = _SMALLER if made is None else 1.0 - _MORE * over / budget
+        room = self._less(1.0, over)
         for _ in range(_ROUNDS):
             room = room if low < room < high else (low + high) / 2
             tried = retuned(found, self.ask, room)
             if tried is None:
                 low, room = room, (room + high) / 2
                 continue
-            over, made = self._over(tried)
-            if made is None or over > 0:
-                high, room = room, room * _SMALLER if made is None else room - _MORE * over / budget
+            if best is None and self._seconds(tried) >= limit:
+                slower, low, room = tried, room, (room + high) / 2
                 continue
-            if best is None or tried.placed.seconds < best.settled.placed.seconds:
+            known = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
+            if known is None:
+                over, made = self._over(tried)
+                first = first or made
+                measured.append((tried, over))
+            else:
+                over, made = known, None
+            if over > 0:
+                high, room = room, self._less(room, over)
+                continue
+            if made is not None and (best is None or tried.placed.seconds < best.settled.placed.seconds):
                 best = made
             if -over <= _LEFT * budget:
                 break
             low, room = room, (room + high) / 2
-        if best is None:
-            raise failure
-        return best
+        if best is not None:
+            return best
+        if slower is not None:
+            return Fitted(slower)
+        raise self._failure(found, first)
+
+    def _less(self, room: float, over: float) -> float:
+        """The share of the memory to try after one with which so many bytes are missing."""
+        assert self.ask.budget is not None
+        return room * _SMALLER if over == inf else room - _MORE * over / self.ask.budget
+
+    def _seconds(self, tried: Settled) -> float:
+        return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
 
     def _over(self, tried: Settled) -> tuple[float, Fitted | None]:
-        """(bytes beyond the budget, the solution with its stages); None for one that no cut fits."""
+        """(bytes beyond the budget, the solution with its stages); None for one that no cut fits, or of which
+        solutions like it say that it does not."""
+        expected = self._expected(tried)
+        if expected is not None and expected > 0:
+            return expected, None
         staging = None
         if tried.configuration.pipe.ranks > 1:
             self.progress("cutting the pipeline")
@@ -145,7 +175,16 @@ class Fitter:
         if self.ask.budget is None:
             return 0.0, Fitted(tried, staging)
         peak = self.peak(tried, staging)
+        kind, more = _kind(tried), peak.bytes - tried.placed.bytes
+        self._more[kind] = min(more, self._more.get(kind, inf))
         return peak.bytes - self.ask.budget, Fitted(tried, staging, peak)
+
+    def _expected(self, tried: Settled) -> float | None:
+        """Bytes beyond the budget at least, by what was measured of solutions that run the same again."""
+        more = self._more.get(_kind(tried))
+        return (
+            None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
+        )
 
     def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
         name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
@@ -212,6 +251,12 @@ class Fitter:
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
         return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster)
+
+
+def _kind(found: Settled) -> Hashable:
+    """What decides how much a program holds beyond what the search counts: what lives inside a part."""
+    again = {(name, r.policy) for name, r in found.placed.setting.recompute.items() if r.calls}
+    return frozenset(again), found.configuration.pipe.ranks > 1
 
 
 def _same(a: Settled, b: Settled) -> bool:

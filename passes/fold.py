@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import keyword
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
@@ -150,7 +150,7 @@ def _segment(
     run: _Run,
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
-    types: dict[str, TensorType],
+    types: Mapping[str, TensorType],
     ports: dict[str, str],
     base: int,
 ) -> Graph:

@@ -7,7 +7,7 @@ its cube.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ class Index:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.types: dict[str, TensorType] = graph.types()
+        self.types: Mapping[str, TensorType] = graph.types()
         self.makers: dict[str, Node] = {o: n for n in graph.nodes for o in n.outs}
         self.users: dict[str, list[Node]] = {}
         for node in graph.nodes:

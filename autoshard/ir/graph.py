@@ -7,8 +7,9 @@ new graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from autoshard.ir.types import TensorType
@@ -73,7 +74,7 @@ class Node:
         return self.kwarg(key, default) if key else default
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A straight-line function over tensors."""
 
@@ -82,8 +83,12 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
 
-    def types(self) -> dict[str, TensorType]:
+    def types(self) -> Mapping[str, TensorType]:
         """Type of every tensor value, inputs included."""
+        return self._types
+
+    @cached_property
+    def _types(self) -> Mapping[str, TensorType]:
         table = dict(self.inputs)
         for node in self.nodes:
             for name, type_ in zip(node.outs, node.types, strict=True):

@@ -52,6 +52,7 @@ def statements_of(lowered: Lowered) -> Statements:
     same: dict[str, str] = {}
     values = dict(lowered.values)
     taken = set(values)
+    bodies: dict[tuple[str, bool], list[tuple[Node, tuple[str, ...]]]] = {}
     for item, instruction in enumerate(lowered.main):
         if isinstance(instruction, Node):
             uses = tuple(same.get(r, r) for r in refs_of(instruction))
@@ -68,20 +69,22 @@ def statements_of(lowered: Lowered) -> Statements:
                 same[out] = leaving[inner]
             else:
                 leaving[inner] = out
-        for number, node in enumerate(graph.nodes):
+        key = instruction.segment, instruction.backward
+        if key not in bodies:
+            bodies[key] = [(_in_phase(n, instruction.backward), tuple(refs_of(n))) for n in graph.nodes]
+        for number, (node, refs) in enumerate(bodies[key]):
             for out in node.outs:
                 names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
                 if out in segment.layouts and out in types:
                     values[names[out]] = Placed(types[out], segment.layouts[out])
-            uses = tuple(names[r] for r in refs_of(node))
-            node = (
-                node
-                if node.backward == instruction.backward
-                else replace(node, backward=instruction.backward)
-            )
-            found.append(Statement(item, number, node, uses, tuple(names[o] for o in node.outs)))
+            uses = tuple([names[r] for r in refs])
+            found.append(Statement(item, number, node, uses, tuple([names[o] for o in node.outs])))
     results = tuple(same.get(r, r) for r in lowered.results)
     return Statements(lowered, tuple(found), same, results, values)
+
+
+def _in_phase(node: Node, backward: bool) -> Node:
+    return node if node.backward == backward else replace(node, backward=backward)
 
 
 def repeats_of(whole: Statements) -> dict[str, str]:

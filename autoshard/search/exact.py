@@ -40,8 +40,9 @@ class Judge(Protocol):
         """Of a step with its stages cut; inf if they do not fit."""
         ...
 
-    def fit(self, found: Settled) -> Settled:
-        """The solution, or one that holds less and fits as a program. Raises InfeasibleError."""
+    def fit(self, found: Settled, limit: float) -> Settled:
+        """The solution, or one that holds less and fits as a program, or else any that takes no less than
+        ``limit`` seconds. Raises InfeasibleError."""
         ...
 
 
@@ -108,7 +109,7 @@ class Exact:
             judged = solved[where] = self._judged(found)
             if judged < reached and self.judge is not None and not self.interrupted:
                 try:
-                    fits = self.judge.fit(found)
+                    fits = self.judge.fit(found, reached)
                 except InfeasibleError as error:
                     self.failures.append(error)
                     solved[where] = inf

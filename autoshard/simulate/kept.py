@@ -156,6 +156,8 @@ class _Rank:
     program: Program
     size_of: SizeOf
     storage: dict[str, Storage] = field(default_factory=dict)
+    #: segment -> view -> the value that it is of
+    roots: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
@@ -237,7 +239,9 @@ class _Rank:
         segment = self.program.lowered.segments[call.segment]
         types = segment.graph.types()
         given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
-        base = view_roots(segment)
+        if call.segment not in self.roots:
+            self.roots[call.segment] = view_roots(segment)
+        base = self.roots[call.segment]
         found: dict[str, Storage] = {}
         for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
             root = base.get(inner, inner)

@@ -65,11 +65,16 @@ class Ops:
 
     def __init__(self, mesh: Mesh, coords: Sequence[int], behaviour: Behaviour) -> None:
         self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
+        self._bytes: dict[tuple[TensorType, Layout], float] = {}
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""
-        shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
-        return float(prod(shape) * DTYPES[type_.dtype][1])
+        key = type_, layout
+        found = self._bytes.get(key)
+        if found is None:
+            shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
+            found = self._bytes[key] = float(prod(shape) * DTYPES[type_.dtype][1])
+        return found
 
     def shape(self, placed: Placed) -> tuple[int, ...]:
         return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
