@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.search.eliminate import Elimination, find_order
+from autoshard.search.eliminate import Elimination, find_small_order
 from autoshard.search.improve import measure
 from autoshard.search.network import Array, Limits
 from autoshard.search.prune import Residual
@@ -108,9 +108,12 @@ def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
     seconds = measure(net, best)[0]
     rng = np.random.default_rng(0)
     degrees = np.array([len(r) for r in net.rows], dtype=np.float64)
+    count = max(1, len(best) // 64)
     for _ in range(_ROUNDS):
         scores = degrees * rng.uniform(0.2, 1.0, len(degrees))
-        tried = _solve_beside(net, best, np.argsort(-scores, kind="stable"), limits)
+        tried, held = _solve_beside(net, best, np.argsort(-scores, kind="stable"), count, limits)
+        # the next neighbourhood takes about as many
+        count = max(1, held * 2 // 3)
         now = measure(net, tried)[0]
         if now < seconds:
             best, seconds = tried, now
@@ -118,28 +121,30 @@ def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
 
 
 def _solve_beside(
-    net: Residual, states: Sequence[int], first: NDArray[np.int64], limits: Limits
-) -> list[int]:
-    """The best assignment that agrees with ``states`` on as few of the first variables as are needed."""
-    count = max(1, len(states) // 64)
+    net: Residual, states: Sequence[int], first: NDArray[np.int64], count: int, limits: Limits
+) -> tuple[list[int], int]:
+    """The best assignment that agrees with ``states`` on as few of the first variables as are needed, from
+    ``count`` on, and how many these are."""
     table = min(limits.table, _TABLE)
     while True:
         held = set(int(v) for v in first[:count])
         part = _holding(net, states, held)
-        order = find_order(part.sizes, part.rows)
-        if order.largest <= table and order.total <= 20 * table:
+        order = find_small_order(part.sizes, part.rows, table, 20 * table)
+        if order is not None:
             _, found = Elimination(part, order).solve()
-            return [states[v] if v in held else found[v] for v in range(len(states))]
+            return [states[v] if v in held else found[v] for v in range(len(states))], count
         count = min(len(states), count * 3 // 2 + 1)
 
 
 def _holding(net: Residual, states: Sequence[int], held: set[int]) -> Residual:
-    """The network with one state left of every held variable."""
+    """The network with one state left of every held variable, whose costs lie with those around it."""
     part = net.copy()
     for v in held:
         s = states[v]
         part.unary[v], part.memory[v] = part.unary[v][s : s + 1], part.memory[v][s : s + 1]
-        for j, table in list(part.rows[v].items()):
-            part.rows[v][j] = table[s : s + 1]
-            part.rows[j][v] = part.rows[j][v][:, s : s + 1]
+        for j, table in part.rows[v].items():
+            part.rows[j].pop(v)
+            if j not in held:
+                part.unary[j] = part.unary[j] + table[s]
+        part.rows[v].clear()
     return part

@@ -48,13 +48,30 @@ class Order:
 def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> Order:
     """A greedy order: who has at most two neighbours goes first, which is safe; then who adds least fill."""
     first = _greedy(sizes, neighbours, by_fill=True)
+    assert first is not None
     if first.largest <= 100_000:
         return first
     other = _greedy(sizes, neighbours, by_fill=False)
+    assert other is not None
     return min(first, other, key=lambda order: (order.total, order.largest))
 
 
-def _greedy(sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_fill: bool) -> Order:
+def find_small_order(
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
+) -> Order | None:
+    """A greedy order with no table larger than ``largest`` and no more than ``total`` entries in all; None if
+    neither way to choose gives one."""
+    for by_fill in (True, False):
+        found = _greedy(sizes, neighbours, by_fill=by_fill, most=largest)
+        if found is not None and found.total <= total:
+            return found
+    return None
+
+
+def _greedy(
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_fill: bool, most: int = 0
+) -> Order | None:
+    """most: entries of a table beyond which there is no order, 0 for no limit."""
     graph = [set(n) for n in neighbours]
     scores: dict[int, tuple[int, int, int]] = {v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) <= 2}
     heap = list(scores.values())
@@ -76,6 +93,8 @@ def _greedy(sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_f
         v = score[2]
         if gone[v] or scores.get(v) != score:
             continue
+        if most and sizes[v] * prod(sizes[w] for w in graph[v]) > most:
+            return None
         gone[v] = True
         variables.append(v)
         around[v] = graph[v]
