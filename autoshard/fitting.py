@@ -39,6 +39,10 @@ from autoshard.staging import (
 _ROUNDS = 4
 #: share of the memory that may be left over without looking for something faster
 _LEFT = 0.06
+#: a peak that moves by less, as a share, is the same
+_SAME = 1e-3
+#: shares that are so near one another are as good as the same
+_NEAR = 0.02
 #: less room than what is missing, since what is solved again is not what was measured
 _MORE = 1.03
 #: share of the room that is left when no stages can be cut that fit
@@ -118,14 +122,18 @@ class Fitter:
         # shares of the memory that the search is given: with the least known the program is too large, with
         # the most that is known to be too little nothing is found
         high, low = 1.0, 0.0
-        room = self._less(1.0, over)
+        room = self._less(1.0, over, found)
         for _ in range(_ROUNDS):
+            if high - low <= _NEAR:
+                break
             room = room if low < room < high else (low + high) / 2
             tried = retuned(found, self.ask, room)
             if tried is None:
                 low, room = room, (room + high) / 2
                 continue
             if best is None and self._seconds(tried) >= limit:
+                if _kind(tried) == _kind(measured[-1][0]):
+                    return Fitted(tried)  # with more room it does not fit
                 slower, low, room = tried, room, (room + high) / 2
                 continue
             known = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
@@ -136,7 +144,10 @@ class Fitter:
             else:
                 over, made = known, None
             if over > 0:
-                high, room = room, self._less(room, over)
+                before = measured[-2][1] if len(measured) > 1 else inf
+                if best is None and abs(before - over) < _SAME * budget and known is None and over < inf:
+                    break  # what does not fit is not what the search can change
+                high, room = room, self._less(room, over, tried)
                 continue
             if made is not None and (best is None or tried.placed.seconds < best.settled.placed.seconds):
                 best = made
@@ -149,10 +160,14 @@ class Fitter:
             return Fitted(slower)
         raise self._failure(found, first)
 
-    def _less(self, room: float, over: float) -> float:
+    def _less(self, room: float, over: float, tried: Settled) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""
         assert self.ask.budget is not None
-        return room * _SMALLER if over == inf else room - _MORE * over / self.ask.budget
+        if over == inf:
+            return room * _SMALLER
+        less = room - _MORE * over / self.ask.budget
+        more = self._more.get(_kind(tried))
+        return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
     def _seconds(self, tried: Settled) -> float:
         return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
