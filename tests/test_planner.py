@@ -69,7 +69,7 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
     options = {"example_inputs": inputs, "global_batch": BATCH, "recompute": False}
     free = autoshard.plan(model, "dp=2,tp=2", **options)
     assert free.settled is not None and free.plan.microbatches == 1
-    limit = int(0.72 * free.settled.placed.bytes)
+    limit = int(0.65 * free.settled.placed.bytes)
     made = autoshard.plan(model, "dp=2,tp=2", memory=limit, **options)
     assert made.settled is not None and made.settled.placed.bytes <= limit
     assert made.plan.microbatches > 1 and made.plan.microbatches * made.plan.batch == BATCH

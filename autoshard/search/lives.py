@@ -20,6 +20,8 @@ from autoshard.search.variables import ParamState
 TIE = 1e-10
 #: layers whose parameters are gathered at once: the one that computes and the one that is fetched
 GATHERED = 2
+#: copies of a layer's gradients while they are reduced: as they were made, and packed as they are sent
+SENT = 2
 
 
 @dataclass(frozen=True)

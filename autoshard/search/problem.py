@@ -37,7 +37,7 @@ from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.known import Known
-from autoshard.search.lives import lives_of
+from autoshard.search.lives import SENT, lives_of
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Terms, Time
 from autoshard.search.variables import (
@@ -470,6 +470,10 @@ class _Builder:
         table = self.prices.params.bucketed.table(type_, list(dict.fromkeys([*given, *stored])))
         rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
         matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
+        if grad[0] in self.layers:
+            sizes = self.axes.mesh_sizes
+            sent = [self.prices.params.local_bytes(type_, g, sizes) if _is_partial(g) else 0.0 for g in given]
+            self.terms.hold(Bytes("sent"), maker, SENT * np.array(sent))
         late = np.array([life.late for life in variable.states])
         infinite = np.isinf(matrix)
         for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
@@ -482,3 +486,7 @@ class _Builder:
         layouts = self._source_layouts(var, position)
         held = [0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes) for lay in layouts]
         self.terms.hold(key, var, count * np.array(held))
+
+
+def _is_partial(layout: Layout) -> bool:
+    return any(isinstance(p, Partial) for p in layout)

@@ -76,6 +76,8 @@ class Setting:
             return 1 / self.pipe.ranks
         if key.kind == "sums":
             return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
+        if key.kind == "sent":
+            return 1.0
         flight = self.flight
         if key.kind == "held":
             return flight

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.search.network import Array, CostNetwork
 
 TimeKind: TypeAlias = Literal["work", "talk", "gather", "reduce", "first", "last", "update"]
-ByteKind: TypeAlias = Literal["state", "sums", "held", "kept", "extra", "input"]
+ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input"]
 
 
 class Time(NamedTuple):
@@ -36,11 +36,11 @@ class Bytes(NamedTuple):
     """A kind of bytes.
 
     state: of parameters, gradients, optimizer. sums: what gradients hold beyond that while they are summed
-    over several microbatches: in fp32 if of half precision, and whole where they are reduced late. held:
-    activations that backward reads and that cross between segments. kept: other activations of a segment,
-    which could be computed again; cheap: by selective recomputation, too. extra: what selective recomputation
-    would keep in their place. input: what a call takes and would have to be kept for full recomputation;
-    cheap: for selective, too.
+    over several microbatches: in fp32 if of half precision, and whole where they are reduced late. sent:
+    gradients of one layer that wait for their reduction. held: activations that backward reads and that cross
+    between segments. kept: other activations of a segment, which could be computed again; cheap: by selective
+    recomputation, too. extra: what selective recomputation would keep in their place. input: what a call
+    takes and would have to be kept for full recomputation; cheap: for selective, too.
     """
 
     kind: ByteKind
