@@ -166,7 +166,7 @@ class Fitter:
         if over == inf:
             return room * _SMALLER
         less = room - _MORE * over / self.ask.budget
-        more = self._more.get(_kind(tried))
+        more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
     def _seconds(self, tried: Settled) -> float:
@@ -195,8 +195,9 @@ class Fitter:
         return peak.bytes - self.ask.budget, Fitted(tried, staging, peak)
 
     def _expected(self, tried: Settled) -> float | None:
-        """Bytes beyond the budget at least, by what was measured of solutions that run the same again."""
-        more = self._more.get(_kind(tried))
+        """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
+        if that says nothing, as with a pipeline, whose schedule decides."""
+        more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
         return (
             None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
         )

@@ -8,9 +8,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, family
+from hypothesis import given
+from hypothesis import strategies as st
 from pipelines import pipeline
 from planned import planned, program
 from rule_samples import all_samples
@@ -33,7 +36,7 @@ from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
 from autoshard.rules.truth import digits_of, make_call
 from autoshard.search.plan import Recompute
-from autoshard.verify.indices import cover, held
+from autoshard.verify.indices import cover, held, in_units, splits_of, unit_of
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous
 from autoshard.verify.shrink import shrunk
@@ -364,3 +367,33 @@ def test_tables_of_unlike_length_are_not_one_segment() -> None:
     report = verify_static(made)
     assert report.ok, report.findings[0]
     assert verify(made, model, (), batch, steps=1).ok
+
+
+# -- dims in units -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3)), st.sampled_from((1, 2, 4)))
+    ).filter(lambda found: 0 < len(found) < 4),
+    st.sampled_from((24, 48, 96, 144, 60)),
+)
+def test_runs_stand_for_their_elements(found: list[tuple[int, int, int]], size: int) -> None:
+    """What a rank holds of a dim is what it holds of the dim in units, each written out."""
+    layout = tuple(Shard(0, outer, inner) for outer, inner, _ in found)
+    sizes = tuple(ways for _, _, ways in found)
+    splits = splits_of(layout, 0, sizes)
+    unit = unit_of(size, [splits])
+    assert size % unit == 0
+    short = splits_of(in_units(layout, 0), 0, sizes) if unit > 1 else splits
+    for at in product(*map(range, sizes)):
+        runs = held(size // unit, short, at)
+        written = (runs[:, None] * unit + np.arange(unit)).reshape(-1)
+        assert np.array_equal(held(size, splits, at), written)
+
+
+def test_units_are_as_long_as_they_can_be() -> None:
+    layout, sizes = (Shard(0, outer=4096), Shard(0)), (8, 1024)
+    assert unit_of(4096 * 4096, [splits_of(layout, 0, sizes)]) == 512
+    assert unit_of(4096 * 4096, [splits_of(layout, 0, sizes)], [(2048, 8)]) == 256
+    assert unit_of(10, [splits_of((Shard(0),), 0, (4,))]) == 1

@@ -33,7 +33,8 @@ class Setting:
     microbatches: how many make a step. calls: how often each forward segment of a layer is called in one.
     recompute: what of a segment runs again. optimistic: prices without recomputation but memory as if all
     of it were used, which bounds every choice of it from below. overlap: see `cost.step_time.Overlap`. pipe:
-    the pipeline.
+    the pipeline. sending: whether gradients on their way to their reduction count, which stages of a pipeline
+    reduce once a step, after the last microbatch.
     """
 
     microbatches: int
@@ -42,6 +43,7 @@ class Setting:
     optimistic: bool = False
     overlap: float = 0.0
     pipe: Pipe = field(default_factory=Pipe)
+    sending: bool = True
 
     @cached_property
     def how(self) -> Overlap:
@@ -77,7 +79,7 @@ class Setting:
         if key.kind == "sums":
             return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
         if key.kind == "sent":
-            return 1.0
+            return float(self.sending and self.pipe.ranks == 1)
         flight = self.flight
         if key.kind == "held":
             return flight

@@ -113,9 +113,10 @@ class Shapes:
 
             What parameters hold depends on the data ranks, which the mesh that is solved need not have.
             """
-            held = free.setting.held(free.taken).activations
+            setting = replace(self.setting, sending=False)  # the same for meshes with and without pipelines
+            held = replace(free.setting, sending=False).held(free.taken).activations
             price = free.seconds / held if held else 0.0
-            placed = priced(posed.problem, self.setting, price, allowed=posed.allowed)
+            placed = priced(posed.problem, setting, price, allowed=posed.allowed)
             return way_of(posed, placed)
 
         def least_bytes() -> float:

@@ -6,9 +6,11 @@ against this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,52 @@ def axes_of(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(k for k, p in enumerate(layout) if isinstance(p, Shard) and p.dim == dim)
 
 
-@lru_cache(maxsize=4096)
+def unit_of(size: int, all_splits: Iterable[Splits], moves: Iterable[tuple[int, int]] = ()) -> int:
+    """Elements that stay together wherever a dim is cut, so that runs of so many can stand for one; 1 where
+    parts are uneven.
+
+    moves: (elements, parts) of what a collective cuts evenly, or joins from even parts.
+    """
+    unit = size
+    for splits in all_splits:
+        local = size
+        for (placed, ways), outer in zip(splits, _outers(splits), strict=True):
+            run, rest = divmod(local, max(1, outer * ways))
+            if rest or outer < 1 or run % placed.inner:
+                return 1
+            unit, local = gcd(unit, run), local // ways
+    for elements, parts in moves:
+        if parts < 1 or elements % parts:
+            return 1
+        unit = gcd(unit, elements // parts)
+    return max(1, unit)
+
+
+def in_units(layout: Layout, dim: int) -> Layout:
+    """A layout of a dim of units: what runs are made of no longer matters."""
+    return tuple(replace(p, inner=1) if isinstance(p, Shard) and p.dim == dim else p for p in layout)
+
+
+def local_size(size: int, splits: Splits) -> int:
+    """Elements of an evenly split dim on a rank."""
+    for _, ways in splits:
+        size //= ways
+    return size
+
+
+def _outers(splits: Splits) -> Iterator[int]:
+    """Per split, the blocks that it cuts: those of its own that axes further outside left."""
+    done: list[tuple[int, int]] = []
+    for placed, ways in splits:
+        outer = placed.outer
+        for other, split in done:
+            if other < placed.outer:
+                outer //= split
+        yield outer
+        done.append((placed.outer, ways))
+
+
+@lru_cache(maxsize=1024)
 def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
     """Global indices, in order, of a dim of ``size`` elements on the rank at these coordinates of its axes.
 
@@ -37,14 +84,8 @@ def held(size: int, splits: Splits, at: tuple[int, ...]) -> NDArray[np.int64]:
     further outside left there.
     """
     index = np.arange(size, dtype=np.int64)
-    done: list[tuple[int, int]] = []
-    for (placed, ways), coordinate in zip(splits, at, strict=True):
-        outer = placed.outer
-        for other, split in done:
-            if other < placed.outer:
-                outer //= split
+    for (placed, ways), outer, coordinate in zip(splits, _outers(splits), at, strict=True):
         index = cut(index, outer, placed.inner, ways, coordinate)
-        done.append((placed.outer, ways))
     return index
 
 
@@ -67,6 +108,9 @@ def join(parts: Sequence[NDArray[np.int64]], outer: int) -> NDArray[np.int64]:
 @lru_cache(maxsize=4096)
 def cover(size: int, splits: Splits) -> str:
     """What is wrong with how ranks divide a dim: "" if every element is held once and no rank holds none."""
+    unit = unit_of(size, [splits])
+    if unit > 1:
+        return cover(size // unit, tuple((replace(p, inner=1), n) for p, n in splits))
     seen = np.zeros(size, dtype=np.int32)
     for at in product(*(range(n) for _, n in splits)):
         index = held(size, splits, at)
