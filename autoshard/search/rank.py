@@ -132,19 +132,25 @@ class End:
     """One microbatch solved exactly.
 
     batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
-    least. find_lean: makes placements that hold less. find_bytes: says what is held at least, with everything
-    computed again. Both are asked only where memory is short.
+    least. find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says
+    what is held at least, with everything computed again. Both are asked only where memory is short.
     """
 
     batch: int
     free: Way
     seconds: float
-    find_lean: Callable[[], Way]
+    find_lean: Callable[[bool], Way]
     find_bytes: Callable[[], float]
 
     @cached_property
     def lean(self) -> Way:
-        return self.find_lean()
+        """For steps without a pipeline."""
+        return self.find_lean(True)
+
+    @cached_property
+    def staged(self) -> Way:
+        """For the stages of a pipeline, which have nothing on its way to a reduction."""
+        return self.find_lean(False)
 
     @cached_property
     def bytes(self) -> float:
@@ -169,10 +175,11 @@ class Shape:
         low, high, t = self._place(batch)
         return _between(low.free, high.free, t)
 
-    def lean(self, batch: int) -> Profile:
-        """The same for those that hold less."""
+    def lean(self, batch: int, staged: bool) -> Profile:
+        """The same for those that hold less. staged: as a stage of a pipeline."""
         low, high, t = self._place(batch)
-        return _between(low.lean, high.lean, t)
+        ends = (low.staged, high.staged) if staged else (low.lean, high.lean)
+        return _between(*ends, t)
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
@@ -274,11 +281,12 @@ def rank(
     another shape is thought to reach: what is far slower even without a memory limit stays at that estimate.
     """
     found: list[Estimated] = []
-    lives: dict[Mesh, _Lives] = {}
-    bare: dict[int, _Bare] = {}
+    lives: dict[tuple[Mesh, bool], _Lives] = {}
+    bare: dict[tuple[int, bool], _Bare] = {}
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
-        of_mesh = lives.setdefault(mesh, _Lives(shape, mesh, cluster, recipe))
+        cut = staged.ranks > 1
+        of_mesh = lives.setdefault((mesh, cut), _Lives(shape, cut, mesh, cluster, recipe))
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
             if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
@@ -288,7 +296,9 @@ def rank(
             slack = 1.0 if ways > 1 else _ALONE
             hop = staged.hop_seconds(shape.between * each)
             pipes = [replace(pipe, hop=hop) for pipe in staged.pipes]
-            one = _Candidate(bare.setdefault(each, _Bare(shape, each, setting.calls)), of_mesh, budget)
+            one = _Candidate(
+                bare.setdefault((each, cut), _Bare(shape, cut, each, setting.calls)), of_mesh, budget
+            )
             bound = count * shape.seconds(each) / staged.ranks
             ways_to_run = [replace(setting, microbatches=count, pipe=pipe) for pipe in pipes]
             best, how = one.best(ways_to_run, known * _FAR)
@@ -304,8 +314,8 @@ def rank(
 class _Bare:
     """A microbatch of ``each`` sequences per data rank, on any mesh of a shape."""
 
-    def __init__(self, shape: Shape, each: int, calls: Mapping[str, int]) -> None:
-        self._shape, self._each, self._calls = shape, each, calls
+    def __init__(self, shape: Shape, staged: bool, each: int, calls: Mapping[str, int]) -> None:
+        self._shape, self._staged, self._each, self._calls = shape, staged, each, calls
 
     @cached_property
     def free(self) -> Filling:
@@ -313,7 +323,7 @@ class _Bare:
 
     @cached_property
     def lean(self) -> Filling:
-        return Filling(self._shape.lean(self._each), self._calls)
+        return Filling(self._shape.lean(self._each, self._staged), self._calls)
 
 
 @dataclass(frozen=True)
@@ -355,8 +365,8 @@ def _totals(plain: Sequence[Sums], how: Setting) -> list[float]:
 class _Lives:
     """What the parameters of a shape may take on one mesh, for either of its placements."""
 
-    def __init__(self, shape: Shape, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> None:
-        self._shape, self._on = shape, (mesh, cluster, recipe)
+    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> None:
+        self._shape, self._staged, self._on = shape, staged, (mesh, cluster, recipe)
 
     @cached_property
     def free(self) -> list[Profile]:
@@ -364,7 +374,8 @@ class _Lives:
 
     @cached_property
     def lean(self) -> list[Profile]:
-        return _lives(self._shape.ends[0].lean.parameters, *self._on)
+        end = self._shape.ends[0]
+        return _lives((end.staged if self._staged else end.lean).parameters, *self._on)
 
 
 def _best(

@@ -108,13 +108,13 @@ class Shapes:
         posed = self.poses.of(mesh, each * data_ways(mesh), self.ask.pins)
         free = posed.free
 
-        def lean() -> Way:
+        def lean(sending: bool) -> Way:
             """Placements to which half the activations are worth half the time.
 
             What parameters hold depends on the data ranks, which the mesh that is solved need not have.
             """
-            setting = replace(self.setting, sending=False)  # the same for meshes with and without pipelines
-            held = replace(free.setting, sending=False).held(free.taken).activations
+            setting = replace(self.setting, sending=sending)
+            held = replace(free.setting, sending=sending).held(free.taken).activations
             price = free.seconds / held if held else 0.0
             placed = priced(posed.problem, setting, price, allowed=posed.allowed)
             return way_of(posed, placed)
