@@ -96,6 +96,10 @@ KernelsOption = Annotated[
     bool,
     typer.Option("--kernels/--no-kernels", help="make ops that have a kernel of the chains around norms"),
 ]
+RingOption = Annotated[
+    bool,
+    typer.Option("--ring/--no-ring", help="send chunks round while others are multiplied, where that gains"),
+]
 RulesOption = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE.py", help="your own sharding rules; this file is run"),

@@ -35,7 +35,8 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
 
     nbytes is the size on one rank of the whole tensor: all_gather: of the gathered result; reduce_scatter:
     of the input; all_reduce and broadcast: of the tensor; all_to_all: of the local input; send: of the
-    message. It may be an array. A kind that was timed on the link costs what was measured.
+    message; hop: of what a rank passes on to the next of a ring. It may be an array. A kind that was timed on
+    the link costs what was measured.
     """
     if kind not in _FORMULAS:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
@@ -100,6 +101,13 @@ def _send(n: Array, link: AxisLink) -> Array:
     return link.latency + n / link.alone
 
 
+def _hop(n: Array, link: AxisLink) -> Array:
+    """One step of a ring, all ranks at once: a + n/b, and never below its share, 1/(p - 1), of an all-gather
+    of all that goes round."""
+    whole = seconds("all_gather", n * link.size, link)
+    return np.maximum(link.latency + n / link.bandwidth, whole / max(1, link.size - 1))
+
+
 _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
     "all_reduce": _all_reduce,
     "all_gather": _gather_or_scatter,
@@ -107,4 +115,5 @@ _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "send": _send,
+    "hop": _hop,
 }
