@@ -33,9 +33,12 @@ def opened(
     shape = values[ring.moved].type.shape
     if not 0 <= ring.dim < len(shape) - 1:
         return f"dim {ring.dim} of {values[ring.moved].type} is not one of its rows"
-    for left, right in ring.products:
-        if len(values[right].type.shape) != 2 or (not ring.gathers and len(values[left].type.shape) != 2):
-            return f"{left} times {right} is no product of two matrices"
+    outs = node.outs[1:] if ring.gathers else node.outs * len(ring.products)
+    for (left, right), out in zip(ring.products, outs, strict=True):
+        a, b, y = (_matrix(values[n].type, rows=n != right) for n in (left, right, out))
+        if a is None or b is None or y is None or (a[1], (a[0], b[1])) != (b[0], y):
+            types = ", ".join(str(values[n].type) for n in (left, right, out))
+            return f"{left} times {right} does not give {out}: they are {types}"
     if not ring.gathers:
         placed = values[ring.moved]
         part = symbolic_shape(placed.type.shape, placed.layout, mesh)
@@ -44,6 +47,15 @@ def opened(
     made = _Opening(node, ring, dict(values), rules, mesh)
     nodes = made.gather() if ring.gathers else made.scatter()
     return tuple(nodes), made.values
+
+
+def _matrix(type_: TensorType, *, rows: bool) -> tuple[int, int] | None:
+    """Rows and columns of a factor or a product, None if it is none. rows: whether its leading dims may be
+    several, which are then seen as one."""
+    shape = type_.shape
+    if len(shape) < 2 or (len(shape) > 2 and not rows):
+        return None
+    return prod(shape[:-1]), shape[-1]
 
 
 class _Opening:
