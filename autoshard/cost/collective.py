@@ -38,11 +38,12 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
     message; hop: of what a rank passes on to the next of a ring. It may be an array. A kind that was timed on
     the link costs what was measured.
     """
-    if kind not in _FORMULAS:
+    formula = _hop if kind == "hop" else _FORMULAS.get(kind)
+    if formula is None:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
     n = np.asarray(nbytes, dtype=np.float64)
     timed = next((table.at for table in link.measured if table.kind == kind), None)
-    found = _FORMULAS[kind](n, link) if timed is None else timed(n)
+    found = formula(n, link) if timed is None else timed(n)
     result = np.where(n > 0, found, 0.0) if link.size > 1 else np.zeros_like(n)
     return result if isinstance(nbytes, np.ndarray) else float(result)
 
@@ -115,5 +116,4 @@ _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "send": _send,
-    "hop": _hop,
 }
