@@ -215,7 +215,7 @@ class GroupCollectives:
     def _pass(self, view: RankView, axis: str) -> rings.Pass:
         """To the next rank of an axis, from the one before."""
         by_name = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        group = by_name(self.groups[axis])
+        group = by_name(self.groups[axis])  # type: ignore[arg-type]
         ways, rank = view.size_of(axis), view.coord_of(axis)
 
         def start(sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
