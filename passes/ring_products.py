@@ -131,24 +131,20 @@ class _Segment:
         self.uses = Counter(r for n in graph.nodes for r in refs_of(n)) + Counter(graph.outputs)
 
     def run(self) -> LoweredSegment:
-        found = [*self._gathers(), *self._scatters()]
         segment, gone = self.segment, set[str]()
-        before = self._seconds(segment) if found else 0.0
-        for ring in found:
-            if not gone.isdisjoint(ring.gone):
-                continue
-            made = _with(segment, ring)
-            after = self._seconds(made)
-            if after < before * (1 - _WORTH):
-                axis, count = ring.node.args[1], len(ring.node.args[0])
-                products = count - 1 if ring.node.op == GATHER_MM else count // 2
-                beside = f"{products} products" if products > 1 else "its product"
-                note = (
-                    f"chunks go round {axis} beside {beside}: {before * 1e6:.0f} us, now {after * 1e6:.0f} us"
-                )
-                segment = replace(made, why={**made.why, ring.node.name: note})
-                gone |= ring.gone
-                before = after
+        places = [*self._gathers(), *self._scatters()]
+        before = self._seconds(segment) if places else 0.0
+        for options in places:
+            left = [ring for ring in options if gone.isdisjoint(ring.gone)]
+            made = {ring: _with(segment, ring) for ring in left}
+            took = {ring: self._seconds(made[ring]) for ring in left}
+            best = min(left, key=took.__getitem__, default=None)
+            if best is not None and took[best] < before * (1 - _WORTH):
+                node = best.node
+                why = {**made[best].why, node.name: _note(node, before, took[best])}
+                segment = replace(made[best], why=why)
+                gone |= best.gone
+                before = took[best]
         return segment
 
     def _seconds(self, segment: LoweredSegment) -> float:
@@ -164,7 +160,8 @@ class _Segment:
 
     # what there is
 
-    def _gathers(self) -> Iterator[_Found]:
+    def _gathers(self) -> Iterator[list[_Found]]:
+        """Per gather, with all products of it, or with the largest alone: small ones lose in chunks."""
         for node in self.segment.graph.nodes:
             out = node.name
             rank = len(self.types[out].shape) if out in self.types else 0
@@ -179,19 +176,11 @@ class _Segment:
                 for n in self.users.get(row, ())
                 if n.op == _MM and n.args[0] == Ref(row) and self._is_weight(n.args[1], out)
             ]
-            if not products:
-                continue
-            factors = (node.args[0], *(n.args[1] for n in products))
-            ring = replace(
-                node,
-                op=GATHER_MM,
-                args=(factors, *node.args[1:]),
-                outs=(out, *(n.name for n in products)),
-                types=(type_, *(n.types[0] for n in products)),
-            )
-            yield _Found(ring, out, frozenset((out, *(n.name for n in products))))
+            if products:
+                largest = max(products, key=lambda n: self.types[n.name].numel)
+                yield [_gather_of(node, chosen) for chosen in (products, [largest])[: len(products)]]
 
-    def _scatters(self) -> Iterator[_Found]:
+    def _scatters(self) -> Iterator[list[_Found]]:
         for node in self.segment.graph.nodes:
             type_ = node.types[0]
             if node.op != _SCATTER or type_ is None or not self._fits(node, len(type_.shape)):
@@ -204,7 +193,7 @@ class _Segment:
                 shape = symbolic_shape(type_.shape, self.segment.layouts[node.name], self.how.mesh)
                 factors = tuple(a for n in products for a in n.args)
                 ring = replace(node, op=MM_SCATTER, args=(factors, *node.args[1:], shape))
-                yield _Found(ring, node.name, frozenset(gone))
+                yield [_Found(ring, node.name, frozenset(gone))]
 
     def _fits(self, node: Node, rank: int) -> bool:
         """Whether a collective moves equal chunks of rows over an axis that has rings."""
@@ -260,6 +249,28 @@ class _Segment:
                 return None
             gone.add(name)
         return node if node.op == _MM and all(isinstance(a, Ref) for a in node.args) else None
+
+
+def _gather_of(gather: Node, products: Sequence[Node]) -> _Found:
+    """A gather and products of what it gives as a ring."""
+    names = tuple(n.name for n in products)
+    factors = (gather.args[0], *(n.args[1] for n in products))
+    ring = replace(
+        gather,
+        op=GATHER_MM,
+        args=(factors, *gather.args[1:]),
+        outs=(gather.name, *names),
+        types=(gather.types[0], *(n.types[0] for n in products)),
+    )
+    return _Found(ring, gather.name, frozenset((gather.name, *names)))
+
+
+def _note(ring: Node, before: float, after: float) -> str:
+    """What a ring does to the seconds of its segment."""
+    axis, factors = ring.args[1], len(ring.args[0])
+    products = factors - 1 if ring.op == GATHER_MM else factors // 2
+    beside = f"{products} products" if products > 1 else "its product"
+    return f"chunks go round {axis} beside {beside}: {before * 1e6:.0f} us, now {after * 1e6:.0f} us"
 
 
 def _with(segment: LoweredSegment, ring: _Found) -> LoweredSegment:
