@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
@@ -18,13 +18,14 @@ from planned import planned as plainly_planned
 from ringed import even_cluster, free_rings, planned, ringed, rings_in
 from sliced import program_of
 from test_gloo import torchrun
+from typer.testing import CliRunner
 
 from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.errors import UsageError
-from autoshard.ir import Node, Ref, TensorType
+from autoshard.ir import Call, Node, Ref, TensorType
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Lowered, Placed
 from autoshard.ir.rings import ring_flop, ring_of
@@ -35,12 +36,13 @@ from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.rules.local import MeshShape
 from autoshard.runtime import rings
+from autoshard.search.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
 from autoshard.simulate.rings import Beat, alone, beats, room
 from autoshard.simulate.step import estimate_step
-from autoshard.simulate.streams import pricer
-from autoshard.simulate.work import Message, Product, Traffic, Work
+from autoshard.simulate.streams import Habits, Player, Step, pricer
+from autoshard.simulate.work import Message, Product, Sheet, Task, Traffic, Work
 from autoshard.verify.static import verify_static
 
 GATHER, SCATTER = "all_gather_mm", "mm_reduce_scatter"
@@ -94,6 +96,43 @@ def test_rings_are_found_proved_and_equal_eager(name: str, mesh: str) -> None:
     assert not report.uncovered
     errors = compare_step(program, *family(name).make())
     assert "loss" in errors and len(errors) > 10
+    assert {k: e for k, e in errors.items() if e > RTOL} == {}
+
+
+def test_rings_carry_activations_alone() -> None:
+    """Parameters and their gradients have collectives of their own, which other passes know."""
+    program = ringed("t5", "dp=2,tp=2")
+    assert sum(rings_in(program).values()) > 10
+    results = {r.value for r in program.signature.results if r.kind == "grad"}
+    ports = {p.name for p in program.signature.ports}
+    for item in program.lowered.main:
+        if not isinstance(item, Call):
+            assert not is_ring(item)
+            continue
+        graph = program.lowered.segments[item.segment].graph
+        outs = {o for o, out in zip(graph.outputs, item.outs, strict=True) if out in results}
+        given = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in ports}
+        for node in filter(is_ring, graph.nodes):
+            assert node.args[1] == "tp"
+            assert outs.isdisjoint(node.outs)
+            assert node.op != GATHER_MM or node.args[0][0].name not in given
+    assert verify_static(program).ok
+    errors = compare_step(program, *family("t5").make())
+    assert {k: e for k, e in errors.items() if e > RTOL} == {}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_rings_are_computed_again(policy: Literal["full", "selective"]) -> None:
+    found = planned("llama", "dp=2,tp=2")
+    plan = replace(found.plan, recompute={"layers_fwd": Recompute(policy, 2)}, microbatches=2)
+    with free_rings():
+        program = compile_analysed(replace(found, plan=plan), ring=True)
+    assert rings_in(program)
+    report = verify_static(program)
+    assert report.ok, report.findings[0]
+    with free_rings():
+        whole = compile_analysed(replace(found, plan=replace(plan, microbatches=1)), ring=True)
+    errors = compare_step(whole, *family("llama").make())
     assert {k: e for k, e in errors.items() if e > RTOL} == {}
 
 
@@ -334,7 +373,7 @@ def test_chunks_that_go_round_give_the_whole(ways: int, lead: tuple[int, ...], d
 
 def test_training_on_four_processes_equals_eager(tmp_path: Path) -> None:
     cases = []
-    for name, mesh in (("llama", "tp=4"), ("gpt2", "tp=4"), ("llama", "dp=2,tp=2"), ("gpt2", "dp=2,tp=2")):
+    for name, mesh in (("llama", "tp=4"), ("gpt2", "tp=4"), ("llama", "dp=2,tp=2"), ("t5", "dp=2,tp=2")):
         program = ringed(name, mesh)
         assert rings_in(program)
         folder = tmp_path / f"{name}-{mesh}"
@@ -422,6 +461,8 @@ def test_a_hop_is_a_step_of_the_ring() -> None:
     assert seconds("hop", 1e6, link) == pytest.approx(1e-6 + 1e-3)
     assert 3 * seconds("hop", 1e6, link) >= seconds("all_gather", 4e6, link)
     assert seconds("hop", 1e6, AxisLink(0.0, 1e9, 1)) == 0.0
+    # eight cards of a node carry eight rings of a gather, and one of ours
+    assert seconds("hop", 1e6, AxisLink(0.0, 8e9, 16, 1e9, 8)) == pytest.approx(1e-3)
 
 
 def test_the_simulated_step_follows_the_chunks() -> None:
@@ -435,6 +476,19 @@ def test_the_simulated_step_follows_the_chunks() -> None:
     node, values = _gather()
     price = pricer(cluster.device, [AxisLink(0.0, 1e8, 4)])
     assert alone(beats(node, values, OPS), price, 1.0) < sum(map(price, OPS.work(node, values)))
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("overlap", [1.0, 0.25])
+@pytest.mark.parametrize("made", [_gather((1, 64), (16, 32)), _scatter()])
+def test_a_ring_alone_takes_as_long_as_in_the_timeline(made: Made, overlap: float, late: bool) -> None:
+    found = beats(*made, OPS)
+    price = pricer(even_cluster().device, [AxisLink(1e-6, 1e8, 4)])
+    tasks = tuple(Task("y", made[0].op.rpartition(".")[0], b.work, b.after, ()) for b in found)
+    player = Player(price, (4,), Habits(overlap=overlap, late=late))
+    played = player.play([Step(Sheet(tasks, (len(tasks) - 1,)), (), ("y",))], (), ())
+    assert played.seconds == pytest.approx(alone(found, price, overlap))
+    assert played.hidden > 0
 
 
 def test_beats_wait_for_those_before_them() -> None:
@@ -453,9 +507,19 @@ def test_a_ring_is_a_message_of_its_kind() -> None:
     assert P != R
 
 
-def test_reports_read_rings(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+def test_the_command_line_makes_rings(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+    config |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    call = ["compile", f"hf:{tmp_path / 'config.json'}", "--mesh", "tp=2", "--seq", "16"]
+    for more, made in (([], False), (["--ring"], True), (["--ring", "--without", "ring"], False)):
+        folder = tmp_path / "-".join(["p", *more])
+        result = CliRunner().invoke(app, [*call, *more, "-o", str(folder)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert ("059b_ring_products" in load_program(folder).dumps) == made
 
+
+def test_reports_read_rings(tmp_path: Path) -> None:
     folder = tmp_path / "p"
     save_program(ringed("llama", "tp=2"), folder)
     where = ("--cluster", "h100-dgx")

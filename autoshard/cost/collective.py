@@ -103,10 +103,12 @@ def _send(n: Array, link: AxisLink) -> Array:
 
 
 def _hop(n: Array, link: AxisLink) -> Array:
-    """One step of a ring, all ranks at once: a + n/b, and never below its share, 1/(p - 1), of an all-gather
-    of all that goes round."""
+    """One step of a ring, all ranks at once: a + n/b, b of a rank alone where the axis leaves a node, as one
+    ring crosses there over one card. Never below its share, 1/(p - 1), of an all-gather of all that goes
+    round."""
     whole = seconds("all_gather", n * link.size, link)
-    return np.maximum(link.latency + n / link.bandwidth, whole / max(1, link.size - 1))
+    step = link.latency + n / min(link.bandwidth, link.alone)
+    return np.maximum(step, whole / max(1, link.size - 1))
 
 
 _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
