@@ -24,6 +24,9 @@ from autoshard.ir.comm import GATHER_MM
 from autoshard.ir.graph import Arg, Node, Ref
 from autoshard.ir.types import TensorType
 
+#: rows of a matrix, below which matrix units are half idle
+_FEW = 256
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -75,3 +78,9 @@ def ring_flop(node: Node, types: Mapping[str, TensorType]) -> float:
     if ring is None:
         return 0.0
     return sum(2.0 * prod(types[left].shape) * types[right].shape[-1] for left, right in ring.products)
+
+
+def together(blocks: int, rows: int) -> bool:
+    """Whether the pieces of a chunk, so many of so many rows, are multiplied as one matrix and not side by
+    side; what lies apart is then copied."""
+    return blocks > 1 and rows < _FEW

@@ -9,10 +9,11 @@ the type of the values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
-from autoshard.runtime.parts import join_parts, take_part
+from autoshard.ir.rings import together
 
 #: of a tensor, and one like it to receive into: starts sending the first to the next rank and receiving from
 #: the rank before; calling what it gives waits for both
@@ -23,28 +24,28 @@ def all_gather_mm(
     xs: Sequence[torch.Tensor], dim: int, outer: int, ways: int, rank: int, pass_on: Pass
 ) -> list[torch.Tensor]:
     """x gathered along a dim, and its rows times every w. xs: (x, w, ...)."""
-    own, weights = xs[0].contiguous(), xs[1:]
-    chunks = own.new_empty((ways, *own.shape))
-    chunks[rank].copy_(own)
-    rows = own[..., 0].numel()
-    products = [own.new_empty((ways, rows, w.shape[1])) for w in weights]
+    own, weights = xs[0], xs[1:]
+    blocks, depth = prod(own.shape[:dim]) * outer, own.shape[-1]
+    chunk = own.reshape(blocks, -1, depth).contiguous()
+    whole = own.new_empty((blocks, ways, *chunk.shape[1:]))
+    products = [own.new_empty((*whole.shape[:3], w.shape[1])) for w in weights]
+    whole[:, rank] = chunk
     for step in range(ways):
-        at, last = (rank - step) % ways, step + 1 == ways
-        arrived = None if last else pass_on(chunks[at], chunks[at - 1])
+        at = (rank - step) % ways
+        arriving, arrived = chunk, None
+        if step + 1 < ways:
+            # of one block, chunks lie in memory where they stay
+            arriving = whole[:, at - 1] if blocks == 1 else torch.empty_like(chunk)
+            arrived = pass_on(chunk, arriving)
         for made, weight in zip(products, weights, strict=True):
-            torch.mm(chunks[at].view(rows, -1), weight, out=made[at])
+            _times(chunk, weight, made[:, at])
         if arrived is not None:
             arrived()
-    whole = _joined(chunks, own.shape, dim, outer)
-    return [whole, *(_joined(p, (*own.shape[:-1], p.shape[2]), dim, outer).flatten(0, -2) for p in products)]
-
-
-def _joined(parts: torch.Tensor, shape: Sequence[int], dim: int, outer: int) -> torch.Tensor:
-    """The whole of the parts of all ranks, each of a shape; a view where they lie in memory one after the
-    other, as there."""
-    if outer == 1 and all(n == 1 for n in shape[:dim]):
-        return parts.view(*shape[:dim], parts.shape[0] * shape[dim], *shape[dim + 1 :])
-    return join_parts([part.view(*shape) for part in parts], dim, outer)
+            if blocks > 1:
+                whole[:, at - 1] = arriving
+        chunk = arriving
+    shape = [n * ways if d == dim else n for d, n in enumerate(own.shape)]
+    return [whole.view(shape), *(made.view(-1, made.shape[3]) for made in products)]
 
 
 def mm_reduce_scatter(
@@ -57,15 +58,17 @@ def mm_reduce_scatter(
     pass_on: Pass,
 ) -> torch.Tensor:
     """This rank's part, of a shape, of the sum of all ``a @ w`` over the ranks. xs: (a, w, ...)."""
-    pairs = list(zip(xs[::2], xs[1::2], strict=True))
-    lead = [n * ways if d == dim else n for d, n in enumerate(shape[:-1])]
+    blocks = prod(shape[:dim]) * outer
+    rows = prod(shape[:-1]) // blocks
+    lefts = [x.contiguous().view(blocks, ways, rows, x.shape[1]) for x in xs[::2]]
+    pairs = list(zip(lefts, xs[1::2], strict=True))
 
     def share(index: int) -> torch.Tensor:
         """What this rank adds to the part of a rank."""
         total: torch.Tensor | None = None
         for left, right in pairs:
-            cut = take_part(left.reshape(*lead, left.shape[1]), dim, ways, index, outer)
-            product = torch.mm(cut.reshape(-1, left.shape[1]), right)
+            product = right.new_empty((blocks, rows, right.shape[1]))
+            _times(left[:, index], right, product)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total
@@ -78,3 +81,13 @@ def mm_reduce_scatter(
         arrived()
         total = own.add_(buffer)
     return total.view(*shape)
+
+
+def _times(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Blocks of rows, wherever they lie, times one matrix, to where they stay."""
+    if len(rows) == 1:
+        torch.mm(rows[0], weight, out=out[0])
+    elif together(len(rows), rows.shape[1]):
+        out.copy_(torch.mm(rows.reshape(-1, rows.shape[2]), weight).view(out.shape))
+    else:
+        torch.bmm(rows, weight.expand(len(rows), -1, -1), out=out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.ir import DTYPES, Node
 from autoshard.ir.lowered import Placed
-from autoshard.ir.rings import Ring, ring_of
+from autoshard.ir.rings import Ring, ring_of, together
 from autoshard.simulate.work import Message, Product, Traffic, Work
 
 if TYPE_CHECKING:
@@ -72,52 +72,55 @@ def room(node: Node, values: Mapping[str, Placed], ops: Ops) -> float:
     if ring is None:
         return 0.0
     sizes = _Sizes(ring, node, values, ops)
-    if ring.gathers:  # chunks, until they are joined
-        return 0.0 if sizes.in_place else sum(ops.nbytes(values[o]) for o in node.outs)
-    cut = 0.0 if sizes.in_place else max(ops.nbytes(values[left]) for left, _ in ring.products) / sizes.ways
+    if ring.gathers:  # the chunk at hand and the one that arrives
+        return 0.0 if sizes.blocks == 1 else 2.0 * sizes.moved
     # what is sent, what arrives, and what is made meanwhile, of which the last is the result
-    return (2.0 + (len(ring.products) > 1)) * sizes.moved + cut
+    return (2.0 + (len(ring.products) > 1)) * sizes.moved
 
 
 class _Sizes:
-    """A ring on one rank. moved: bytes of a chunk that travels. in_place: whether chunks lie in memory one
-    after the other."""
+    """A ring on one rank. moved: bytes of a chunk that travels. blocks: in how many pieces it lies among the
+    others. rows: of a piece."""
 
     def __init__(self, ring: Ring, node: Node, values: Mapping[str, Placed], ops: Ops) -> None:
         self.ring, self.node, self.values, self.ops = ring, node, values, ops
         self.axis = ops.mesh.index(ring.axis)
         self.ways = ops.mesh.sizes[self.axis]
         shape = ops.shape(values[ring.moved])
-        self.rows = prod(shape[:-1])
+        self.blocks = prod(shape[: ring.dim]) * ring.outer
+        self.rows = prod(shape[:-1]) // self.blocks
         self.moved = ops.nbytes(values[ring.moved])
-        self.in_place = ring.outer == 1 and prod(shape[: ring.dim]) == 1
 
-    def products(self) -> list[Work]:
-        """Those of one chunk."""
-        found: list[Work] = []
+    def products(self) -> list[list[Work]]:
+        """Those of one chunk, each with what is copied for it."""
+        found: list[list[Work]] = []
         for left, right in self.ring.products:
             depth, columns = self.ops.shape(self.values[right])
             dtype = self.values[left].type.dtype
-            elements = self.rows * depth + depth * columns + self.rows * columns
+            width, rows = DTYPES[dtype][1], self.blocks * self.rows
+            moved = float((rows * depth + depth * columns + rows * columns) * width)
             kind = self.ops.behaviour.product_dtype or dtype
-            found.append(Product(1, self.rows, columns, depth, kind, float(elements * DTYPES[dtype][1])))
+            if not together(self.blocks, self.rows):
+                found.append([Product(self.blocks, self.rows, columns, depth, kind, moved)])
+                continue
+            # what is made is put where it stays, and what a scatter needs is taken from where it lies
+            copied = rows * (columns if self.ring.gathers else depth + columns)
+            product = Product(1, rows, columns, depth, kind, moved)
+            found.append([product, Traffic(2.0 * copied * width)])
         return found
 
     def gather(self) -> list[Beat]:
         found = [Beat(Traffic(2 * self.moved))]
-        chunk = last = 0  # what makes the chunk at hand
+        chunk = 0  # what makes the chunk at hand
         for step in range(self.ways):
             coming = chunk
             if step + 1 < self.ways:
                 coming = len(found)
                 found.append(Beat(Message("hop", self.axis, self.moved), (chunk,)))
-            for work in self.products():
-                last = len(found)
-                found.append(Beat(work, (chunk,)))
+            found += [Beat(work, (chunk,)) for works in self.products() for work in works]
+            if self.blocks > 1 and step + 1 < self.ways:
+                found.append(Beat(Traffic(2 * self.moved), (coming,)))
             chunk = coming
-        if not self.in_place:
-            given = sum(self.ops.nbytes(self.values[o]) for o in self.node.outs)
-            found.append(Beat(Traffic(2 * given), (last,)))
         return found
 
     def scatter(self) -> list[Beat]:
@@ -134,13 +137,9 @@ class _Sizes:
     def _share(self, found: list[Beat]) -> int:
         """What the rank adds to one part; the place of the last piece of it."""
         total = -1
-        for (left, _), work in zip(self.ring.products, self.products(), strict=True):
-            after: tuple[int, ...] = ()
-            if not self.in_place:
-                after = (len(found),)
-                found.append(Beat(Traffic(2 * self.ops.nbytes(self.values[left]) / self.ways)))
-            product = len(found)
-            found.append(Beat(work, after))
+        for works in self.products():
+            found += [Beat(work) for work in works]
+            product = len(found) - 1
             if total >= 0:
                 found.append(Beat(Traffic(3 * self.moved), (total, product)))
             total = len(found) - 1
