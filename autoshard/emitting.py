@@ -57,7 +57,7 @@ class Emission:
     kernels: bool = False
     bucket: bool = True
     overlap: bool = True
-    ring: bool = False
+    ring: bool = True
 
 
 def emission(**passes: Any) -> Emission:
@@ -127,7 +127,8 @@ def lowering_of(
         seconds=_prices(cluster, mesh, plan) if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
-        ring=_prices(cluster, mesh, plan) if wanted.ring else None,
+        # of chunks that go round while nothing else runs, there are only more messages
+        ring=_prices(cluster, mesh, plan) if wanted.ring and cluster.device.overlap > 0 else None,
     )
 
 

@@ -153,19 +153,19 @@ def test_every_ring_says_what_it_saves() -> None:
     assert "chunks go round tp" in program.dumps["059b_ring_products"]
 
 
-def test_without_rings_programs_are_as_they_were() -> None:
+def test_rings_can_be_switched_off() -> None:
     found = planned("llama", "tp=2")
     off = compile_analysed(found, ring=False)
-    assert off.lowered == compile_analysed(found).lowered
-    assert "059b_ring_products" not in off.dumps
-    assert not rings_in(off)
+    assert "059b_ring_products" not in off.dumps and not rings_in(off)
+    assert compile_analysed(found).lowered == compile_analysed(found, ring=True).lowered
 
 
 def test_no_ring_where_nothing_runs_beside_messages() -> None:
-    """gloo copies on the cores that compute: chunks only cost more messages."""
+    """gloo copies on the cores that compute: chunks would only cost more messages."""
     found = plainly_planned("llama", "tp=4")
     assert found.cluster.device.overlap == 0
-    assert compile_analysed(found, ring=True).lowered == compile_analysed(found).lowered
+    made, off = compile_analysed(found), compile_analysed(found, ring=False)
+    assert made.lowered == off.lowered and made.dumps == off.dumps
 
 
 def test_rings_are_made_where_their_price_is_lower() -> None:
@@ -206,7 +206,7 @@ def test_pipelines_and_slices_with_rings() -> None:
 
 def test_axes_that_are_taken_apart_have_no_rings() -> None:
     """Collectives over them become several, level by level, which a ring would not."""
-    plain = compile_analysed(planned("llama", "tp=2"), bucket=False, overlap=False)
+    plain = compile_analysed(planned("llama", "tp=2"), bucket=False, overlap=False, ring=False)
     ports = [p.name for p in plain.signature.ports if p.kind == "param"]
     grads = [r.value for r in plain.signature.results if r.kind == "grad"]
 
@@ -476,7 +476,7 @@ def test_the_simulated_step_follows_the_chunks() -> None:
     program = ringed("llama", "tp=2")
     cluster = even_cluster()
     estimate = estimate_step(program, cluster)
-    plain = estimate_step(compile_analysed(planned("llama", "tp=2")), cluster)
+    plain = estimate_step(compile_analysed(planned("llama", "tp=2"), ring=False), cluster)
     assert estimate.model_flop == plain.model_flop
     assert sum(estimate.spent.axes.values()) < sum(plain.spent.axes.values())
     node, values = _gather()
@@ -513,12 +513,13 @@ def test_a_ring_is_a_message_of_its_kind() -> None:
     assert P != R
 
 
-def test_the_command_line_makes_rings(tmp_path: Path) -> None:
+def test_the_command_line_switches_rings_off(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
     config |= {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     call = ["compile", f"hf:{tmp_path / 'config.json'}", "--mesh", "tp=2", "--seq", "16"]
-    for more, made in (([], False), (["--ring"], True), (["--ring", "--without", "ring"], False)):
+    call += ["--cluster", "h100-dgx"]
+    for more, made in (([], True), (["--no-ring"], False), (["--without", "ring"], False)):
         folder = tmp_path / "-".join(["p", *more])
         result = CliRunner().invoke(app, [*call, *more, "-o", str(folder)], catch_exceptions=False)
         assert result.exit_code == 0, result.output

@@ -43,7 +43,7 @@ def compile_command(
     hierarchy: opt.HierarchyOption = "off",
     without: opt.WithoutOption = "",
     kernels: opt.KernelsOption = False,
-    ring: opt.RingOption = False,
+    ring: opt.RingOption = True,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
