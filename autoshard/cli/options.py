@@ -90,7 +90,7 @@ ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
 WithoutOption = Annotated[
-    str, typer.Option("--without", metavar="bucket,overlap", help="passes that are left out")
+    str, typer.Option("--without", metavar="bucket,overlap,ring", help="passes that are left out")
 ]
 KernelsOption = Annotated[
     bool,
