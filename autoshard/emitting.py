@@ -17,6 +17,7 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.ir import Node
+from autoshard.ir.comm import is_ring
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Placed
 from autoshard.passes.hierarchy import ByLevel
@@ -32,6 +33,7 @@ from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
+from autoshard.simulate.rings import alone
 from autoshard.simulate.streams import pricer
 from autoshard.staging import in_parts, pipe_link
 
@@ -45,7 +47,9 @@ class Emission:
     on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
     `hierarchies.ways`); the program's mesh then has an axis for each of them. kernels: whether chains of ops
     that have a kernel of ours become one op. bucket: whether collectives of parameters share messages.
-    overlap: whether messages are on their way while something else is computed.
+    overlap: whether messages are on their way while something else is computed. ring: whether
+    products and the gathers before them, or the reduce-scatters after them, are done in chunks that go round
+    the ranks, where that is faster.
     """
 
     allow: str = ""
@@ -53,6 +57,7 @@ class Emission:
     kernels: bool = False
     bucket: bool = True
     overlap: bool = True
+    ring: bool = True
 
 
 def emission(**passes: Any) -> Emission:
@@ -67,7 +72,7 @@ def emission(**passes: Any) -> Emission:
 
 
 #: passes that can be left out
-OPTIONAL = ("bucket", "overlap", "kernels")
+OPTIONAL = ("bucket", "overlap", "kernels", "ring")
 #: every pass that makes a step shorter without anything being allowed
 DEFAULT = Emission()
 
@@ -122,6 +127,8 @@ def lowering_of(
         seconds=_prices(cluster, mesh, plan) if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
+        # of chunks that go round while nothing else runs, there are only more messages
+        ring=_prices(cluster, mesh, plan) if wanted.ring and cluster.device.overlap > 0 else None,
     )
 
 
@@ -189,6 +196,8 @@ def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:
     price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
 
     def seconds(node: Node, values: Mapping[str, Placed]) -> float:
+        if is_ring(node):
+            return alone(ops.in_order(node, values), price, cluster.device.overlap)
         return sum(price(work) for work in ops.work(node, values))
 
     return seconds

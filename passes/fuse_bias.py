@@ -11,16 +11,17 @@ from autoshard.ir.lowered import Lowered, LoweredSegment
 
 def fuse_bias(lowered: Lowered) -> Lowered:
     """``add(mm(a, b), bias)`` with a one-dim bias as ``addmm``, where nothing else uses the product."""
-    segments = {name: _segment(s) for name, s in lowered.segments.items()}
+    segments = {name: fused(s) for name, s in lowered.segments.items()}
     return replace(lowered, segments=segments)
 
 
-def _segment(segment: LoweredSegment) -> LoweredSegment:
+def fused(segment: LoweredSegment) -> LoweredSegment:
+    """A segment with its products and biases as one call each."""
     graph = segment.graph
     types = graph.types()
     uses = Counter(r for node in graph.nodes for r in refs_of(node)) + Counter(graph.outputs)
     products = {n.name: n for n in graph.nodes if n.op == "aten.mm.default" and uses[n.name] == 1}
-    fused: dict[str, Node] = {}
+    made: dict[str, Node] = {}
     for node in graph.nodes:
         if node.op != "aten.add.Tensor" or node.kwargs or len(node.args) != 2:
             continue
@@ -30,9 +31,9 @@ def _segment(segment: LoweredSegment) -> LoweredSegment:
         product = products[left.name]
         same = types[left.name] == node.types[0] and types[right.name].dtype == types[left.name].dtype
         if same and len(types[right.name].shape) == 1:
-            fused[node.name] = replace(node, op="aten.addmm.default", args=(right, *product.args))
+            made[node.name] = replace(node, op="aten.addmm.default", args=(right, *product.args))
             del products[left.name]
-    return replace(segment, graph=_without(graph, fused))
+    return replace(segment, graph=_without(graph, made))
 
 
 def _without(graph: Graph, fused: dict[str, Node]) -> Graph:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Graph, Node, refs_of
-from autoshard.ir.comm import axes_of, is_message
+from autoshard.ir.comm import axes_of, is_message, is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 
 #: seconds of a node, given the types and layouts of the values around it
@@ -46,8 +46,22 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     return replace(segment, graph=graph, why=why)
 
 
+def shortest(graph: Graph, costs: Sequence[float], *, moving: bool) -> float:
+    """Seconds of a segment in its order or, if its ops may be moved, in the better of that and the best.
+
+    costs: seconds of each of its nodes.
+    """
+    as_it_is = _played(graph.nodes, costs)
+    if not moving:
+        return as_it_is
+    order = _Scheduling(graph, costs).order()
+    return min(as_it_is, _played([graph.nodes[k] for k in order], [costs[k] for k in order]))
+
+
 def streams_of(node: Node) -> tuple[str, ...]:
-    """The mesh axes whose streams a node is on, none for computing."""
+    """The mesh axes whose streams a node is on, none for computing; a ring is on "", too: it computes."""
+    if is_ring(node):
+        return ("", *axes_of(node))
     return axes_of(node) if is_message(node) else ()
 
 

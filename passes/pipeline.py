@@ -28,6 +28,7 @@ from autoshard.passes.overlap import Seconds, overlap
 from autoshard.passes.prefetch import prefetch
 from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
 from autoshard.passes.recompute import recompute
+from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.slice_places import places_of
@@ -49,10 +50,11 @@ class Lowering:
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
     in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
-    bucket: whether collectives of parameters share messages. seconds: prices of nodes on the last mesh, by
-    which ops are ordered beside messages; None to leave them as they are. quantise: with how few bits
-    parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are done
-    level by level. secondary: which parameters and gradients are split over fewer ranks within a step.
+    bucket: whether collectives of parameters share messages. ring: prices of nodes by which products go round
+    in chunks, on the mesh before axes are taken apart; None for none of that. seconds: prices of nodes on the
+    last mesh, by which ops are ordered beside messages; None to leave them as they are. quantise: with how
+    few bits parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are
+    done level by level. secondary: which parameters and gradients are split over fewer ranks within a step.
     """
 
     flow: Flow
@@ -64,6 +66,7 @@ class Lowering:
     saving: Saving | None = None
     kernels: bool = False
     bucket: bool = True
+    ring: Seconds | None = None
     seconds: Seconds | None = None
     quantise: Quantising | None = None
     hierarchy: tuple[ByLevel, ...] = ()
@@ -127,6 +130,11 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
         _watched("058_slice_sequence", lowered, watch)
         lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
+    if how.ring is not None:
+        ports, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
+        apart = {each.levels.axis for each in how.hierarchy}
+        how_to = Rings(how.mesh, how.ring, frozenset(apart), moving=how.seconds is not None)
+        lowered = _watched("059b_ring_products", ring_products(lowered, ports, grads, how_to), watch)
     if how.bucket:
         lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
     grads = _results(folded, lowered, "grad")
@@ -207,6 +215,7 @@ PASSES = (
     "057_split_backward",
     "058_slice_sequence",
     "059_localize",
+    "059b_ring_products",
     "060_bucket",
     "070_defer_reductions",
     "071_keep_part",

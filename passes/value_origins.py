@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from autoshard.ir import Call, Graph, Node, Ref
+from autoshard.ir.comm import is_ring
 from autoshard.ir.lowered import Lowered
+from autoshard.ir.rings import ring_of
 
 #: (place of a call in main, value of its segment), or the name of an input of the program
 Origin: TypeAlias = "tuple[int, str] | str"
@@ -48,6 +50,9 @@ class Origins:
 
 def _moved(node: Node) -> list[tuple[str, str]]:
     """(out, source) for a collective that only changes layouts."""
+    ring = ring_of(node) if is_ring(node) else None
+    if ring is not None and ring.gathers:
+        return [(node.outs[0], ring.moved)]
     kind = node.op.split(".")[1].removesuffix("_bucket") if node.op.startswith("comm.") else ""
     if kind not in _MOVES:
         return []

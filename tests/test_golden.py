@@ -46,6 +46,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 SWITCHED: dict[str, dict[str, bool]] = {"beside-messages": {"kernels": True}}
 #: passes that only some clusters and wishes need, shown and tested with those
 ELSEWHERE = {
+    "059b_ring_products": "test_ring.py",
     "071_keep_part": "test_hierarchy.py",
     "072_hierarchy": "test_hierarchy.py",
     "074_secondary_shards": "test_hierarchy.py",

@@ -43,6 +43,7 @@ def compile_command(
     hierarchy: opt.HierarchyOption = "off",
     without: opt.WithoutOption = "",
     kernels: opt.KernelsOption = False,
+    ring: opt.RingOption = True,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -54,7 +55,13 @@ def compile_command(
 
         check_target(out, overwrite=overwrite)
         say = Progress()
-        passes = {"allow": allow, "hierarchy": hierarchy, "kernels": kernels, **_switched(without)}
+        passes = {
+            "allow": allow,
+            "hierarchy": hierarchy,
+            "kernels": kernels,
+            "ring": ring,
+            **_switched(without),
+        }
         if plan is None:
             if target is None:
                 raise UsageError(

@@ -90,11 +90,15 @@ ReplicateOption = Annotated[
     bool, typer.Option("--replicate-unknown", help="run ops without a sharding rule on whole tensors")
 ]
 WithoutOption = Annotated[
-    str, typer.Option("--without", metavar="bucket,overlap", help="passes that are left out")
+    str, typer.Option("--without", metavar="bucket,overlap,ring", help="passes that are left out")
 ]
 KernelsOption = Annotated[
     bool,
     typer.Option("--kernels/--no-kernels", help="make ops that have a kernel of the chains around norms"),
+]
+RingOption = Annotated[
+    bool,
+    typer.Option("--ring/--no-ring", help="send chunks round while others are multiplied, where that gains"),
 ]
 RulesOption = Annotated[
     Path | None,

@@ -35,13 +35,15 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
 
     nbytes is the size on one rank of the whole tensor: all_gather: of the gathered result; reduce_scatter:
     of the input; all_reduce and broadcast: of the tensor; all_to_all: of the local input; send: of the
-    message. It may be an array. A kind that was timed on the link costs what was measured.
+    message; hop: of what a rank passes on to the next of a ring. It may be an array. A kind that was timed on
+    the link costs what was measured.
     """
-    if kind not in _FORMULAS:
+    formula = _hop if kind == "hop" else _FORMULAS.get(kind)
+    if formula is None:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
     n = np.asarray(nbytes, dtype=np.float64)
     timed = next((table.at for table in link.measured if table.kind == kind), None)
-    found = _FORMULAS[kind](n, link) if timed is None else timed(n)
+    found = formula(n, link) if timed is None else timed(n)
     result = np.where(n > 0, found, 0.0) if link.size > 1 else np.zeros_like(n)
     return result if isinstance(nbytes, np.ndarray) else float(result)
 
@@ -98,6 +100,15 @@ def _broadcast(n: Array, link: AxisLink) -> Array:
 def _send(n: Array, link: AxisLink) -> Array:
     """One message: a + n/b."""
     return link.latency + n / link.alone
+
+
+def _hop(n: Array, link: AxisLink) -> Array:
+    """One step of a ring, all ranks at once: a + n/b, b of a rank alone where the axis leaves a node, as one
+    ring crosses there over one card. Never below its share, 1/(p - 1), of an all-gather of all that goes
+    round."""
+    whole = seconds("all_gather", n * link.size, link)
+    step = link.latency + n / min(link.bandwidth, link.alone)
+    return np.maximum(step, whole / max(1, link.size - 1))
 
 
 _FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {

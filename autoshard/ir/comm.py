@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from autoshard.ir.graph import Node
 
+#: products whose chunks travel round the ranks of an axis meanwhile (`ir.rings`)
+GATHER_MM, MM_SCATTER = "comm.all_gather_mm.default", "comm.mm_reduce_scatter.default"
+
 
 def collective_kind(node: Node) -> str:
     """``all_reduce`` for itself and its bucket; "" for an op that is no collective."""
@@ -13,6 +16,11 @@ def collective_kind(node: Node) -> str:
 def is_bucket(node: Node) -> bool:
     """Whether it moves several tensors in one message."""
     return node.op.startswith("comm.") and node.op.split(".")[1].endswith("_bucket")
+
+
+def is_ring(node: Node) -> bool:
+    """Whether it is products in chunks that travel round an axis."""
+    return node.op in (GATHER_MM, MM_SCATTER)
 
 
 def axes_of(node: Node) -> tuple[str, ...]:

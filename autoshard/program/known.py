@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from autoshard.ir.comm import GATHER_MM, MM_SCATTER
 from autoshard.rules.registry import RULES
 
 _LOWERED = (
@@ -39,6 +40,8 @@ COLLECTIVES = (
     *QUANTISED,
     "comm.expert_mm.default",
     "comm.expert_outer.default",
+    GATHER_MM,
+    MM_SCATTER,
 )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.comm import collective_kind
+from autoshard.ir.comm import GATHER_MM, MM_SCATTER, axes_of, collective_kind, is_ring
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
@@ -182,7 +182,15 @@ class Chains:
         name = self.mesh.names[axis]
         ins = [Place(made.call, ref) for ref in refs_of(made.node)]
         why = self.note(made)[2]
-        if _moves(made.node) and ins:
+        if made.node.op == MM_SCATTER and axes_of(made.node) == (name,):
+            wanted = self._wanted_by(made, value)
+            begin = f"{op_text(made.node.op)} sums it over {name} and leaves a part on every rank"
+            return (
+                None,
+                f"{begin}{f', as {wanted[0]} wants it' if wanted else ''}",
+                wanted[1] if wanted else why,
+            )
+        if _moves(made.node, value) and ins:
             # of several values in one message, each result is that of the input in its place
             moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
             before = self.layout(moved)[axis]
@@ -215,7 +223,7 @@ class Chains:
         """Of whole inputs, the one that a collective made whole, if any did directly."""
         for place in ins:
             made = self.maker(place)
-            if made is not None and _moves(made.node) and self._moves(made, axis):
+            if made is not None and _moves(made.node, place.value) and self._moves(made, axis):
                 return self.settled(place)
         return None
 
@@ -268,6 +276,9 @@ class Chains:
         return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
 
 
-def _moves(node: Node) -> bool:
-    """Whether a node only changes where a value lies (products that exchange rows do more)."""
+def _moves(node: Node, value: str) -> bool:
+    """Whether a node only changes where a value lies (products that exchange rows do more, and so does a
+    ring, but for what it gathers)."""
+    if is_ring(node):
+        return node.op == GATHER_MM and value == node.outs[0]
     return node.op.startswith("comm.") and collective_kind(node) not in EXCHANGES

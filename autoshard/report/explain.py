@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_message
+from autoshard.ir.comm import GATHER_MM, axes_of, collective_kind, is_message, is_ring
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text, op_text
@@ -332,6 +332,8 @@ class _Explainer:
         _, source, why = self.chains.note(made)
         values = self.lowered.values if made.segment is None else placed_of(made.segment)
         type_ = next((t for t in node.types if t is not None), None)
+        if is_ring(node) and place.value in node.outs:
+            type_ = node.types[node.outs.index(place.value)]
         layout = self.chains.layout(place)
         return Choice(
             place.value,
@@ -376,6 +378,8 @@ class _Explainer:
 def _moved(node: Node, values: set[str]) -> set[str]:
     """Of the results of a collective, those that are copies of some values."""
     ins = list(refs_of(node))
+    if is_ring(node):  # but for what is gathered, its results are products
+        return {node.outs[0]} if node.op == GATHER_MM and ins[0] in values else set()
     if len(ins) != len(node.outs):
         return set(node.outs)
     return {out for out, ref in zip(node.outs, ins, strict=True) if ref in values}

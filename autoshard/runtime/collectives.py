@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from autoshard.ir import Node
 from autoshard.ir.comm import axes_of, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
-from autoshard.runtime import exchange
+from autoshard.runtime import exchange, rings, symmetric
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.pending import Finish, Issue, Message, wait
@@ -210,6 +211,52 @@ class GroupCollectives:
         """The gradient of the matrices that this rank holds, from the rows of all ranks of an axis."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
         return exchange.expert_outer(xs, transposed, num_experts, ways, rank, self._transport(axis))
+
+    def _pass(self, view: RankView, axis: str) -> rings.Pass:
+        """To the next rank of an axis, from the one before."""
+        by_name = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group = by_name(self.groups[axis])  # type: ignore[arg-type]
+        ways, rank = view.size_of(axis), view.coord_of(axis)
+
+        def start(sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ways),
+                    dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ways),
+                ]
+            )
+
+            def finish() -> None:
+                for work in works:
+                    work.wait()
+
+            return finish
+
+        return start
+
+    def all_gather_mm(
+        self, view: RankView, xs: Sequence[torch.Tensor], axis: str, dim: int, outer: int = 1
+    ) -> list[torch.Tensor]:
+        """Rows of all ranks of an axis, and their products, each chunk multiplied as it comes by."""
+        if symmetric.usable(xs, dim, outer, self.groups[axis]):
+            return symmetric.all_gather_mm(xs, dim, self.groups[axis])
+        ways, rank = view.size_of(axis), view.coord_of(axis)
+        return rings.all_gather_mm(xs, dim, outer, ways, rank, self._pass(view, axis))
+
+    def mm_reduce_scatter(
+        self,
+        view: RankView,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        dim: int,
+        shape: Sequence[int],
+        outer: int = 1,
+    ) -> torch.Tensor:
+        """This rank's rows of a sum of products over an axis, each chunk added up as it comes by."""
+        if len(xs) == 2 and symmetric.usable(xs, dim, outer, self.groups[axis]):
+            return symmetric.mm_reduce_scatter(xs, dim, shape, view.size_of(axis), self.groups[axis])
+        ways, rank = view.size_of(axis), view.coord_of(axis)
+        return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, self._pass(view, axis))
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

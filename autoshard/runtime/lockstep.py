@@ -218,6 +218,27 @@ def _expert_outer(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> l
     return [take_part(whole, 0, len(xs), k, 1, 1).contiguous().clone() for k in range(len(xs))]
 
 
+def _all_gather_mm(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """The gather, then the products."""
+    found = []
+    for whole, (_, *weights) in zip(_all_gather(node, views, [x[0] for x in xs]), xs, strict=True):
+        found.append([whole, *(torch.mm(whole.flatten(0, -2), weight) for weight in weights)])
+    return found
+
+
+def _mm_reduce_scatter(node: Node, views: Sequence[RankView], xs: Sequence[Any]) -> list[Any]:
+    """The products and their sum, then the reduce-scatter."""
+    dim = node.args[2]
+    sums = []
+    for view, factors in zip(views, xs, strict=True):
+        total = torch.mm(factors[0], factors[1])
+        for left, right in zip(factors[2::2], factors[3::2], strict=True):
+            total = total + torch.mm(left, right)
+        part = view.value(node.args[3])
+        sums.append(total.view([n * len(xs) if d == dim else n for d, n in enumerate(part)]))
+    return _reduce_scatter(node, views, sums)
+
+
 def _bucket(one: Collective) -> Collective:
     """A collective of several tensors is that collective of each."""
 
@@ -292,6 +313,8 @@ COLLECTIVES: dict[str, Collective] = {
     "all_to_all": _all_to_all,
     "expert_mm": _expert_mm,
     "expert_outer": _expert_outer,
+    "all_gather_mm": _all_gather_mm,
+    "mm_reduce_scatter": _mm_reduce_scatter,
     "all_reduce_bucket": _bucket(_all_reduce),
     "all_gather_bucket": _bucket(_all_gather),
     "reduce_scatter_bucket": _bucket(_reduce_scatter),

@@ -10,11 +10,12 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
-from autoshard.ir.comm import axes_of, collective_kind
+from autoshard.ir.comm import axes_of, collective_kind, is_ring
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.kernels.registry import Operand, specs
 from autoshard.placement import Layout, Shard, local_shape
 from autoshard.rules import attention, experts, matmul
+from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.work import Attention, Message, Product, Traffic, Work
 
@@ -97,6 +98,8 @@ class Ops:
         """
         if node.op in VIEWS or collective_kind(node) == "slice":
             return []
+        if is_ring(node):
+            return rings.apart(node, values, self)
         if node.op.startswith("comm."):
             return self._messages(node, values)
         ins = [values[name] for name in refs_of(node)]
@@ -119,6 +122,20 @@ class Ops:
             return [Traffic(cost.moved, cost.flop)]
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
         return [Traffic(moved, float(numel))]
+
+    def in_order(
+        self,
+        node: Node,
+        values: Mapping[str, Placed],
+        inside: Collection[str] = (),
+        weights: Collection[str] = (),
+    ) -> list[rings.Beat]:
+        """The same, as it is issued: the pieces of a ring wait for some of those before, all others for the
+        one before."""
+        if is_ring(node):
+            return rings.beats(node, values, self)
+        works = self.work(node, values, inside, weights)
+        return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
 
     def _operand(self, placed: Placed) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
@@ -163,6 +180,8 @@ class Ops:
 
     def workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
         """Bytes that an op needs while it runs, beside what it takes and makes."""
+        if is_ring(node):
+            return rings.room(node, values, self)
         if node.op not in attention.RULES or self.behaviour.attention == "flash":
             return 0.0
         backward = "backward" in node.op

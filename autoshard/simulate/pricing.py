@@ -10,8 +10,9 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.ir import Call, Node, TensorType, refs_of
-from autoshard.ir.comm import is_message
+from autoshard.ir.comm import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Placed
+from autoshard.ir.rings import ring_flop
 from autoshard.placement import Layout
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
@@ -84,7 +85,12 @@ class Pricer:
     def flop(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> dict[str, float]:
         """FLOP of the products among ops on all ranks of a stage together, by the type they are done in."""
         found: dict[str, float] = {}
-        for node in map(product_of, nodes):
+        for each in nodes:
+            node = product_of(each)
+            if is_ring(node):
+                types = {n: values[n].type for n in (*refs_of(node), *node.outs)}
+                dtype = values[node.outs[0]].type.dtype
+                found[dtype] = found.get(dtype, 0.0) + ring_flop(node, types)
             if node.op in PRODUCTS:
                 ins = [values[name].type for name in refs_of(node)]
                 outs = [t for t in node.types if t is not None]

@@ -97,11 +97,12 @@ class Sheets:
                 if source is not None:
                     sources.update(dict.fromkeys(node.outs, source))
                 continue
-            for work in self.ops.work(node, values, kept, weights):
+            outside, first = used, len(tasks)
+            for beat in self.ops.in_order(node, values, kept, weights):
+                used = [first + k for k in beat.after] or outside
                 after = tuple(sorted({u for u in used if u >= 0}))
                 given = tuple(sorted({~u for u in used if u < 0}))
-                tasks.append(Task(node.name, node.op.rpartition(".")[0], work, after, given))
-                used = [len(tasks) - 1]
+                tasks.append(Task(node.name, node.op.rpartition(".")[0], beat.work, after, given))
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(tuple(tasks), tuple(sources[name] for name in outputs))
 

@@ -170,7 +170,8 @@ class Player:
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
         turn = task.op.startswith("comm.reduce_scatter")
-        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=turn)
+        ring = work.kind == "hop"
+        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=turn, ring=ring)
 
     @staticmethod
     def _packs(task: Task) -> bool:
@@ -187,6 +188,7 @@ class _Timed(NamedTuple):
     as_activation: float
     packs: bool = False
     in_turn: bool = False
+    ring: bool = False
 
 
 class _Run:
@@ -236,7 +238,7 @@ class _Run:
             if not stream:
                 if first < 0:
                     first = start
-            elif habits.late:
+            elif habits.late or task.ring:
                 # what it sends has to be there when it is issued
                 free[0] = max(free[0], *(end[d] for d in after), *(taken[i] for i in inputs), 0.0)
                 if task.in_turn:
@@ -257,7 +259,11 @@ class _Run:
             end[k] = self._runs(number, k, stream, cost, start)
             if task.in_turn:
                 self.last[stream] = end[k]
-            if stream and not habits.late and not (habits.ahead if pure[k] else k in last or step.loose):
+            if (
+                stream
+                and not (habits.late or task.ring)
+                and not (habits.ahead if pure[k] else k in last or step.loose)
+            ):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
-from autoshard.ir.comm import collective_kind, is_message
+from autoshard.ir.comm import collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.holders import accumulated
@@ -215,7 +215,7 @@ class Transients:
 
     def _taken(self, node: Node, values: Mapping[str, Placed], way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
-        if not is_message(node):
+        if not is_message(node) or is_ring(node):
             return way.held + self.sheets.ops.workspace(node, values)
         own = message_of(node, values, self.sheets.ops)
         if not self.sheets.behaviour.late_waits:

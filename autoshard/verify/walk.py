@@ -9,10 +9,11 @@ term as in forward. A value that could not be followed is not judged again by wh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
+from autoshard.ir.comm import is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
 from autoshard.program.ends import wires_of
@@ -21,6 +22,7 @@ from autoshard.verify.moves import MOVES, broken_moves, moves_of
 from autoshard.verify.operators import Judge, Lies
 from autoshard.verify.pieces import Pieces
 from autoshard.verify.result import At, Finding, Rule
+from autoshard.verify.rings import opened
 from autoshard.verify.terms import ADD, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
 
 #: the term of a value that could not be followed
@@ -41,7 +43,8 @@ class _Ready:
     """A node of a program, prepared to be followed at every call.
 
     number: of the node among all prepared. moves: (source, out) of a collective that only moves, else None.
-    op, args: as `spelled`. ins, in_layouts, out_layouts, types: of what it takes and makes.
+    op, args: as `spelled`. ins, in_layouts, out_layouts, types: of what it takes and makes. parts: the ops
+    that a ring stands for, in order; None for other nodes, and () for a ring whose text is broken.
     """
 
     number: int
@@ -53,6 +56,7 @@ class _Ready:
     ins: tuple[TensorType, ...]
     lies: Lies
     site: int
+    parts: tuple[_Ready, ...] | None = None
 
 
 @dataclass
@@ -101,11 +105,25 @@ class Walk:
         values = {v: Placed(t, segment.layouts[v]) for v, t in types.items()}
         found = []
         for number, node in enumerate(segment.graph.nodes):
-            ready = self._node(node, values)
             at = At(node.outs[0], segment=name, number=number)
-            self._check_move(ready, values, at)
-            found.append(ready)
+            found.append(self._checked(node, values, at))
         return tuple(found)
+
+    def _checked(self, node: Node, values: Mapping[str, Placed], at: At) -> _Ready:
+        """A node, ready to be followed; what is wrong with it as a collective is told."""
+        ready = self._node(node, values)
+        if not is_ring(node):
+            self._check_move(ready, values, at)
+            return ready
+        found = opened(node, values, self.judge.rules, self.judge.mesh)
+        if isinstance(found, str):
+            self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, found)
+            return replace(ready, parts=())
+        nodes, inner = found
+        parts = tuple(self._node(n, inner) for n in nodes)
+        for part in parts:
+            self._check_move(part, inner, at)
+        return replace(ready, parts=parts)
 
     def _node(self, node: Node, values: Mapping[str, Placed]) -> _Ready:
         refs = tuple(refs_of(node))
@@ -131,7 +149,7 @@ class Walk:
         if ready.moves is None:
             return
         for rule, value, why in broken_moves(ready.node, values, self.judge.mesh):
-            where = At(value, at.stage, at.phase, at.slice, at.item, at.segment, at.number)
+            where = At(value.partition(".")[0], at.stage, at.phase, at.slice, at.item, at.segment, at.number)
             self._tell(rule, f"{_short(ready.op)} does not make {value}", where, why)
 
     # -- the parts ---------------------------------------------------------------------------------
@@ -187,8 +205,7 @@ class Walk:
 
     def _main_node(self, node: Node, own: dict[str, int], at: At) -> None:
         values = self.lowered.values
-        ready = self._node(node, values)
-        self._check_move(ready, values, at)
+        ready = self._checked(node, values, at)
         env = {r: self._value(r, at) for r in ready.refs}
         self._follow(ready, env, 0, at, "", -1)
         own.update({out: self._summed(own, out, env[out]) for out in node.outs})
@@ -205,6 +222,12 @@ class Walk:
         self, ready: _Ready, env: dict[str, int], site: int, at: At, segment: str, number: int
     ) -> None:
         """Give the outputs of a node their terms."""
+        if ready.parts is not None:
+            inner = dict(env)
+            for part in ready.parts:
+                self._follow(part, inner, site, at, segment, number)
+            env.update({out: inner.get(out, LOST) for out in ready.node.outs})
+            return
         if ready.moves is not None:
             self.out.moves += 1
             self.out.rounded += ready.node.op in QUANTISED
@@ -228,7 +251,9 @@ class Walk:
             return
         env.update(dict.fromkeys(ready.node.outs, LOST))
         rule, what, why = self._why_not(ready, uses)
-        where = At(ready.node.outs[0], at.stage, at.phase, at.slice, at.item, segment, number)
+        # what a ring makes between its ops has no name in the program
+        value = ready.node.outs[0].partition(".")[0]
+        where = At(value, at.stage, at.phase, at.slice, at.item, segment, number)
         self._tell(rule, what, where, why)
 
     def _match(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:

@@ -1,0 +1,146 @@
+"""What a ring asks of a device, chunk by chunk (`ir.rings`, `runtime.rings`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from autoshard.ir import DTYPES, Node
+from autoshard.ir.lowered import Placed
+from autoshard.ir.rings import Ring, ring_of, together
+from autoshard.simulate.work import Message, Product, Traffic, Work
+
+if TYPE_CHECKING:
+    from autoshard.simulate.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One piece of work of a ring. after: places of those before it that it waits for."""
+
+    work: Work
+    after: tuple[int, ...] = ()
+
+
+def beats(node: Node, values: Mapping[str, Placed], ops: Ops) -> list[Beat]:
+    """The work of a ring in the order in which it is issued: messages as soon as there is something to send,
+    products and sums of the chunk at hand meanwhile. Nothing for a ring that cannot be read."""
+    ring = ring_of(node)
+    if ring is None:
+        return []
+    sizes = _Sizes(ring, node, values, ops)
+    return sizes.gather() if ring.gathers else sizes.scatter()
+
+
+def apart(node: Node, values: Mapping[str, Placed], ops: Ops) -> list[Work]:
+    """The same work, its messages as the one collective that they are together."""
+    ring = ring_of(node)
+    if ring is None:
+        return []
+    sizes = _Sizes(ring, node, values, ops)
+    computed = [b.work for b in beats(node, values, ops) if not isinstance(b.work, Message)]
+    kind = "all_gather" if ring.gathers else "reduce_scatter"
+    return [*computed, Message(kind, sizes.axis, sizes.ways * sizes.moved)]
+
+
+def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float) -> float:
+    """Seconds of a ring with nothing else beside it.
+
+    overlap: part of the time of messages beside computing that costs the computing nothing.
+    """
+    free, busy = [0.0, 0.0], [0.0, 0.0]
+    ends: list[float] = []
+    for beat in found:
+        stream, cost = int(isinstance(beat.work, Message)), price(beat.work)
+        ready = max((ends[k] for k in beat.after), default=0.0)
+        if stream:  # issued by who computes
+            free[0] = max(free[0], ready)
+            ready = free[0]
+        end = max(free[stream], ready) + cost
+        free[stream] = end
+        busy[stream] += cost
+        ends.append(end)
+    total = max(free)
+    return total + (1.0 - overlap) * max(0.0, sum(busy) - total)
+
+
+def room(node: Node, values: Mapping[str, Placed], ops: Ops) -> float:
+    """Bytes that a ring holds at once beside what it takes and gives."""
+    ring = ring_of(node)
+    if ring is None:
+        return 0.0
+    sizes = _Sizes(ring, node, values, ops)
+    if ring.gathers:  # the chunk at hand and the one that arrives
+        return 0.0 if sizes.blocks == 1 else 2.0 * sizes.moved
+    # what is sent, what arrives, and what is made meanwhile, of which the last is the result
+    return (2.0 + (len(ring.products) > 1)) * sizes.moved
+
+
+class _Sizes:
+    """A ring on one rank. moved: bytes of a chunk that travels. blocks: in how many pieces it lies among the
+    others. rows: of a piece."""
+
+    def __init__(self, ring: Ring, node: Node, values: Mapping[str, Placed], ops: Ops) -> None:
+        self.ring, self.node, self.values, self.ops = ring, node, values, ops
+        self.axis = ops.mesh.index(ring.axis)
+        self.ways = ops.mesh.sizes[self.axis]
+        shape = ops.shape(values[ring.moved])
+        self.blocks = prod(shape[: ring.dim]) * ring.outer
+        self.rows = prod(shape[:-1]) // self.blocks
+        self.moved = ops.nbytes(values[ring.moved])
+
+    def products(self) -> list[list[Work]]:
+        """Those of one chunk, each with what is copied for it."""
+        found: list[list[Work]] = []
+        for left, right in self.ring.products:
+            depth, columns = self.ops.shape(self.values[right])
+            dtype = self.values[left].type.dtype
+            width, rows = DTYPES[dtype][1], self.blocks * self.rows
+            moved = float((rows * depth + depth * columns + rows * columns) * width)
+            kind = self.ops.behaviour.product_dtype or dtype
+            if not together(self.blocks, self.rows):
+                found.append([Product(self.blocks, self.rows, columns, depth, kind, moved)])
+                continue
+            # what is made is put where it stays, and what a scatter needs is taken from where it lies
+            copied = rows * (columns if self.ring.gathers else depth + columns)
+            product = Product(1, rows, columns, depth, kind, moved)
+            found.append([product, Traffic(2.0 * copied * width)])
+        return found
+
+    def gather(self) -> list[Beat]:
+        found = [Beat(Traffic(2 * self.moved))]
+        chunk = 0  # what makes the chunk at hand
+        for step in range(self.ways):
+            coming = chunk
+            if step + 1 < self.ways:
+                coming = len(found)
+                found.append(Beat(Message("hop", self.axis, self.moved), (chunk,)))
+            found += [Beat(work, (chunk,)) for works in self.products() for work in works]
+            if self.blocks > 1 and step + 1 < self.ways:
+                found.append(Beat(Traffic(2 * self.moved), (coming,)))
+            chunk = coming
+        return found
+
+    def scatter(self) -> list[Beat]:
+        found: list[Beat] = []
+        total = self._share(found)
+        for _ in range(1, self.ways):
+            coming = len(found)
+            found.append(Beat(Message("hop", self.axis, self.moved), (total,)))
+            own = self._share(found)
+            total = len(found)
+            found.append(Beat(Traffic(3 * self.moved), (own, coming)))
+        return found
+
+    def _share(self, found: list[Beat]) -> int:
+        """What the rank adds to one part; the place of the last piece of it."""
+        total = -1
+        for works in self.products():
+            found += [Beat(work) for work in works]
+            product = len(found) - 1
+            if total >= 0:
+                found.append(Beat(Traffic(3 * self.moved), (total, product)))
+            total = len(found) - 1
+        return total

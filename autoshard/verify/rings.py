@@ -1,0 +1,149 @@
+"""The ops that a ring stands for, so that each of them is proved as if it stood alone.
+
+What lies between them has no name in the program. Where it must lie follows from what the ring takes and
+makes, product by product; whether the ops may run like that is for their rules to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+
+from autoshard.ir import Node, Ref, TensorType
+from autoshard.ir.lowered import Placed
+from autoshard.ir.rings import Ring, ring_of
+from autoshard.placement import P, Partial, Placement, R, Shard
+from autoshard.rules.core import RuleFn
+from autoshard.rules.local import LocalCall, MeshShape, symbolic_shape
+
+_MM, _VIEW, _ADD = "aten.mm.default", "aten.reshape.default", "aten.add.Tensor"
+
+
+def opened(
+    node: Node, values: Mapping[str, Placed], rules: Mapping[str, RuleFn], mesh: MeshShape
+) -> tuple[tuple[Node, ...], dict[str, Placed]] | str:
+    """(the ops in order, as ranks run them; all values around and between them), or what is wrong with the
+    text of the ring. Values between the ops have names that no program can have."""
+    ring = ring_of(node)
+    if ring is None:
+        return "its arguments are not those of such a ring"
+    if ring.axis not in mesh.names:
+        return f"the mesh has no axis {ring.axis!r}"
+    shape = values[ring.moved].type.shape
+    if not 0 <= ring.dim < len(shape) - 1:
+        return f"dim {ring.dim} of {values[ring.moved].type} is not one of its rows"
+    outs = node.outs[1:] if ring.gathers else node.outs * len(ring.products)
+    for (left, right), out in zip(ring.products, outs, strict=True):
+        a, b, y = (_matrix(values[n].type, rows=n != right) for n in (left, right, out))
+        if a is None or b is None or y is None or (a[1], (a[0], b[1])) != (b[0], y):
+            types = ", ".join(str(values[n].type) for n in (left, right, out))
+            return f"{left} times {right} does not give {out}: they are {types}"
+    if not ring.gathers:
+        placed = values[ring.moved]
+        part = symbolic_shape(placed.type.shape, placed.layout, mesh)
+        if repr(ring.shape) != repr(part):
+            return f"a rank's part of {ring.moved} has the shape {part}, not {ring.shape}"
+    made = _Opening(node, ring, dict(values), rules, mesh)
+    nodes = made.gather() if ring.gathers else made.scatter()
+    return tuple(nodes), made.values
+
+
+def _matrix(type_: TensorType, *, rows: bool) -> tuple[int, int] | None:
+    """Rows and columns of a factor or a product, None if it is none. rows: whether its leading dims may be
+    several, which are then seen as one."""
+    shape = type_.shape
+    if len(shape) < 2 or (len(shape) > 2 and not rows):
+        return None
+    return prod(shape[:-1]), shape[-1]
+
+
+class _Opening:
+    def __init__(
+        self,
+        node: Node,
+        ring: Ring,
+        values: dict[str, Placed],
+        rules: Mapping[str, RuleFn],
+        mesh: MeshShape,
+    ) -> None:
+        self.node, self.ring, self.values, self.rules, self.mesh = node, ring, values, rules, mesh
+        self.axis = mesh.names.index(ring.axis)
+
+    def gather(self) -> list[Node]:
+        ring, node = self.ring, self.node
+        whole = node.outs[0]
+        type_ = self.values[whole].type
+        first = self._op("comm.all_gather.default", (Ref(ring.moved), ring.axis, ring.dim), whole)
+        nodes = [replace(first, kwargs=self._outer())]
+        rows = whole
+        if len(type_.shape) > 2:
+            rows = f"{whole}.rows"
+            flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
+            # every product needs the rows in the same place; the first says where
+            out, weight = self.values[node.outs[1]].layout, self.values[ring.products[0][1]].layout
+            self.values[rows] = Placed(flat, tuple(map(_rows_of, out, weight)))
+            nodes.append(self._op(_VIEW, (Ref(whole), flat.shape), rows))
+        for (_, weight_name), product in zip(ring.products, node.outs[1:], strict=True):
+            nodes.append(self._op(_MM, (Ref(rows), Ref(weight_name)), product))
+        return nodes
+
+    def scatter(self) -> list[Node]:
+        ring, out = self.ring, self.node.outs[0]
+        placed = self.values[out]
+        type_, layout = placed.type, tuple(P if k == self.axis else p for k, p in enumerate(placed.layout))
+        nodes: list[Node] = []
+        total = ""
+        for k, (left, right) in enumerate(ring.products):
+            a, b = self.values[left], self.values[right]
+            part = f"{out}.product{k}"
+            flat = TensorType((a.type.shape[0], b.type.shape[1]), type_.dtype)
+            self.values[part] = Placed(flat, tuple(map(_product_of, a.layout, b.layout)))
+            nodes.append(self._op(_MM, (Ref(left), Ref(right)), part))
+            if len(type_.shape) > 2:
+                self.values[f"{out}.shaped{k}"] = Placed(type_, layout)
+                nodes.append(self._op(_VIEW, (Ref(part), type_.shape), f"{out}.shaped{k}"))
+                part = f"{out}.shaped{k}"
+            if total:
+                self.values[f"{out}.sum{k}"] = Placed(type_, layout)
+                nodes.append(self._op(_ADD, (Ref(total), Ref(part)), f"{out}.sum{k}"))
+                part = f"{out}.sum{k}"
+            total = part
+        last = self._op("comm.reduce_scatter.default", (Ref(total), ring.axis, ring.dim), out)
+        return [*nodes, replace(last, kwargs=self._outer())]
+
+    def _outer(self) -> tuple[tuple[str, int], ...]:
+        return (("outer", self.ring.outer),) if self.ring.outer != 1 else ()
+
+    def _op(self, op: str, args: tuple[object, ...], out: str) -> Node:
+        """One of the ops, with the arguments of a rank."""
+        node = Node(op, args, (), (out,), (self.values[out].type,), self.node.origin, self.node.backward)
+        names = [a.name for a in args if isinstance(a, Ref)]
+        ins = tuple(self.values[n].type for n in names)
+        fn = self.rules.get(op)
+        # a view of other elements has no rule that could read it: its terms do not fit, which says so
+        if fn is None or (op == _VIEW and ins[0].numel != self.values[out].type.numel):
+            return node
+        rule = fn(node, ins)
+        if rule.local is None:
+            return node
+        layouts = tuple(self.values[n].layout for n in names)
+        return rule.local(LocalCall(node, ins, layouts, (self.values[out].layout,), self.mesh))
+
+
+def _rows_of(product: Placement, weight: Placement) -> Placement:
+    """Where the rows of a product lie on an axis, given the product and its right factor."""
+    if isinstance(product, Shard):
+        return product if product.dim == 0 else R
+    if isinstance(weight, Shard) and weight.dim == 0:
+        return Shard(1, weight.outer, weight.inner)
+    return P if isinstance(product, Partial) and weight == R else R
+
+
+def _product_of(left: Placement, right: Placement) -> Placement:
+    """Where a product lies on an axis, given its factors."""
+    if isinstance(left, Shard) and left.dim == 0:
+        return left
+    if isinstance(right, Shard) and right.dim == 1:
+        return right
+    return R if left == R and right == R else P
