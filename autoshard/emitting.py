@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.analysis import Analysis
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, host_of
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import AxisLink, link_of, seconds
@@ -19,7 +19,9 @@ from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.ir import Node
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Placed
+from autoshard.offload import Offload
 from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.offload import Hosting
 from autoshard.passes.overlap import Seconds
 from autoshard.passes.pipeline import REFINES, Lowering
 from autoshard.passes.quantise_collectives import Precision, Quantising
@@ -45,7 +47,8 @@ class Emission:
     on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
     `hierarchies.ways`); the program's mesh then has an axis for each of them. kernels: whether chains of ops
     that have a kernel of ours become one op. bucket: whether collectives of parameters share messages.
-    overlap: whether messages are on their way while something else is computed.
+    overlap: whether messages are on their way while something else is computed. offload: what waits in host
+    memory, as ``"activations,optimizer"`` (see `offload.Offload`).
     """
 
     allow: str = ""
@@ -53,6 +56,7 @@ class Emission:
     kernels: bool = False
     bucket: bool = True
     overlap: bool = True
+    offload: str = ""
 
 
 def emission(**passes: Any) -> Emission:
@@ -63,7 +67,9 @@ def emission(**passes: Any) -> Emission:
             raise UsageError(
                 f"there is no option {name!r}", hint=f"the optional passes are {', '.join(known)}"
             )
-    return Emission(**passes)
+    made = Emission(**passes)
+    Offload.parse(made.offload)
+    return made
 
 
 #: passes that can be left out
@@ -122,7 +128,18 @@ def lowering_of(
         seconds=_prices(cluster, mesh, plan) if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
+        hosting=_hosting(cluster, mesh, plan, wanted),
     )
+
+
+def _hosting(cluster: Cluster, mesh: Mesh, plan: Plan, wanted: Emission) -> Hosting | None:
+    """What waits in host memory, and at which prices. Raises UsageError if the cluster does not know them."""
+    kinds = Offload.parse(wanted.offload)
+    if not kinds:
+        return None
+    ops = Ops(mesh, mesh.coords(0), Behaviour())
+    prices = _prices(cluster, mesh, plan)
+    return Hosting(kinds, ops.nbytes, host_of(cluster.device).seconds, prices, wanted.overlap)
 
 
 def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
@@ -178,7 +195,8 @@ def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lo
         copy = partial(traffic_seconds, device=cluster.device)
         quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
     prices = _prices(cluster, last, how.plan) if wanted.overlap else None
-    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices)
+    hosting = _hosting(cluster, last, how.plan, wanted)
+    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices, hosting=hosting)
 
 
 def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:

@@ -12,6 +12,7 @@ from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.holders import accumulated
+from autoshard.program.hosted import moves_to_host
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
@@ -59,7 +60,14 @@ class Parts:
             device.kernels.dispatch,
             how.late_waits,
         )
-        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen)
+        hosted = moves_to_host(self.program.lowered)
+        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, hosted)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams that spans are on."""
+        links = ("to host", "from host") if moves_to_host(self.program.lowered) else ()
+        return ("compute", *self.sheets.ops.mesh.names, *links)
 
     def repriced(self, price: Price, device: Device) -> Parts:
         """The same work at other prices."""

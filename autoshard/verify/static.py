@@ -16,6 +16,7 @@ from autoshard.report.units import bytes_text
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules, rule_table
+from autoshard.verify.hosted import check_hosted, uses_host
 from autoshard.verify.locate import Locator
 from autoshard.verify.memory import fit
 from autoshard.verify.once import broken_steps
@@ -47,6 +48,9 @@ def verify_static(
     else:
         _text(work, rules)
         _pipeline(work, moves)
+        if uses_host(program):
+            hosted = check_hosted(program)
+            work.find("host memory", hosted.moved, "stores and loads", hosted.findings)
         if cluster is not None:
             _memory(work, cluster)
     whole = Mesh.parse(program.whole_mesh)
