@@ -16,6 +16,7 @@ from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
+from autoshard.hosting import least
 from autoshard.ir import Node
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Placed
@@ -34,6 +35,7 @@ from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
+from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import pricer
 from autoshard.staging import in_parts, pipe_link
 
@@ -85,12 +87,22 @@ def emit(
     wanted: Emission = DEFAULT,
     say: Callable[[str], None] = lambda _: None,
 ) -> Program:
-    """The program of a plan for the analysed model. Raises UsageError for what cannot be as wanted."""
+    """The program of a plan for the analysed model.
+
+    Raises UsageError for what cannot be as wanted, InfeasibleError if the host has too little memory.
+    """
+    wanted = replace(wanted, offload=wanted.offload or plan.offload)
     how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
 
     def build(way: Way) -> Program:
         laid = _laid_out(how, way, cluster, wanted)
-        return build_program(analysis.folded, laid, plan, analysis.dumps, schedule_of(plan))
+
+        def stored(everything: bool) -> Program:
+            hosting = laid.hosting and replace(laid.hosting, everything=everything)
+            own = replace(laid, hosting=hosting)
+            return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
+
+        return least(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
     options = ways(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)

@@ -41,6 +41,7 @@ def compile_command(
     rules: opt.RulesOption = None,
     allow: opt.AllowOption = "",
     hierarchy: opt.HierarchyOption = "off",
+    offload: opt.OffloadOption = "",
     without: opt.WithoutOption = "",
     kernels: opt.KernelsOption = False,
     json: opt.JsonOption = False,
@@ -54,7 +55,8 @@ def compile_command(
 
         check_target(out, overwrite=overwrite)
         say = Progress()
-        passes = {"allow": allow, "hierarchy": hierarchy, "kernels": kernels, **_switched(without)}
+        passes = {"allow": allow, "hierarchy": hierarchy, "kernels": kernels, "offload": offload}
+        passes |= _switched(without)
         if plan is None:
             if target is None:
                 raise UsageError(
@@ -69,6 +71,7 @@ def compile_command(
                 slices=slices,
                 replicate_unknown=replicate_unknown,
                 rules=rules,
+                offload=offload,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
             program = api.compile_analysed(planned, say, **passes)

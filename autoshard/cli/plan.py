@@ -51,6 +51,7 @@ class Wishes:
     rivals: bool = False
     replicate_unknown: bool = False
     rules: Path | None = None
+    offload: str = ""
 
 
 def plan_command(
@@ -74,6 +75,7 @@ def plan_command(
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
+    offload: opt.OffloadOption = "",
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -102,6 +104,7 @@ def plan_command(
             True,
             replicate_unknown,
             rules,
+            offload,
         )
         planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
         if out is not None:
@@ -179,6 +182,7 @@ def make_plan(
         rivals=wishes.rivals,
         replicate_unknown=wishes.replicate_unknown,
         rules=own,
+        offload=wishes.offload,
         target=target,
         progress=say,
     )

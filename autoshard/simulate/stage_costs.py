@@ -290,7 +290,7 @@ class StagePrices:
         )
 
     def shard_bytes(self, rank: int, *, trained: bool = False) -> float:
-        """Parameters of a pipeline rank (only trained ones), gathered copies left out, in whichever memory."""
+        """Parameters of a pipeline rank (or trained ones), without gathered copies, in whichever memory."""
         held = self._held(rank)
         return sum(self.size(p.name) for p in held if not trained or p.target in self._trained)
 

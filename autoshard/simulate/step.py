@@ -64,8 +64,8 @@ class Spent:
     """Seconds of a step, each a mean over the pipeline ranks; they add up to the whole step.
 
     compute: with what is computed again. exposed: collectives that no computing hides; axes: the same per
-    mesh axis (pp: gradients of parameters that stages share; host: copies to and from its memory). p2p: by how much messages between stages make
-    the step longer.
+    mesh axis (pp: gradients of parameters that stages share; host: copies to its memory and back). p2p: by
+    how much messages between stages make the step longer.
     bubble: waiting that is left if messages take no time. update: of the optimizer.
     """
 

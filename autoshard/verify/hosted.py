@@ -25,7 +25,7 @@ class Hosted:
 
 
 def check_hosted(program: Program) -> Hosted:
-    """Every use of a value in host memory must be a load; what is loaded must be there, what is stored not."""
+    """What is in host memory must be loaded before it is used, and what is not must be stored first."""
     return _Check(program).run()
 
 
