@@ -17,7 +17,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import hosted
 from autoshard.emitting import Emission, lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
-from autoshard.hosting import least
+from autoshard.hosting import HostNeed, least, need_of
 from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.program.program import Program, Signature, Stages
@@ -54,11 +54,13 @@ _SMALLER = 0.88
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is."""
+    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
+    in the memory of its node, None if nothing is."""
 
     rank: int
     held: Held
     bytes: float
+    host: HostNeed | None = None
 
 
 @dataclass(frozen=True)
@@ -263,9 +265,10 @@ class Fitter:
                 offload=self.offload,
             )
 
-        peaks = Peaks(self._prices(least(build, self._prices, self.ask.budget)))
+        prices = self._prices(least(build, self._prices, self.ask.budget))
+        peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
-        return Peak(rank, held, most)
+        return Peak(rank, held, most, need_of(prices) if self.offload else None)
 
     def _prices(self, program: Program) -> StagePrices:
         return StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe))

@@ -297,6 +297,20 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"gathered copies, {bytes_text(summary.memory.state)} + activations "
             f"{bytes_text(summary.memory.activations)}",
         )
+    if summary.offload:
+        yield "host", _host_text(summary)
+
+
+def _host_text(summary: Summary) -> str:
+    """What is offloaded, and its bytes where the program of the plan was simulated."""
+    from autoshard.report.units import bytes_text
+
+    words = summary.offload.replace(",", ", ")
+    if summary.peak is None or not summary.peak.host:
+        return f"{words} in host memory"
+    held = " + ".join(f"{name} {bytes_text(n)}" for name, n in summary.peak.host.items() if n)
+    total, node = bytes_text(sum(summary.peak.host.values())), bytes_text(summary.peak.node)
+    return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node"
 
 
 def _pipeline_text(summary: Summary) -> str:
