@@ -267,7 +267,9 @@ def _chosen(
     ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
     for times in wider:
-        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget)
+        # by hand nothing is stored in host memory: what others hold is only compared in the room that there is
+        rivals = ask.rivals and times == 1
+        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
         try:
             return choose(analysis.model, meshes, cluster, wide, say, fitter)
         except InfeasibleError as error:
