@@ -267,7 +267,7 @@ def _chosen(
     ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
     for times in wider:
-        # by hand nothing is stored in host memory: what others hold is only compared in the room that there is
+        # nobody stores activations by hand: rivals are only looked for in the room that there is
         rivals = ask.rivals and times == 1
         wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
         try:

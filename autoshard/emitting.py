@@ -97,8 +97,8 @@ def emit(
     def build(way: Way) -> Program:
         laid = _laid_out(how, way, cluster, wanted)
 
-        def stored(everything: bool) -> Program:
-            hosting = laid.hosting and replace(laid.hosting, everything=everything)
+        def stored(share: float) -> Program:
+            hosting = laid.hosting and replace(laid.hosting, share=share)
             own = replace(laid, hosting=hosting)
             return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
 

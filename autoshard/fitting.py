@@ -253,8 +253,8 @@ class Fitter:
             how = replace(how, plan=plan, split_backward=splits, saving=saving)
         folded = settled.posed.model.folded
 
-        def build(everything: bool) -> Program:
-            hosting = how.hosting and replace(how.hosting, everything=everything)
+        def build(share: float) -> Program:
+            hosting = how.hosting and replace(how.hosting, share=share)
             return Program(
                 plan.mesh,
                 lower(folded, replace(how, hosting=hosting)),

@@ -14,6 +14,9 @@ from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
 
+#: how often the share of activations that are stored is halved
+_HALVINGS = 4
+
 
 @dataclass(frozen=True)
 class HostNeed:
@@ -60,21 +63,43 @@ def peak_of(prices: StagePrices) -> float:
 
 
 def least(
-    build: Callable[[bool], Program], prices_of: Callable[[Program], StagePrices], budget: int | None
+    build: Callable[[float], Program], prices_of: Callable[[Program], StagePrices], budget: int | None
 ) -> Program:
-    """The program whose activations wait in host memory only where nothing waits for them, or all of them,
-    if only that fits the memory.
+    """The program whose activations wait in host memory where the device need not wait for them, and beyond
+    that as few of them as fit the memory; all of them, if not even that fits.
 
-    build: the program, given whether all of them do. Raises InfeasibleError if the host has too little.
+    build: the program, given what share is stored of the activations that the device has to wait for. Raises
+    InfeasibleError if the host has too little memory.
     """
-    program = build(False)
+    program = build(0.0)
     if not program.offload:
         return program
     prices = prices_of(program)
     if budget is not None and program.offload.activations and peak_of(prices) > budget:
-        other = build(True)
-        others = prices_of(other)
-        if peak_of(others) < peak_of(prices):
-            program, prices = other, others
+        program, prices = _fewest(build, prices_of, budget, program, prices)
     check_host(prices)
     return program
+
+
+def _fewest(
+    build: Callable[[float], Program],
+    prices_of: Callable[[Program], StagePrices],
+    budget: int,
+    program: Program,
+    prices: StagePrices,
+) -> tuple[Program, StagePrices]:
+    """The smallest share that fits, by halving; program, prices: with none of them."""
+    low, high = 0.0, 1.0
+    most = build(high)
+    best = most, prices_of(most)
+    if peak_of(best[1]) > budget:
+        return best if peak_of(best[1]) < peak_of(prices) else (program, prices)
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        tried = build(share)
+        found = prices_of(tried)
+        if peak_of(found) <= budget:
+            high, best = share, (tried, found)
+        else:
+            low = share
+    return best

@@ -35,7 +35,8 @@ class Hosting:
 
     kinds: what is wanted in host memory. nbytes: of a value on the rank. transfer: seconds that some bytes
     take over the host link in one direction. seconds: prices of nodes. ahead: whether loads are issued one
-    call ahead. everything: whether activations are stored also where the device then waits for them.
+    call ahead. share: of the activations that the device would have to wait for, how many are stored all the
+    same, from 0 to 1.
     """
 
     kinds: Offload
@@ -43,7 +44,7 @@ class Hosting:
     transfer: Callable[[float], float]
     seconds: Seconds
     ahead: bool = True
-    everything: bool = False
+    share: float = 0.0
 
 
 def offload(
@@ -169,8 +170,10 @@ class _Work:
         for stage in sorted({p.stage for p in self.lowered.parts}):
             own = [p for p in self.lowered.parts if p.stage == stage]
             groups = groups_of(self.lowered, own, parameters, self.how.nbytes)
-            chosen = groups if self.how.everything else self._hidden(own, groups)
-            self._stored(own, chosen)
+            chosen = self._hidden(own, groups)
+            # what is made first waits longest
+            rest = sorted((g for g in groups if g not in chosen), key=lambda g: g.maker)
+            self._stored(own, [*chosen, *_first(rest, self.how.share)])
 
     def _hidden(self, parts: Sequence[Part], groups: Sequence[Group]) -> list[Group]:
         """The groups, largest first, whose stores and loads are over before what runs beside them is."""
@@ -237,6 +240,17 @@ class _Work:
                     else:
                         self.calls.after.setdefault(k, []).append(call)
         return tuple(named.get(r, r) for r in self.lowered.results)
+
+
+def _first(groups: Sequence[Group], share: float) -> Iterator[Group]:
+    """As many of the first as have a share of all bytes together."""
+    room = share * sum(g.nbytes for g in groups)
+    held = 0.0
+    for group in groups:
+        held += group.nbytes
+        if held > room * (1 + 1e-9):
+            return
+        yield group
 
 
 def _moves(op: str) -> bool:
