@@ -1,7 +1,9 @@
 """Values in host memory: the adapter between programs and what torch offers for it.
 
-On CUDA, host memory is pinned, so that copies run on streams of their own beside computing: one stream down,
-one up, ordered by events. Elsewhere host memory is a second copy in the memory there is.
+On CUDA, host memory is pinned, so that copies run on streams of their own beside computing: one stream
+down, one up, ordered by events. torch's allocator of pinned memory rounds every tensor up to a power of two,
+so that a process takes up to twice the bytes of its values. Elsewhere host memory is a second copy in the
+memory there is.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class PlainHost:
         return [landed(x).clone() for x in xs]
 
     def settle(self) -> None:
-        """Wait until memory that was there from the start is not read any more."""
+        """At the end of a part: nothing is on its way."""
 
 
 class CudaHost:
@@ -88,9 +90,7 @@ class CudaHost:
     def store(self, xs: Sequence[torch.Tensor]) -> list[Stored]:
         """One store is on its way at a time: the next one, and what is computed behind it, waits for it."""
         now = torch.cuda.current_stream(self.device)
-        for before, _ in self._leaving:
-            now.wait_event(before)
-        self._leaving.clear()
+        self._release()
         self.down.wait_stream(now)
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self.down):
@@ -114,8 +114,16 @@ class CudaHost:
             self._reading = arrived
         return Arriving(self.device, arrived, made, sources)
 
+    def _release(self) -> None:
+        """Let go of what was stored: what is computed from now on, and may get its memory, waits."""
+        for before, _ in self._leaving:
+            torch.cuda.current_stream(self.device).wait_event(before)
+        self._leaving.clear()
+
     def settle(self) -> None:
-        """Wait until memory that was there from the start is not read any more: it may then be changed."""
+        """At the end of a part: nothing that is not needed is kept, and memory that was there from the start
+        is not read any more, so that it may be changed."""
+        self._release()
         if self._reading is not None:
             self._reading.synchronize()
             self._reading = None
