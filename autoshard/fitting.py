@@ -133,7 +133,7 @@ class Fitter:
         best: Fitted | None = None
         slower: Settled | None = None
         measured = [(found, over)]
-        # shares of the memory that the search is given, more than all of it if what it counts may wait in host
+        # shares of the memory that the search is given, more than all of it if what it counts may be in host
         # memory: with the least known the program is too large, with the most that is known to be too little
         # nothing is found
         start = max(1.0, found.placed.bytes / budget) if self.offload.activations else 1.0
