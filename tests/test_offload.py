@@ -18,11 +18,13 @@ from planned import planned, program
 from test_gloo import torchrun
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from typer.testing import CliRunner
 
 import autoshard
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed, plan_analysed
 from autoshard.bench.live_bytes import LiveBytes
+from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cluster.host import Host
 from autoshard.cluster.load import parse_cluster
@@ -217,6 +219,16 @@ def test_words() -> None:
     model, inputs = family("llama").make()
     with pytest.raises(UsageError, match="disk"):
         autoshard.plan(model, "fsdp=4", example_inputs=inputs, offload="disk")
+
+
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_the_command_line_refuses_an_unknown_word_before_anything_is_built(
+    command: str, tmp_path: Path
+) -> None:
+    words = [command, "no_such_module:make", "--mesh", "dp=2", "--offload", "disk", "-o", str(tmp_path / "o")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "'disk' is nothing that can be offloaded" in done.output
 
 
 # -- the simulation ----------------------------------------------------------------------------------------

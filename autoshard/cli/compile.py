@@ -51,9 +51,11 @@ def compile_command(
     with reporting(debug):
         from autoshard import api
         from autoshard.interop.targets import options_of
+        from autoshard.offload import Offload
         from autoshard.program.store import check_target, save_program
 
         check_target(out, overwrite=overwrite)
+        Offload.parse(offload)
         say = Progress()
         passes = {"allow": allow, "hierarchy": hierarchy, "kernels": kernels, "offload": offload}
         passes |= _switched(without)

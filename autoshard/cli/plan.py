@@ -157,7 +157,9 @@ def make_plan(
     where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
+    from autoshard.offload import Offload
 
+    Offload.parse(wishes.offload)
     own = load_rules(wishes.rules)
     say(f"building {target}")
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))

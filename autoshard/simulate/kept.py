@@ -161,7 +161,7 @@ class _Rank:
     roots: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hosted = hosted_values(self.program.lowered)
+        self.hosted = hosted_values(self.program.lowered) if self.program.offload else frozenset[str]()
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
         # gathered copies belong to the step, not to a microbatch
         lowered = self.program.lowered

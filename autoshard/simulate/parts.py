@@ -12,7 +12,6 @@ from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.holders import accumulated
-from autoshard.program.hosted import moves_to_host
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
@@ -60,13 +59,12 @@ class Parts:
             device.kernels.dispatch,
             how.late_waits,
         )
-        hosted = moves_to_host(self.program.lowered)
-        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, hosted)
+        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
 
     @property
     def streams(self) -> tuple[str, ...]:
         """Names of the streams that spans are on."""
-        links = ("to host", "from host") if moves_to_host(self.program.lowered) else ()
+        links = ("to host", "from host") if self.program.offload else ()
         return ("compute", *self.sheets.ops.mesh.names, *links)
 
     def repriced(self, price: Price, device: Device) -> Parts:

@@ -347,7 +347,7 @@ class StagePrices:
 
     @cached_property
     def _hosted(self) -> frozenset[str]:
-        return hosted_values(self.program.lowered)
+        return hosted_values(self.program.lowered) if self.program.offload else frozenset()
 
     @cached_property
     def _trained(self) -> frozenset[str]:
