@@ -260,20 +260,30 @@ def _chosen(
 ) -> Settled:
     """The best solution that fits, as the fitter sees it.
 
-    The search counts activations on the device, wherever they then wait: where nothing fits, it is given more
-    room than there is, and what is then stored in host memory decides.
+    The search counts activations on the device, wherever they then wait. So it is given more room than there
+    is, as long as what then fits, with activations in host memory, takes less time.
     """
     wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
     ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
+    best: Settled | None = None
     for times in wider:
         # nobody stores activations by hand: rivals are only looked for in the room that there is
         rivals = ask.rivals and times == 1
         wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
         try:
-            return choose(analysis.model, meshes, cluster, wide, say, fitter)
+            found = choose(analysis.model, meshes, cluster, wide, say, fitter)
         except InfeasibleError as error:
             failure = failure or error
+            continue
+        if len(wider) == 1 or found.interrupted:
+            return best or found
+        if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
+            break
+        # what others do by hand is only told where it was looked for
+        best = found if best is None else replace(found, rivals=best.rivals)
+    if best is not None:
+        return best
     assert failure is not None
     raise failure
 

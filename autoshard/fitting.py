@@ -30,6 +30,7 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
+from autoshard.simulate.step import estimate_step
 from autoshard.staging import (
     Cutting,
     Schedules,
@@ -55,12 +56,13 @@ _SMALLER = 0.88
 @dataclass(frozen=True)
 class Peak:
     """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
-    in the memory of its node, None if nothing is."""
+    in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it."""
 
     rank: int
     held: Held
     bytes: float
     host: HostNeed | None = None
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,11 @@ class Fitter:
         more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
+    def whole_seconds(self, found: Settled) -> float:
+        """Of a step of a solution that fits, with what it waits for its host."""
+        peak = self.fitted(found).peak
+        return self._seconds(found) + (peak.waits if peak is not None else 0.0)
+
     def _seconds(self, tried: Settled) -> float:
         return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
 
@@ -268,7 +275,10 @@ class Fitter:
         prices = self._prices(least(build, self._prices, self.ask.budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
-        return Peak(rank, held, most, need_of(prices) if self.offload else None)
+        if not self.offload:
+            return Peak(rank, held, most)
+        step = estimate_step(prices.program, self.cluster, behaviour=prices.behaviour)
+        return Peak(rank, held, most, need_of(prices), step.spent.axes.get("host", 0.0))
 
     def _prices(self, program: Program) -> StagePrices:
         return StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe))
