@@ -37,6 +37,7 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.program.verify import verify
+from autoshard.runtime import host_optimizer
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.host import CudaHost, PlainHost, Stored
 from autoshard.runtime.host_optimizer import HostOptimizer
@@ -486,6 +487,24 @@ def test_the_host_optimizer_follows_the_model_and_its_own_state() -> None:
     _steps(two, second, seed=2)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_parameters_in_host_memory_are_updated_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once a step, whatever the buckets; their gradients stay until they are cleared."""
+
+    def at_home(parameter: torch.Tensor, master: bool) -> host_optimizer._Pair:
+        return host_optimizer._Pair(parameter, parameter, parameter, parameter._version)
+
+    monkeypatch.setattr(host_optimizer, "_pair", at_home)
+    plain, home = Plain(), Plain()
+    two = HostOptimizer(home.parameters(), _adamw, bucket=1)
+    _steps(plain, _adamw(list(plain.parameters())))
+    _steps(home, two)
+    for (name, p), q in zip(plain.named_parameters(), home.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert home.unused.grad is None and home.layers[0].weight.grad is not None
+    two.zero_grad()
+    assert home.layers[0].weight.grad is None
 
 
 def test_masters_are_wider() -> None:

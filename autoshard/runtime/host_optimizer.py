@@ -85,6 +85,10 @@ class HostOptimizer(torch.optim.Optimizer):
         self._refresh()
         buckets = [[p for p in bucket if p.own.grad is not None] for bucket in self._buckets]
         buckets = [bucket for bucket in buckets if bucket]
+        home = [pair for bucket in buckets for pair in bucket if _is_home(pair)]
+        for pair in home:  # until its bucket has its turn
+            assert pair.own.grad is not None
+            pair.grad, pair.own.grad = pair.own.grad, None
         arriving = self._copies.down(buckets[0]) if buckets else None
         for k, bucket in enumerate(buckets):
             following = self._copies.down(buckets[k + 1]) if k + 1 < len(buckets) else None
@@ -98,6 +102,8 @@ class HostOptimizer(torch.optim.Optimizer):
             for pair in bucket:
                 pair.version = local(pair.own)._version
             arriving = following
+        for pair in home:
+            pair.own.grad, pair.grad = pair.grad, pair.own
         self._copies.end()
         return loss
 
@@ -140,11 +146,9 @@ class _Copies:
 
     def down(self, bucket: Sequence[_Pair]) -> Any:
         for pair in bucket:
-            assert pair.own.grad is not None
             if not _is_home(pair):
+                assert pair.own.grad is not None
                 local(pair.grad).copy_(local(pair.own.grad))
-            else:
-                pair.grad = pair.own.grad
         return None
 
     def up(self, bucket: Sequence[_Pair]) -> None:
@@ -175,8 +179,9 @@ class _CudaCopies(_Copies):
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self.to_host):
             for pair in bucket:
-                assert pair.own.grad is not None
-                local(pair.grad).copy_(local(pair.own.grad), non_blocking=True)
+                if not _is_home(pair):
+                    assert pair.own.grad is not None
+                    local(pair.grad).copy_(local(pair.own.grad), non_blocking=True)
             arrived.record(self.to_host)
         return arrived
 
@@ -184,7 +189,8 @@ class _CudaCopies(_Copies):
         self.to_device.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.to_device):
             for pair in bucket:
-                local(pair.own).copy_(local(pair.host), non_blocking=True)
+                if not _is_home(pair):
+                    local(pair.own).copy_(local(pair.host), non_blocking=True)
             self._last = torch.cuda.Event()
             self._last.record(self.to_device)
 
