@@ -305,14 +305,15 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _host_text(summary: Summary) -> str:
     """What is offloaded, and its bytes where the program of the plan was simulated."""
-    from autoshard.report.units import bytes_text
+    from autoshard.report.units import bytes_text, seconds_text
 
     words = summary.offload.replace(",", ", ")
     if summary.peak is None or not summary.peak.host:
         return f"{words} in host memory"
     held = " + ".join(f"{name} {bytes_text(n)}" for name, n in summary.peak.host.items() if n)
     total, node = bytes_text(sum(summary.peak.host.values())), bytes_text(summary.peak.node)
-    return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node"
+    waits = f"; {seconds_text(summary.peak.waits)} of waiting for it to add to the step"
+    return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node{waits}"
 
 
 def _pipeline_text(summary: Summary) -> str:

@@ -137,6 +137,7 @@ class PeakRow:
     """Simulated bytes of the fullest rank at its peak. inside: of what lives for a moment within a part.
 
     host: of a rank in the memory of its node, by name, empty if nothing is offloaded; node: of all its ranks.
+    waits: seconds of a step in which ranks wait for their host, beside those that the plan predicts.
     """
 
     bytes: float
@@ -147,6 +148,7 @@ class PeakRow:
     inside: float
     host: dict[str, float] = field(default_factory=dict)
     node: float = 0.0
+    waits: float = 0.0
 
     @classmethod
     def of(cls, peak: Peak) -> PeakRow:
@@ -155,7 +157,7 @@ class PeakRow:
         row = cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, inside)
         if peak.host is None:
             return row
-        return replace(row, host=asdict(peak.host.held), node=peak.host.bytes)
+        return replace(row, host=asdict(peak.host.held), node=peak.host.bytes, waits=peak.waits)
 
 
 @dataclass(frozen=True)
