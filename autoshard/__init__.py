@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from autoshard.interop.export import export
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.clip import clip_grad_norm_
+    from autoshard.runtime.host_optimizer import HostOptimizer
 
 __all__ = [
     "AutoshardError",
     "CaptureError",
     "Cluster",
     "Compiled",
+    "HostOptimizer",
     "InfeasibleError",
     "Mesh",
     "NoRuleError",
@@ -68,6 +70,8 @@ def _home(name: str) -> str | None:
         return "autoshard.interop.export"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.clip"
+    if name == "HostOptimizer":
+        return "autoshard.runtime.host_optimizer"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None
 
 

@@ -22,10 +22,11 @@ from autoshard.cluster import (
     parse_target,
     usable_memory,
 )
-from autoshard.cost.recipe import recipe_named
+from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.emitting import emission, emit
-from autoshard.errors import UsageError, VerificationError
+from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.fitting import Fitter, Peak
+from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import check_slices
 from autoshard.program.program import Program
@@ -124,6 +125,7 @@ def plan(
     rivals: bool = False,
     replicate_unknown: bool = False,
     rules: Rules = None,
+    offload: str = "",
     target: str = "",
     progress: Progress | None = None,
 ) -> Planned:
@@ -145,11 +147,13 @@ def plan(
     example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
     is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
-    rules: the user's own (see `autoshard.rule`).
+    rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
+    ``"activations,optimizer"`` (see `offload.Offload`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
     say = progress or (lambda _: None)
+    away = Offload.parse(offload)
     _check_memory(memory)
     args, kwargs = split_inputs(example_inputs)
     where = parse_target(mesh)
@@ -178,6 +182,7 @@ def plan(
         ask=ask,
         target=target,
         fixed=bool(schedule),
+        offload=away,
         progress=say,
     )
     return replace(planned, source=source)
@@ -207,19 +212,20 @@ def plan_analysed(
     ask: Ask | None = None,
     target: str = "",
     fixed: bool = False,
+    offload: Offload = NO_OFFLOAD,
     progress: Progress | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
     ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
-    is decided.
+    is decided. offload: what lives in host memory, for which the cluster must know its host.
     """
     ask = replace(ask or Ask(), budget=memory)
 
     say = progress or (lambda _: None)
 
-    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say)
-    settled = choose(analysis.model, meshes, cluster, ask, say, fitter)
+    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
+    settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
     slices = settled.configuration.pipe.slices
     if slices > 1:
         check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
@@ -233,9 +239,53 @@ def plan_analysed(
         replicated=analysis.replicated,
         target=target,
     )
+    best = replace(best, offload=str(offload))
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
     return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
+
+
+#: times the memory of a device that the search may fill, one after the other, with activations that then go
+#: to host memory
+_WIDER = (1, 2, 4, 16)
+
+
+def _chosen(
+    analysis: Analysis,
+    meshes: Sequence[Mesh | Staged],
+    cluster: Cluster,
+    ask: Ask,
+    say: Progress,
+    fitter: Fitter,
+) -> Settled:
+    """The best solution that fits, as the fitter sees it.
+
+    The search counts activations on the device, wherever they then wait. So it is given more room than there
+    is, as long as what then fits, with activations in host memory, takes less time.
+    """
+    wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
+    ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
+    failure: InfeasibleError | None = None
+    best: Settled | None = None
+    for times in wider:
+        # nobody stores activations by hand: rivals are only looked for in the room that there is
+        rivals = ask.rivals and times == 1
+        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
+        try:
+            found = choose(analysis.model, meshes, cluster, wide, say, fitter)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        if len(wider) == 1 or found.interrupted:
+            return best or found
+        if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
+            break
+        # what others do by hand is only told where it was looked for
+        best = found if best is None else replace(found, rivals=best.rivals)
+    if best is not None:
+        return best
+    assert failure is not None
+    raise failure
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -455,7 +505,8 @@ def _parallelize_now(
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.module import bind
 
-    planned = plan(model, mesh, example_inputs=example_inputs, **options)
+    away = passes.get("offload", "")
+    planned = plan(model, mesh, example_inputs=example_inputs, offload=away, **options)
     program = compile_analysed(planned, **passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
     return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from autoshard.analysis import Analysis
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, host_of
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import AxisLink, link_of, seconds
@@ -16,11 +16,14 @@ from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
+from autoshard.hosting import least
 from autoshard.ir import Node
 from autoshard.ir.comm import is_ring
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Placed
+from autoshard.offload import Offload
 from autoshard.passes.hierarchy import ByLevel
+from autoshard.passes.offload import Hosting
 from autoshard.passes.overlap import Seconds
 from autoshard.passes.pipeline import REFINES, Lowering
 from autoshard.passes.quantise_collectives import Precision, Quantising
@@ -34,6 +37,7 @@ from autoshard.search.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
 from autoshard.simulate.rings import alone
+from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import pricer
 from autoshard.staging import in_parts, pipe_link
 
@@ -49,7 +53,8 @@ class Emission:
     that have a kernel of ours become one op. bucket: whether collectives of parameters share messages.
     overlap: whether messages are on their way while something else is computed. ring: whether
     products and the gathers before them, or the reduce-scatters after them, are done in chunks that go round
-    the ranks, where that is faster.
+    the ranks, where that is faster. offload: what waits in host memory, as ``"activations,optimizer"`` (see
+    `offload.Offload`).
     """
 
     allow: str = ""
@@ -58,6 +63,7 @@ class Emission:
     bucket: bool = True
     overlap: bool = True
     ring: bool = True
+    offload: str = ""
 
 
 def emission(**passes: Any) -> Emission:
@@ -68,7 +74,9 @@ def emission(**passes: Any) -> Emission:
             raise UsageError(
                 f"there is no option {name!r}", hint=f"the optional passes are {', '.join(known)}"
             )
-    return Emission(**passes)
+    made = Emission(**passes)
+    Offload.parse(made.offload)
+    return made
 
 
 #: passes that can be left out
@@ -84,12 +92,22 @@ def emit(
     wanted: Emission = DEFAULT,
     say: Callable[[str], None] = lambda _: None,
 ) -> Program:
-    """The program of a plan for the analysed model. Raises UsageError for what cannot be as wanted."""
+    """The program of a plan for the analysed model.
+
+    Raises UsageError for what cannot be as wanted, InfeasibleError if the host has too little memory.
+    """
+    wanted = replace(wanted, offload=wanted.offload or plan.offload)
     how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
 
     def build(way: Way) -> Program:
         laid = _laid_out(how, way, cluster, wanted)
-        return build_program(analysis.folded, laid, plan, analysis.dumps, schedule_of(plan))
+
+        def stored(share: float) -> Program:
+            hosting = laid.hosting and replace(laid.hosting, share=share)
+            own = replace(laid, hosting=hosting)
+            return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
+
+        return least(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
     options = ways(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
@@ -129,7 +147,18 @@ def lowering_of(
         bucket=wanted.bucket,
         # of chunks that go round while nothing else runs, there are only more messages
         ring=_prices(cluster, mesh, plan) if wanted.ring and cluster.device.overlap > 0 else None,
+        hosting=_hosting(cluster, mesh, plan, wanted),
     )
+
+
+def _hosting(cluster: Cluster, mesh: Mesh, plan: Plan, wanted: Emission) -> Hosting | None:
+    """What waits in host memory, and at which prices. Raises UsageError if the cluster does not know them."""
+    kinds = Offload.parse(wanted.offload)
+    if not kinds:
+        return None
+    ops = Ops(mesh, mesh.coords(0), Behaviour())
+    prices = _prices(cluster, mesh, plan)
+    return Hosting(kinds, ops.nbytes, host_of(cluster.device).seconds, prices, wanted.overlap)
 
 
 def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
@@ -185,7 +214,8 @@ def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lo
         copy = partial(traffic_seconds, device=cluster.device)
         quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
     prices = _prices(cluster, last, how.plan) if wanted.overlap else None
-    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices)
+    hosting = _hosting(cluster, last, how.plan, wanted)
+    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices, hosting=hosting)
 
 
 def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:

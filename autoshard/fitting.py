@@ -14,8 +14,11 @@ from math import inf
 from autoshard.analysis import Analysis
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.emitting import lowering_of, saving_of, schedule_of
+from autoshard.cost.recipe import hosted
+from autoshard.emitting import Emission, lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
+from autoshard.hosting import HostNeed, least, need_of
+from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.program.program import Program, Signature, Stages
 from autoshard.search.amounts import bytes_up
@@ -27,6 +30,7 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices
+from autoshard.simulate.step import estimate_step
 from autoshard.staging import (
     Cutting,
     Schedules,
@@ -51,11 +55,14 @@ _SMALLER = 0.88
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is."""
+    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
+    in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it."""
 
     rank: int
     held: Held
     bytes: float
+    host: HostNeed | None = None
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,13 +77,22 @@ class Fitted:
 class Fitter:
     """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
 
-    fixed: whether the schedule of a pipeline is decided.
+    ask: with the recipe of everything that is kept, in whichever memory. fixed: whether the schedule of a
+    pipeline is decided. offload: what lives in host memory.
     """
 
     def __init__(
-        self, analysis: Analysis, cluster: Cluster, ask: Ask, *, fixed: bool, progress: Callable[[str], None]
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        ask: Ask,
+        *,
+        fixed: bool,
+        progress: Callable[[str], None],
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
         self.analysis, self.cluster, self.ask, self.fixed = analysis, cluster, ask, fixed
+        self.offload = offload
         self.progress = progress
         self._schedules = Schedules()
         self._cuttings: list[tuple[Settled, Cutting]] = []
@@ -119,10 +135,12 @@ class Fitter:
         best: Fitted | None = None
         slower: Settled | None = None
         measured = [(found, over)]
-        # shares of the memory that the search is given: with the least known the program is too large, with
-        # the most that is known to be too little nothing is found
-        high, low = 1.0, 0.0
-        room = self._less(1.0, over, found)
+        # shares of the memory that the search is given, more than all of it if what it counts may be in host
+        # memory: with the least known the program is too large, with the most that is known to be too little
+        # nothing is found
+        start = max(1.0, found.placed.bytes / budget) if self.offload.activations else 1.0
+        high, low = start, 0.0
+        room = self._less(start, over, found)
         for _ in range(_ROUNDS):
             if high - low <= _NEAR:
                 break
@@ -169,6 +187,11 @@ class Fitter:
         more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
+    def whole_seconds(self, found: Settled) -> float:
+        """Of a step of a solution that fits, with what it waits for its host."""
+        peak = self.fitted(found).peak
+        return self._seconds(found) + (peak.waits if peak is not None else 0.0)
+
     def _seconds(self, tried: Settled) -> float:
         return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
 
@@ -196,8 +219,11 @@ class Fitter:
 
     def _expected(self, tried: Settled) -> float | None:
         """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
-        if that says nothing, as with a pipeline, whose schedule decides."""
-        more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
+        if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
+        memory, of which what is missing decides."""
+        if self.offload.activations or tried.configuration.pipe.ranks > 1:
+            return None
+        more = self._more.get(_kind(tried))
         return (
             None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
         )
@@ -233,17 +259,29 @@ class Fitter:
             saving = saving_of(self.cluster, Mesh.parse(plan.mesh), plan)
             how = replace(how, plan=plan, split_backward=splits, saving=saving)
         folded = settled.posed.model.folded
-        program = Program(
-            plan.mesh,
-            lower(folded, how),
-            Signature.of(folded.joint),
-            {},
-            microbatches=plan.microbatches,
-            stages=None if schedule is None else Stages(schedule, 0),
-        )
-        peaks = Peaks(StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe)))
+
+        def build(share: float) -> Program:
+            hosting = how.hosting and replace(how.hosting, share=share)
+            return Program(
+                plan.mesh,
+                lower(folded, replace(how, hosting=hosting)),
+                Signature.of(folded.joint),
+                {},
+                microbatches=plan.microbatches,
+                stages=None if schedule is None else Stages(schedule, 0),
+                offload=self.offload,
+            )
+
+        prices = self._prices(least(build, self._prices, self.ask.budget))
+        peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
-        return Peak(rank, held, most)
+        if not self.offload:
+            return Peak(rank, held, most)
+        step = estimate_step(prices.program, self.cluster, behaviour=prices.behaviour)
+        return Peak(rank, held, most, need_of(prices), step.spent.axes.get("host", 0.0))
+
+    def _prices(self, program: Program) -> StagePrices:
+        return StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe))
 
     def cutting(self, settled: Settled) -> Cutting:
         """The model at the microbatch of a solution, placed by it and not cut yet."""
@@ -254,8 +292,9 @@ class Fitter:
             settled.posed.model.folded,
             self.lowering(settled)[1],
             self.cluster,
-            self.ask.recipe,
-            self.ask.budget,
+            hosted(self.ask.recipe, self.offload, self.cluster.device),
+            # what activations take of a device is only known once some of them are stored
+            None if self.offload.activations else self.ask.budget,
             microbatch=microbatch_seconds(settled.placed),
             schedules=self._schedules,
         )
@@ -266,7 +305,8 @@ class Fitter:
         """The plan of a solution, and how the passes place its model."""
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
-        return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster)
+        wanted = Emission(offload=str(self.offload))
+        return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
 
 
 def _kind(found: Settled) -> Hashable:

@@ -12,6 +12,7 @@ from autoshard.cluster import Mesh
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError
+from autoshard.offload import Offload
 from autoshard.report.summary import Summary, summarise
 from autoshard.search.ask import Ask
 from autoshard.search.pins import Pin
@@ -123,6 +124,7 @@ class Solver:
                 pins=(*own, *pins),
                 tactics=tactics,
             ),
+            offload=Offload.parse(plan.offload),
             target=plan.target,
             fixed=keep and pipeline is not None,
             progress=self.progress,

@@ -266,7 +266,11 @@ class _Inserter:
             layout = state.stored if state is not None else self.plan.ports[place]
             emitter.define(port.name, port.type, layout)
         main: list[Instruction] = []
+        results: dict[int, str] = {}
         for call in self.folded.calls:
+            if call.backward and not results:
+                # before backward may bring them where it needs them: forward gives them back
+                results = self._results(emitter, backward=False)
             graph = self.folded.segments[call.segment]
             self._keep_apart(emitter, call)
             args = tuple(
@@ -279,15 +283,20 @@ class _Inserter:
                 emitter.define(value, self.types[call.segment][inner], self.exported[call.segment, inner])
             kept = tuple(self._kept_copy(emitter, call, *keep) for keep in self._keeps(call.segment))
             main.append(replace(call, args=args, outs=call.outs + kept))
-        results = []
-        for number, result in enumerate(joint.results):
-            is_grad = result.kind == "grad"
-            layout = self._stored(result.target) if is_grad else self.plan.results[number]
-            backward = is_grad or result.kind == "input_grad"
-            results.append(emitter.get(result.value, layout, Origin(), backward))
+        results = self._results(emitter, backward=False) | self._results(emitter, backward=True)
         main.extend(emitter.nodes)
         values = {n: Placed(emitter.types[n], emitter.layouts[n]) for n in emitter.layouts}
-        return Lowered(segments, _forward_first(main), values, tuple(results))
+        ordered = tuple(results[number] for number in range(len(joint.results)))
+        return Lowered(segments, _forward_first(main), values, ordered)
+
+    def _results(self, emitter: Emitter, backward: bool) -> dict[int, str]:
+        """Number of a result of a phase -> its value, in the layout that it leaves in."""
+        found = {}
+        for number, result in enumerate(self.folded.joint.results):
+            if (result.kind in ("grad", "input_grad")) is backward:
+                stored = self._stored(result.target) if result.kind == "grad" else self.plan.results[number]
+                found[number] = emitter.get(result.value, stored, Origin(), backward)
+        return found
 
     def _keep_apart(self, emitter: Emitter, call: Call) -> None:
         """Gather in main what a forward call's segment cannot keep alike for all its calls."""

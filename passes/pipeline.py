@@ -24,6 +24,7 @@ from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.keep_part import keep_part
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
+from autoshard.passes.offload import Hosting, offload
 from autoshard.passes.overlap import Seconds, overlap
 from autoshard.passes.prefetch import prefetch
 from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
@@ -55,6 +56,7 @@ class Lowering:
     last mesh, by which ops are ordered beside messages; None to leave them as they are. quantise: with how
     few bits parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are
     done level by level. secondary: which parameters and gradients are split over fewer ranks within a step.
+    hosting: what waits in host memory, None for nothing.
     """
 
     flow: Flow
@@ -71,6 +73,7 @@ class Lowering:
     quantise: Quantising | None = None
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
+    hosting: Hosting | None = None
 
     @property
     def last_mesh(self) -> MeshShape:
@@ -158,10 +161,15 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     if how.kernels:
         fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
         lowered = _watched("090_fuse_kernels", fused, watch)
-    if how.seconds is None:
-        return lowered
-    lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
-    return _watched("094_overlap", overlap(lowered, how.seconds), watch)
+    if how.seconds is not None:
+        lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
+    if how.hosting is not None and (how.hosting.kinds.activations or how.hosting.kinds.parameters):
+        grads, summed = _results(folded, lowered, "grad"), how.plan.microbatches * slices > 1
+        lowered = offload(lowered, params, grads, how.hosting, summed=summed)
+        _watched("093_offload", lowered, watch)
+    if how.seconds is not None:
+        lowered = _watched("094_overlap", overlap(lowered, how.seconds), watch)
+    return lowered
 
 
 def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
@@ -225,6 +233,7 @@ PASSES = (
     "080_fuse_bias",
     "090_fuse_kernels",
     "092_prefetch",
+    "093_offload",
     "094_overlap",
 )
 

@@ -98,9 +98,11 @@ def test_catalog_file_loads_and_every_figure_has_a_source(name: str) -> None:
     for group in table.get("group", ()):
         assert set(group["source"]) == {"nodes"}
         parts += [group["device"], *group["level"]]
-    parts += [part["kernels"] for part in parts if "kernels" in part]
+    devices = [part for part in parts if "memory_bytes" in part]
+    assert devices and all("host" in device for device in devices)
+    parts += [device[table] for device in devices for table in ("kernels", "host") if table in device]
     for part in parts:
-        figures = set(part) - {"name", "source", "kernels"}
+        figures = set(part) - {"name", "source", "kernels", "host"}
         assert figures == set(part["source"])
         assert all(len(text) > 6 for text in part["source"].values())
 

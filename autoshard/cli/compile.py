@@ -41,6 +41,7 @@ def compile_command(
     rules: opt.RulesOption = None,
     allow: opt.AllowOption = "",
     hierarchy: opt.HierarchyOption = "off",
+    offload: opt.OffloadOption = "",
     without: opt.WithoutOption = "",
     kernels: opt.KernelsOption = False,
     ring: opt.RingOption = True,
@@ -51,15 +52,18 @@ def compile_command(
     with reporting(debug):
         from autoshard import api
         from autoshard.interop.targets import options_of
+        from autoshard.offload import Offload
         from autoshard.program.store import check_target, save_program
 
         check_target(out, overwrite=overwrite)
+        Offload.parse(offload)
         say = Progress()
         passes = {
             "allow": allow,
             "hierarchy": hierarchy,
             "kernels": kernels,
             "ring": ring,
+            "offload": offload,
             **_switched(without),
         }
         if plan is None:
@@ -76,6 +80,7 @@ def compile_command(
                 slices=slices,
                 replicate_unknown=replicate_unknown,
                 rules=rules,
+                offload=offload,
             )
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
             program = api.compile_analysed(planned, say, **passes)

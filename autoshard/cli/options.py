@@ -74,6 +74,14 @@ AllowOption = Annotated[
         help="with how few bits parameters and gradients may travel where that is faster [default: all bits]",
     ),
 ]
+OffloadOption = Annotated[
+    str,
+    typer.Option(
+        "--offload",
+        metavar="activations,parameters,optimizer",
+        help="what lives in host memory between its uses, any of the three [default: nothing]",
+    ),
+]
 HierarchyOption = Annotated[
     str,
     typer.Option(

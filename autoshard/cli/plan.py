@@ -51,6 +51,7 @@ class Wishes:
     rivals: bool = False
     replicate_unknown: bool = False
     rules: Path | None = None
+    offload: str = ""
 
 
 def plan_command(
@@ -74,6 +75,7 @@ def plan_command(
     overwrite: opt.OverwriteOption = False,
     replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
+    offload: opt.OffloadOption = "",
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -102,6 +104,7 @@ def plan_command(
             True,
             replicate_unknown,
             rules,
+            offload,
         )
         planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
         if out is not None:
@@ -154,7 +157,9 @@ def make_plan(
     where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
+    from autoshard.offload import Offload
 
+    Offload.parse(wishes.offload)
     own = load_rules(wishes.rules)
     say(f"building {target}")
     built = build(target, batch=options.get("batch"), seq=options.get("seq"))
@@ -179,6 +184,7 @@ def make_plan(
         rivals=wishes.rivals,
         replicate_unknown=wishes.replicate_unknown,
         rules=own,
+        offload=wishes.offload,
         target=target,
         progress=say,
     )
@@ -293,6 +299,21 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"gathered copies, {bytes_text(summary.memory.state)} + activations "
             f"{bytes_text(summary.memory.activations)}",
         )
+    if summary.offload:
+        yield "host", _host_text(summary)
+
+
+def _host_text(summary: Summary) -> str:
+    """What is offloaded, and its bytes where the program of the plan was simulated."""
+    from autoshard.report.units import bytes_text, seconds_text
+
+    words = summary.offload.replace(",", ", ")
+    if summary.peak is None or not summary.peak.host:
+        return f"{words} in host memory"
+    held = " + ".join(f"{name} {bytes_text(n)}" for name, n in summary.peak.host.items() if n)
+    total, node = bytes_text(sum(summary.peak.host.values())), bytes_text(summary.peak.node)
+    waits = f"; {seconds_text(summary.peak.waits)} of waiting for it to add to the step"
+    return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node{waits}"
 
 
 def _pipeline_text(summary: Summary) -> str:

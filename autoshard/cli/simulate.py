@@ -125,4 +125,7 @@ def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates,
     held = table("memory", "bytes", right=(1,))
     for name, nbytes in simulation.memory_of(found):
         held.add_row(name, bytes_text(nbytes))
+    for name, nbytes in simulation.host_of(found):
+        if nbytes:
+            held.add_row(f"{name} in host memory", bytes_text(nbytes))
     print_table(held)

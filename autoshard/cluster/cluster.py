@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd, isfinite
 
+from autoshard.cluster.host import Host, bounding_host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
 from autoshard.cluster.measured import Measured
@@ -29,7 +30,7 @@ class Device:
     rate of the vector units and must be there. memory_bandwidth: bytes/s. matmul_efficiency: part of
     ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op. overlap:
     share of the time of computing that can hide collectives of parameters, 0 if nothing runs beside it.
-    kernels: how the shape of work tells on its kernels.
+    kernels: how the shape of work tells on its kernels. host: the memory of its node, None where unknown.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     launch_overhead: float
     overlap: float = OVERLAP
     kernels: Kernels = field(default_factory=Kernels)
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -246,7 +248,20 @@ def bounding(devices: Sequence[Device]) -> Device:
         max(device.launch_overhead for device in devices),
         min(device.overlap for device in devices),
         min(devices, key=lambda device: device.matmul_efficiency).kernels,
+        bounding_host([device.host for device in devices]),
     )
+
+
+def host_of(device: Device) -> Host:
+    """The host memory of a device. Raises UsageError if the cluster's file does not say."""
+    if device.host is None:
+        raise UsageError(
+            f"the cluster file does not say how device {device.name!r} reaches host memory",
+            why="what is offloaded is priced by the link to the host and must fit its memory",
+            hint="add a [device.host] table with bandwidth, latency, memory_bytes, memory_bandwidth and "
+            "devices to the cluster file, or name a cluster of the catalog with --cluster",
+        )
+    return device.host
 
 
 def usable_memory(device: Device) -> int:

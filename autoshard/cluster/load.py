@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.cluster.cluster import OVERLAP, Cluster, Device, Level
+from autoshard.cluster.host import Host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
 from autoshard.cluster.measured import KINDS, Measured
@@ -55,6 +56,15 @@ _DEVICE: Schema = {
     "launch_overhead": (_NUMBER, True),
     "overlap": (_NUMBER, False),
     "kernels": ((dict,), False),
+    "host": ((dict,), False),
+    "source": _SOURCE,
+}
+_HOST: Schema = {
+    "bandwidth": (_NUMBER, True),
+    "latency": (_NUMBER, True),
+    "memory_bytes": ((int,), True),
+    "memory_bandwidth": (_NUMBER, True),
+    "devices": ((int,), False),
     "source": _SOURCE,
 }
 _KERNELS: Schema = {
@@ -223,6 +233,18 @@ def _device(table: Mapping[str, Any], where: str) -> Device:
         launch_overhead=float(table["launch_overhead"]),
         overlap=float(table.get("overlap", OVERLAP)),
         kernels=_kernels(table.get("kernels", {}), f"{where}.kernels"),
+        host=_host(table["host"], f"{where}.host") if "host" in table else None,
+    )
+
+
+def _host(table: Mapping[str, Any], where: str) -> Host:
+    _check(table, _HOST, where)
+    return Host(
+        bandwidth=float(table["bandwidth"]),
+        latency=float(table["latency"]),
+        memory_bytes=table["memory_bytes"],
+        memory_bandwidth=float(table["memory_bandwidth"]),
+        devices=table.get("devices", 1),
     )
 
 

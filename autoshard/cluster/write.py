@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from autoshard.cluster.cluster import OVERLAP, Cluster
+from autoshard.cluster.host import Host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Matrix
 from autoshard.errors import UsageError
@@ -79,6 +80,8 @@ def _lines(
         yield f"overlap = {_number(device.overlap)}"
     yield from _table("\n[device.source]", device_source)
     yield from _kernels(device.kernels)
+    if device.host is not None:
+        yield from _host(device.host)
     for level, source in zip(cluster.levels, level_sources, strict=True):
         yield "\n[[level]]"
         yield f"name = {_text(level.name)}"
@@ -103,6 +106,15 @@ def _kernels(kernels: Kernels) -> Iterator[str]:
     for name in known:
         value = getattr(kernels, name)
         yield f"{name} = {list(value) if name == 'tile' else _number(value)}"
+
+
+def _host(host: Host) -> Iterator[str]:
+    yield "\n[device.host]"
+    yield f"bandwidth = {_number(host.bandwidth)}"
+    yield f"latency = {_number(host.latency)}"
+    yield f"memory_bytes = {host.memory_bytes}"
+    yield f"memory_bandwidth = {_number(host.memory_bandwidth)}"
+    yield f"devices = {host.devices}"
 
 
 def _table(head: str, texts: Mapping[str, str]) -> Iterator[str]:

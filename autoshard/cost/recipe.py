@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from autoshard.cluster.cluster import Device, host_of
 from autoshard.cluster.load import nearest
 from autoshard.errors import UsageError
+from autoshard.offload import Offload
 
 #: per element of a sum of gradients of half precision (`runtime.stepper`)
 SUM_BYTES = 4
@@ -19,13 +21,17 @@ class Recipe:
 
     gradient, optimizer: bytes per element; None: as wide as the parameter (two moments for the
     optimizer). touched: bytes per element that the update reads and writes, None: seven times the width
-    (parameter, gradient and moments are read; parameter and moments are written).
+    (parameter, gradient and moments are read; parameter and moments are written). resident: whether the
+    parameter itself is on the device. slower: times that the update takes of what the memory of the device
+    would allow.
     """
 
     name: str
     gradient: int | None = None
     optimizer: int | None = None
     touched: int | None = None
+    resident: bool = True
+    slower: float = 1.0
 
     def gradient_bytes(self, width: int) -> int:
         """Per element of a parameter that has ``width`` bytes per element."""
@@ -38,8 +44,23 @@ class Recipe:
     def optimizer_bytes(self, width: int) -> int:
         return 2 * width if self.optimizer is None else self.optimizer
 
-    def update_bytes(self, width: int) -> int:
-        return 7 * width if self.touched is None else self.touched
+    def update_bytes(self, width: int) -> float:
+        return self.slower * (7 * width if self.touched is None else self.touched)
+
+
+def hosted(recipe: Recipe, offload: Offload, device: Device) -> Recipe:
+    """What is left of a recipe on the device, and what its update takes.
+
+    Raises UsageError if the device's host memory is not known.
+    """
+    if not offload.states:
+        return recipe
+    host = host_of(device)
+    slower = device.memory_bandwidth * host.devices / host.memory_bandwidth
+    gradient = 0 if offload.parameters else recipe.gradient
+    return replace(
+        recipe, gradient=gradient, optimizer=0, resident=not offload.parameters, slower=max(1.0, slower)
+    )
 
 
 #: everything in the type of the parameter: what torch.optim.AdamW does, and what our runtime runs

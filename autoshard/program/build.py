@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
+from autoshard.offload import NO_OFFLOAD
 from autoshard.passes.pipeline import REFINES, Lowering, lower
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
@@ -57,6 +58,7 @@ def build_program(
         original=original_of(folded, names),
         original_notes=notes_of_original(folded),
         classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
+        offload=how.hosting.kinds if how.hosting is not None else NO_OFFLOAD,
     )
     check_holders(program)
     return program

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER
+from autoshard.offload import HOST_OPS
 from autoshard.rules.registry import RULES
 
 _LOWERED = (
@@ -47,4 +48,4 @@ COLLECTIVES = (
 
 def known_ops(more: Iterable[str] = ()) -> frozenset[str]:
     """``more``: ops that the user brings rules for."""
-    return frozenset((*RULES, *_LOWERED, *COLLECTIVES, *more))
+    return frozenset((*RULES, *_LOWERED, *COLLECTIVES, *HOST_OPS, *more))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
+from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
@@ -76,6 +77,7 @@ class Program:
     microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
     those of one microbatch of all ranks together. classes: port name -> the key under which the plan decides
     about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
+    offload: what lives in host memory.
     """
 
     mesh: str
@@ -93,6 +95,7 @@ class Program:
     original: Lowered | None = None
     original_notes: dict[str, tuple[Note, ...]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    offload: Offload = NO_OFFLOAD
 
     @property
     def whole_mesh(self) -> str:

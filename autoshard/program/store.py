@@ -24,6 +24,7 @@ from autoshard._version import __version__
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Port, Result
 from autoshard.ir.lowered import Lowered, Part
+from autoshard.offload import Offload
 from autoshard.program.ends import returns_of
 from autoshard.program.known import known_ops
 from autoshard.program.original import original_text, parse_original
@@ -135,6 +136,7 @@ def _write(program: Program, folder: Path) -> None:
         "options": [list(o) for o in program.options],
         "user_ops": list(program.user_ops),
         "microbatches": program.microbatches,
+        **({"offload": str(program.offload)} if program.offload else {}),
         "signature": _signature_out(program.signature),
         "original_results": list(program.original.results) if program.original is not None else [],
         "files": {name: _digest(text) for name, text in files.items()},
@@ -258,7 +260,17 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         original,
         {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["original"].items()},
         {str(k): str(v) for k, v in notes["classes"].items()},
+        _offload_in(manifest.get("offload", "")),
     )
+
+
+def _offload_in(text: object) -> Offload:
+    if not isinstance(text, str):
+        raise VerificationError(f"{text!r} is nothing that can be in host memory", hint=_RECOMPILE)
+    try:
+        return Offload.parse(text)
+    except UsageError as error:
+        raise VerificationError(error.what, where="manifest.json, offload", hint=_RECOMPILE) from None
 
 
 def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int) -> Stages | None:

@@ -18,7 +18,7 @@ from autoshard.program.ends import Wire, part_name, returns_of, wires_of
 from autoshard.program.program import FORMAT, Note, Program
 
 #: op namespaces that are written out; ``aten`` is not
-NAMESPACES = ("autoshard", "comm", "transformers", "prims")
+NAMESPACES = ("autoshard", "comm", "host", "transformers", "prims")
 
 
 def layout_text(layout: Layout, names: Sequence[str]) -> str:
@@ -173,6 +173,7 @@ def program_text(program: Program) -> str:
         f"# autoshard program, format {FORMAT} | mesh {program.mesh}",
         "# shapes are GLOBAL; what a rank holds follows from the placement of each mesh axis:",
         "# R whole on every rank, S(d) split along dim d, P partial (to be reduced)",
+        *([f"# in host memory: {program.offload}"] if program.offload else []),
         "",
     ]
     for name, segment in program.lowered.segments.items():

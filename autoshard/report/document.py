@@ -195,7 +195,7 @@ def _streams(prices: StagePrices) -> Iterator[dict[str, Any]]:
             "phase": part.phase,
             "seconds": played.seconds,
             "unit": unit,
-            "streams": ["compute", *prices.pricer.mesh.names],
+            "streams": list(prices.parts.streams),
             "ops": list(ops),
             "spans": flat,
         }

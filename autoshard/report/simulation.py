@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -79,6 +79,13 @@ def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
     ]
 
 
+def host_of(found: StepEstimate) -> list[tuple[str, float]]:
+    """(name, bytes) of what the rank that offloads most keeps in host memory; empty if nothing is there."""
+    if not found.host:
+        return []
+    return list(asdict(max(found.host, key=lambda held: held.total)).items())
+
+
 def as_json(
     program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None
 ) -> Mapping[str, Any]:
@@ -112,5 +119,6 @@ def as_json(
             "usable_bytes": usable_memory(cluster.device),
             "fits": row.peak <= usable_memory(cluster.device),
             "held": dict(memory_of(found)),
+            **({"host": dict(host_of(found))} if found.host else {}),
         },
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -134,7 +134,11 @@ class StageRow:
 
 @dataclass(frozen=True)
 class PeakRow:
-    """Simulated bytes of the fullest rank at its peak. inside: of what lives for a moment within a part."""
+    """Simulated bytes of the fullest rank at its peak. inside: of what lives for a moment within a part.
+
+    host: of a rank in the memory of its node, by name, empty if nothing is offloaded; node: of all its ranks.
+    waits: seconds of a step in which ranks wait for their host, beside those that the plan predicts.
+    """
 
     bytes: float
     parameters: float
@@ -142,12 +146,18 @@ class PeakRow:
     optimizer: float
     activations: float
     inside: float
+    host: dict[str, float] = field(default_factory=dict)
+    node: float = 0.0
+    waits: float = 0.0
 
     @classmethod
     def of(cls, peak: Peak) -> PeakRow:
         held = peak.held
         inside = peak.bytes - held.total
-        return cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, inside)
+        row = cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, inside)
+        if peak.host is None:
+            return row
+        return replace(row, host=asdict(peak.host.held), node=peak.host.bytes, waits=peak.waits)
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,7 @@ class Summary:
     untied_gap: float | None = None
     pipeline: PipelineRow | None = None
     peak: PeakRow | None = None
+    offload: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -259,6 +270,7 @@ def summarise(
         proof.untied_gap,
         None if staging is None else _pipeline(staging),
         None if peak is None else PeakRow.of(peak),
+        plan.offload,
     )
 
 

@@ -9,7 +9,7 @@ from autoshard.ir import Call
 from autoshard.ir.lowered import Phase
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate
-from autoshard.simulate.work import Message, Traffic, Work
+from autoshard.simulate.work import Message, Traffic, Transfer, Work
 
 _PHASES: dict[str, tuple[Phase, ...]] = {
     "F": ("forward",),
@@ -23,7 +23,7 @@ def op_events(found: StepEstimate, prices: StagePrices) -> list[dict[str, Any]]:
     """Events in Chrome's trace format: a process per pipeline rank with a thread for computing and one per
     mesh axis, filled for the first microbatch of every stage. Microseconds."""
     events: list[dict[str, Any]] = []
-    names = ("compute", *prices.pricer.mesh.names)
+    names = prices.parts.streams
     for rank, spans in enumerate(found.timeline.spans):
         pid = rank + 1
         events.append(
@@ -74,6 +74,8 @@ def _amounts(work: Work) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": round(work.nbytes)}
     if isinstance(work, Message):
         found["collective"] = work.kind
+    elif isinstance(work, Transfer):
+        found["to"] = "host" if work.down else "device"
     elif not isinstance(work, Traffic):
         found["flop"] = round(work.flop)
     return found

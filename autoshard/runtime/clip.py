@@ -46,7 +46,7 @@ def clip_grad_norm_(
     pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
     if not locals_ and pipe is None:
         return torch.zeros(())
-    device = locals_[0].device if locals_ else given[0].device
+    device = _device(given, locals_)
     nothing = [torch.zeros((), device=device)]
     sums = torch.stack([_accumulated(members, power, device) for members in groups.values()] or nothing)
     _reduce(sums, list(groups), power)
@@ -63,6 +63,13 @@ def clip_grad_norm_(
         alike = [g for g in once if (g.device, g.dtype) == (device_, dtype)]
         torch._foreach_mul_(alike, scale.to(device=device_, dtype=dtype))
     return total
+
+
+def _device(given: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> torch.device:
+    """Where ranks talk: that of the mesh, also for gradients in host memory."""
+    mesh = next((p.device_mesh for p in given if isinstance(p, DTensor)), None)
+    own = locals_[0].device if locals_ else given[0].device
+    return own if mesh is None or mesh.device_type == own.type else torch.device(mesh.device_type)
 
 
 def _parameters(parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,10 +12,12 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Port
 from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.offload import HOST_OPS
 from autoshard.program.collectives import collectives_of
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
+from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
@@ -64,11 +66,12 @@ class RankProgram:
         self.device = device
         self.watch = watch
         self.collectives = GroupCollectives(groups, collectives_of(program), watch)
+        self.host = host_for(device)
         lowered = program.lowered
         parts = [p for p in lowered.parts if p.stage in stages]
         called = {i.segment for p in parts for i in lowered.of(p) if isinstance(i, Call)}
         self.segments = {
-            name: PreparedSegment(s.graph, self.view, partial(self.collectives.of, name), device)
+            name: PreparedSegment(s.graph, self.view, partial(self._bound, name), device)
             for name, s in lowered.segments.items()
             if name in called
         }
@@ -78,6 +81,11 @@ class RankProgram:
         self.parts = {(p.stage, p.phase, p.slice): self._prepare(p, shared) for p in parts}
         #: part -> what may still be on its way when its last op has run
         self.pending = {key: self._pending(items) for key, items in self.parts.items()}
+        #: part -> results that it may have put into host memory
+        self.stored = {
+            key: tuple(o for item in items for o in item.outs if o in self.keep) if program.offload else ()
+            for key, items in self.parts.items()
+        }
         self.left = {v: n for v, n in shared.items() if v not in self.keep}
 
     def _prepare(self, part: Part, shared: Mapping[str, int]) -> list[_Item]:
@@ -116,9 +124,13 @@ class RankProgram:
         return _Item(uses, item.outs, step, 0, dead, counted)
 
     def _function(self, node: Node) -> Any:
-        if node.op.startswith("comm."):
-            return self.collectives.of("", node, self.view)
+        if node.op.startswith(("comm.", "host.")):
+            return self._bound("", node, self.view)
         return find_op(node.op)
+
+    def _bound(self, segment: str, node: Node, view: RankView) -> Any:
+        """What runs a ``comm`` or ``host`` node."""
+        return self.host.of(node) if node.op in HOST_OPS else self.collectives.of(segment, node, view)
 
     def made_by(self, key: PartKey) -> tuple[str, ...]:
         """What a part makes that other parts use."""
@@ -159,6 +171,9 @@ class RankProgram:
         for name in self.pending.get(key, ()):
             if name in env:
                 env[name] = arrived(env[name])
+        for name in self.stored.get(key, ()):
+            env[name] = landed(env[name])
+        self.host.settle()
 
 
 class _Item:

@@ -11,7 +11,9 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Ref
 from autoshard.ir.lowered import Part
+from autoshard.offload import HOST_OPS
 from autoshard.program.program import Program
+from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView, find_op
@@ -49,6 +51,7 @@ class Lockstep:
             for name, s in program.lowered.segments.items()
         }
         self.rounding: list[Rounding] = []
+        self.results = {r.value for r in program.signature.results}
 
     def shards(self, x: torch.Tensor, name: str) -> list[torch.Tensor]:
         """What each rank holds of a global tensor for an input of the program."""
@@ -87,6 +90,9 @@ class Lockstep:
                 self._call(item, env)
             else:
                 self._main_node(item, env)
+            if self.program.offload:
+                for out in self.results.intersection(item.outs):
+                    env[out] = [landed(x) for x in env[out]]
 
     def _main_node(self, node: Node, env: dict[str, list[Any]]) -> None:
         if node.op.startswith("comm."):
@@ -159,6 +165,9 @@ Collective: TypeAlias = Callable[[Node, Sequence[RankView], Sequence[Any]], list
 
 
 def _unbound(node: Node, view: RankView) -> Callable[..., Any]:
+    if node.op in HOST_OPS:
+        return PlainHost().of(node)
+
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("lockstep runs collectives itself")
 

@@ -15,6 +15,7 @@ import torch
 
 from autoshard.cluster.cluster import Device
 from autoshard.errors import UsageError
+from autoshard.runtime.profile_host import measure_host
 from autoshard.runtime.profile_kernels import measure_kernels
 
 Say = Callable[[str], None]
@@ -101,6 +102,9 @@ def measure_device(
         say(f"elementwise ops reach {kernels.traffic:.2g} of it, {kernels.cached:.3g} times that in caches")
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
         measured = replace(measured, kernels=kernels, overlap=0.0)
+    host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
+    say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
+    measured = replace(measured, host=host)
     return Measured(measured, sources)
 
 

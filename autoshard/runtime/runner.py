@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Port
-from autoshard.placement import local_shape
+from autoshard.placement import Layout, local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
@@ -24,9 +24,10 @@ from autoshard.runtime.arguments import Arguments
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.guard import guard_of
+from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
-from autoshard.torch_adapters.dtensor import as_dtensor, torch_placements
+from autoshard.torch_adapters.dtensor import as_dtensor, host_dtensor, torch_placements
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -95,17 +96,26 @@ class Runner:
 
     # -- values ------------------------------------------------------------------------------------
 
-    def _shard(self, x: torch.Tensor, port: Port) -> torch.Tensor:
+    def _part(self, x: torch.Tensor, port: Port) -> torch.Tensor:
+        """The rank's part of a whole tensor, where that is."""
         layout = self.program.lowered.values[port.name].layout
-        part = shard_tensor(x.detach(), layout, self.shape.sizes, self.coords)
-        return part.to(self.device).contiguous()
+        return shard_tensor(x.detach(), layout, self.shape.sizes, self.coords).contiguous()
+
+    def _shard(self, x: torch.Tensor, port: Port) -> torch.Tensor:
+        return self._part(x, port).to(self.device)
 
     def parameter(self, x: torch.Tensor, port: Port) -> nn.Parameter:
         """The rank's shard of a full parameter, as a DTensor parameter."""
         layout = self.program.lowered.values[port.name].layout
-        local = self._shard(x, port).clone()
         trained = port.target not in self.program.signature.frozen
-        return nn.Parameter(as_dtensor(local, self.mesh, layout, port.type.shape), requires_grad=trained)
+        made = self.parameter_as(self._part(x, port), layout, port.type.shape)
+        return nn.Parameter(made, requires_grad=trained)
+
+    def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
+        """The rank's part of a parameter, copied to where parameters live."""
+        if self.program.offload.parameters:
+            return host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape)
+        return as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape)
 
     def input_shard(self, x: Any, port: Port) -> torch.Tensor:
         """A rank's shard of an argument: of the global shape, of the local one, or a DTensor."""
@@ -157,12 +167,13 @@ class Runner:
 
     def _check_parameter(self, x: Any, port: Port) -> None:
         dtype = torch_dtype(port.type.dtype)
-        if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == self.device.type:
+        where = "cpu" if self.program.offload.parameters else self.device.type
+        if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == where:
             return
         what = f"{x.dtype} on {x.device}" if isinstance(x, DTensor) else "not a DTensor any more"
         raise UsageError(
             f"parameter {port.target} is {what}",
-            why=f"the program holds it as a DTensor of {dtype} on {self.device.type}",
+            why=f"the program holds it as a DTensor of {dtype} on {where}",
             hint="convert or move the model before it is parallelized",
         )
 
@@ -182,7 +193,8 @@ class Runner:
             if port is None or not isinstance(found, torch.Tensor) or isinstance(found, DTensor):
                 continue
             if tuple(found.shape) == port.type.shape:
-                state[prefix + name] = self.placed(self._shard(found, port), port.name)
+                layout = self.program.lowered.values[port.name].layout
+                state[prefix + name] = self.parameter_as(self._part(found, port), layout, port.type.shape)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -277,6 +289,13 @@ class Runner:
         placed = self.program.lowered.values[name]
         return as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
 
+    def gradient(self, local: torch.Tensor, name: str) -> DTensor:
+        """The rank's part of the gradient of a parameter, where parameters live."""
+        if not self.program.offload.parameters:
+            return self.placed(local, name)
+        placed = self.program.lowered.values[name]
+        return host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape)
+
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.
 
@@ -307,7 +326,8 @@ class Runner:
                 # two parameters may have the same gradient, which each may change in place
                 local = env[result.value].clone() if result.value in given else env[result.value]
                 given.add(result.value)
-                found[result.kind, result.target] = self.placed(local, result.value)
+                placed = self.gradient if result.kind == "grad" else self.placed
+                found[result.kind, result.target] = placed(local, result.value)
         return found
 
     def input_grad(self, grad: DTensor | None, port: Port, given: Given) -> torch.Tensor | None:

@@ -27,7 +27,6 @@ from autoshard.runtime.p2p import Channels
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
 from autoshard.schedules.schedule import Action
-from autoshard.torch_adapters.dtensor import as_dtensor
 
 if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
@@ -240,14 +239,13 @@ class _StepRun:
         if own is None:
             shape, dtype = self.stepper._describe(value)
             own = torch.zeros(shape, dtype=dtype, device=self.runner.device)
-        own = own.contiguous()
+        own = own.contiguous().to(self.runner.device)  # gradients may be in host memory
         with collective(f"the sum over stages of the gradient of {port}", self.stepper.watch):
             dist.all_reduce(own, group=self.stepper.shared[ranks])
         return own
 
     def _give(self, parameter: torch.Tensor, grad: torch.Tensor, value: str) -> None:
-        placed = self.program.lowered.values[value]
-        made = as_dtensor(grad, self.runner.mesh, placed.layout, placed.type.shape)
+        made = self.runner.gradient(grad, value)
         parameter.grad = made if parameter.grad is None else parameter.grad + made
 
     def loss(self) -> torch.Tensor:

@@ -82,7 +82,7 @@ class _Literal:
 class PreparedSegment:
     """A segment ready to run on one rank.
 
-    collective: makes the function of a ``comm`` node for this rank.
+    collective: makes the function of a ``comm`` or ``host`` node for this rank.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ def _function(
     collective: Callable[[Node, RankView], Callable[..., Any]],
     device: torch.device,
 ) -> Callable[..., Any]:
-    if node.op.startswith("comm."):
+    if node.op.startswith(("comm.", "host.")):
         return collective(node, view)
     op = find_op(node.op)
     if makes_on_device(op):

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import UsageError
 from autoshard.runtime.clip import clip_grad_norm_
 from autoshard.runtime.corpus import VOCABULARY, Corpus
+from autoshard.runtime.host_optimizer import HostOptimizer
 from autoshard.runtime.microbatch import Batch, cut
 from autoshard.runtime.module import ParallelModule
 
@@ -50,7 +51,7 @@ def train(
     ignored labels a term of a microbatch with few labels weighs more than in the whole batch's mean.
     Raises UsageError if the model returns no loss, or the batch has another size.
     """
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    optimizer = _adamw(model, lr)
     reports = []
     for step in range(steps):
         start = time.perf_counter()
@@ -63,6 +64,14 @@ def train(
         if on_step is not None:
             on_step(report)
     return reports
+
+
+def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW for what is trained, in the memory that the model's program says."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(model, ParallelModule) and model._autoshard.program.offload.optimizer:
+        return HostOptimizer(trained, lambda params: torch.optim.AdamW(params, lr=lr))
+    return torch.optim.AdamW(trained, lr=lr)
 
 
 def accumulate(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -95,7 +95,7 @@ def _bytes(
 ) -> float:
     """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies."""
     width = DTYPES[type_.dtype][1]
-    held = count * own
+    held = count * own if prices.recipe.resident or not trained else 0.0
     if trained:
         per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
         held += count * own / width * per_element

@@ -126,7 +126,7 @@ class Plan:
     one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the whole mesh,
     0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
     forward segment -> what of it runs again in backward. pipeline: None for a single stage; the mesh is
-    that of the ranks of one stage.
+    that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
     """
 
     mesh: str
@@ -148,6 +148,7 @@ class Plan:
     order: tuple[int, ...] = ()
     recompute: dict[str, Recompute] = field(default_factory=dict)
     pipeline: Pipeline | None = None
+    offload: str = ""
 
 
 def why_key(kind: str, *parts: object) -> str:

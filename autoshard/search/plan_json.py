@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoshard.errors import VerificationError
+from autoshard.errors import UsageError, VerificationError
+from autoshard.offload import Offload
 from autoshard.placement import Layout, Placement, parse_placement
 from autoshard.rules.states import OpState
 from autoshard.search.plan import Cut, Pipeline, Plan, Proof, Recompute, Why
@@ -39,6 +40,7 @@ def plan_to_json(plan: Plan) -> str:
         "order": list(plan.order),
         "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
         "pipeline": _pipeline_out(plan.pipeline),
+        **({"offload": plan.offload} if plan.offload else {}),
         "proof": [
             plan.proof.seconds,
             plan.proof.lower_bound,
@@ -88,8 +90,17 @@ def plan_from_json(text: str) -> Plan:
             tuple(int(d) for d in raw["order"]),
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
             _pipeline_in(raw["pipeline"]),
+            str(Offload.parse(raw.get("offload", ""))),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        UsageError,
+    ) as error:
         raise VerificationError(f"not a plan: {error}", hint="plan again") from None
 
 

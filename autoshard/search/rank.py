@@ -437,10 +437,11 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
     summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
-    touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * given.width
+    touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * given.width
     elements = given.count * own / given.width
     update = float((elements * touched).sum()) / cluster.device.memory_bandwidth
-    state = float((given.count * own + elements * (grad + optimizer)).sum())
+    shards = given.count * own if recipe.resident else 0.0
+    state = float((shards + elements * (grad + optimizer)).sum())
     whole = given.count * given.whole
     copies = np.where(gathered, given.whole, 0.0)
     sums = float((elements * (summed - grad)).sum())

@@ -11,6 +11,7 @@ from autoshard.ir import DTYPES, Call, Node, TensorType, refs_of
 from autoshard.ir.lowered import LoweredSegment
 from autoshard.placement import Layout
 from autoshard.program.ends import ends_of
+from autoshard.program.hosted import hosted_values
 from autoshard.program.program import Program
 from autoshard.simulate.keeping import Keeping, logits_of
 from autoshard.simulate.ops import VIEWS
@@ -160,6 +161,7 @@ class _Rank:
     roots: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.hosted = hosted_values(self.program.lowered) if self.program.offload else frozenset[str]()
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
         # gathered copies belong to the step, not to a microbatch
         lowered = self.program.lowered
@@ -226,7 +228,7 @@ class _Rank:
 
     def _own(self, value: str) -> Storage:
         placed = self.program.lowered.values[value]
-        return value, self.size_of(placed.type, placed.layout)
+        return value, 0.0 if value in self.hosted else self.size_of(placed.type, placed.layout)
 
     def _node(self, node: Node) -> dict[str, Storage]:
         source = next(refs_of(node), None) if node.op in VIEWS else None
@@ -248,7 +250,8 @@ class _Rank:
             if root in given:
                 found[outer] = self.storage[given[root]]
             else:
-                found[outer] = (number, root), self.size_of(types[root], segment.layouts[root])
+                size = 0.0 if outer in self.hosted else self.size_of(types[root], segment.layouts[root])
+                found[outer] = (number, root), size
         return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_bucket
 from autoshard.ir.lowered import Placed
+from autoshard.offload import STORE
 from autoshard.simulate.ops import Ops
 
 
@@ -15,7 +16,7 @@ from autoshard.simulate.ops import Ops
 class OnTheWay:
     """A message; its results count as there since it was issued.
 
-    outs: what it brings. turn: the mesh axes of a reduce-scatter, of which one at a time is on its way. held:
+    outs: what it brings. turn: of those of which one at a time is on its way, see `turn_of`. held:
     bytes that it takes beside its results until it has arrived. finish: that unpacking it takes beside that.
     """
 
@@ -29,6 +30,8 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
     """Of a collective as the runtime issues it (`runtime.collectives`), what stays in memory as it is sent
     counted with nothing."""
     taken = sum(ops.nbytes(values[n]) for n in refs_of(node))
+    if node.op == STORE:  # what is copied stays until the copy is done
+        return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
     given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
     bucket = is_bucket(node)
     whole = not bucket and not any(node.args[2:3])  # lies in memory as it is sent
@@ -51,7 +54,10 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
 
 
 def turn_of(node: Node) -> str:
-    """The axes of a reduce-scatter, of which one at a time is on its way; "" for all else."""
+    """The axes of a reduce-scatter, or ``host`` for a store, of which one at a time is on its way; "" for all
+    else."""
+    if node.op == STORE:
+        return "host"
     return "+".join(axes_of(node)) if collective_kind(node).startswith("reduce_scatter") else ""
 
 

@@ -13,11 +13,12 @@ from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_ring
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.kernels.registry import Operand, specs
+from autoshard.offload import HOST_OPS, STORE
 from autoshard.placement import Layout, Shard, local_shape
 from autoshard.rules import attention, experts, matmul
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.work import Attention, Message, Product, Traffic, Work
+from autoshard.simulate.work import Attention, Message, Product, Traffic, Transfer, Work
 
 #: segments that backward runs again, and parts of them (`passes.recompute`, `ir.statements.Taker`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
@@ -102,6 +103,8 @@ class Ops:
             return rings.apart(node, values, self)
         if node.op.startswith("comm."):
             return self._messages(node, values)
+        if node.op in HOST_OPS:
+            return [Transfer(sum(self.nbytes(values[name]) for name in refs_of(node)), node.op == STORE)]
         ins = [values[name] for name in refs_of(node)]
         outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")

@@ -59,7 +59,13 @@ class Parts:
             device.kernels.dispatch,
             how.late_waits,
         )
-        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen)
+        return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams that spans are on."""
+        links = ("to host", "from host") if self.program.offload else ()
+        return ("compute", *self.sheets.ops.mesh.names, *links)
 
     def repriced(self, price: Price, device: Device) -> Parts:
         """The same work at other prices."""

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.cluster import Cluster, host_of
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
@@ -18,6 +18,7 @@ from autoshard.ir import DTYPES, Call, Port
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import wires_of
 from autoshard.program.holders import accumulated, holders_of
+from autoshard.program.hosted import hosted_values
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
@@ -159,7 +160,6 @@ class StagePrices:
         return tuple(self._end(rank) for rank in range(self.schedule.ranks))
 
     def _end(self, rank: int) -> StepEnd:
-        device = self.cluster.device
         trained = [p for p in self._held(rank) if p.target in self._trained]
         touched = sum(self.size(p.name) / _width(p) * self.recipe.update_bytes(_width(p)) for p in trained)
         shared = 0.0
@@ -169,7 +169,20 @@ class StagePrices:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
         around = [self.parts.around(stage) for stage in self.stages_of[rank]]
         whole = sum(around, NOTHING)
-        return StepEnd(whole.seconds, shared, traffic_seconds(touched, device), whole.exposed)
+        return StepEnd(whole.seconds, shared, self._update(rank, touched), whole.exposed)
+
+    def _update(self, rank: int, touched: float) -> float:
+        """Seconds of the optimizer. touched: bytes that it reads and writes, on the device or in its host.
+
+        In host memory beside parameters on the device, gradients come down and parameters go up while others
+        are updated (`runtime.host_optimizer`): the slowest of the three counts.
+        """
+        away = self.program.offload
+        if not away.states:
+            return traffic_seconds(touched, self.cluster.device)
+        host = host_of(self.cluster.device)
+        copied = 0.0 if away.parameters else host.seconds(self.shard_bytes(rank, trained=True))
+        return max(host.update_seconds(touched), copied)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -268,6 +281,19 @@ class StagePrices:
         """
         return tuple(self._state(rank) for rank in range(self.schedule.ranks))
 
+    def optimizer_bytes(self, rank: int) -> float:
+        """What the optimizer of a pipeline rank keeps, in whichever memory."""
+        return sum(
+            self.size(p.name) / _width(p) * self.recipe.optimizer_bytes(_width(p))
+            for p in self._held(rank)
+            if p.target in self._trained
+        )
+
+    def shard_bytes(self, rank: int, *, trained: bool = False) -> float:
+        """Parameters of a pipeline rank (or trained ones), without gathered copies, in whichever memory."""
+        held = self._held(rank)
+        return sum(self.size(p.name) for p in held if not trained or p.target in self._trained)
+
     def updated(self, rank: int) -> float:
         """Elements of parameters that a rank of a stage updates."""
         trained = (p for p in self._held(rank) if p.target in self._trained)
@@ -289,15 +315,12 @@ class StagePrices:
 
     def _state(self, rank: int) -> Held:
         held = self._held(rank)
-        optimizer = sum(
-            self.size(p.name) / _width(p) * self.recipe.optimizer_bytes(_width(p))
-            for p in held
-            if p.target in self._trained
-        )
+        away = self.program.offload
+        optimizer = 0.0 if away.states else self.optimizer_bytes(rank)
         gradients = sum(self.gradients_of[rank].values())
         copies = sum(gathered_bytes(self.program, stage, self.size) for stage in self.stages_of[rank])
         whole = gathered_ports(self.program, self.stages_of[rank]) if self.behaviour.whole_parameters else ()
-        own = sum(self.size(p.name) for p in held if p.name not in whole)
+        own = 0.0 if away.parameters else sum(self.size(p.name) for p in held if p.name not in whole)
         if self.behaviour.stand_ins:
             gradients += self._stand_ins(rank)
         return Held(own + copies, gradients, optimizer, 0.0)
@@ -313,12 +336,18 @@ class StagePrices:
     def _sum_bytes(self, value: str) -> float:
         """Bytes of a gradient while it is summed over microbatches or slices: f32 if of half precision, or as
         wide as the buffers of the recipe."""
+        if value in self._hosted:
+            return 0.0
         dtype = self.program.lowered.values[value].type.dtype
         if self.behaviour.gradient_buffers:
             width = DTYPES[dtype][1]
             return self.size(value) * self.recipe.gradient_bytes(width) / width
         wide = dtype in _HALF and self.program.microbatches * self.schedule.slices > 1
         return self.size(value) * (SUM_BYTES / DTYPES[dtype][1] if wide else 1.0)
+
+    @cached_property
+    def _hosted(self) -> frozenset[str]:
+        return hosted_values(self.program.lowered) if self.program.offload else frozenset()
 
     @cached_property
     def _trained(self) -> frozenset[str]:

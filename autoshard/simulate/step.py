@@ -15,6 +15,7 @@ from autoshard.report.layers import layers_of_stages
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.schedule import Action
 from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.kept import Held
 from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.peaks import Peaks
@@ -63,8 +64,8 @@ class Spent:
     """Seconds of a step, each a mean over the pipeline ranks; they add up to the whole step.
 
     compute: with what is computed again. exposed: collectives that no computing hides; axes: the same per
-    mesh axis (pp: gradients of parameters that stages share). p2p: by how much messages between stages make
-    the step longer.
+    mesh axis (pp: gradients of parameters that stages share; host: copies to its memory and back). p2p: by
+    how much messages between stages make the step longer.
     bubble: waiting that is left if messages take no time. update: of the optimizer.
     """
 
@@ -85,7 +86,8 @@ class StepEstimate:
     """A simulated step of all ranks.
 
     seconds: of a step. mfu: FLOP of the model (what is computed again not counted) over what all devices
-    could do at their peak in this time. model_flop: of all microbatches.
+    could do at their peak in this time. model_flop: of all microbatches. host: what every pipeline rank keeps
+    in the memory of its node, empty if nothing is offloaded.
     """
 
     timeline: Timeline
@@ -96,6 +98,7 @@ class StepEstimate:
     mfu: float
     model_flop: float
     seconds: float
+    host: tuple[HostHeld, ...] = ()
 
     @property
     def fullest(self) -> RankRow:
@@ -144,6 +147,7 @@ class _Step:
             flop / possible if possible else 0.0,
             flop,
             self.seconds,
+            host_bytes(self.prices) if self.program.offload else (),
         )
 
     @cached_property
@@ -166,11 +170,14 @@ class _Step:
         waits = {"F": ahead, "B": back, "I": back}
         waited = sum(n * waits[a.kind][a.stage] for a, n in often.items() if a.kind in waits)
         mesh = self.prices.pricer.mesh
+        streams = max((len(p.exposed) for p, _ in run), default=len(mesh.sizes))
         axes = [
             sum(p.exposed[k] * n for p, n in run if p.exposed) + sum(end.axes[k] for end in ends if end.axes)
-            for k in range(len(mesh.sizes))
+            for k in range(max(streams, len(mesh.sizes)))
         ]
-        named = {name: seconds / ranks for name, seconds in zip(mesh.names, axes, strict=True)}
+        named = {name: seconds / ranks for name, seconds in zip(mesh.names, axes, strict=False)}
+        if len(axes) > len(mesh.names):
+            named["host"] = sum(axes[len(mesh.names) :]) / ranks
         shared = sum(end.shared for end in ends) / ranks
         return Spent(
             compute=(sum(p.compute * n for p, n in run) + around) / ranks,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
-from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Work
+from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Transfer, Work
 
 #: parameters are gathered at most so many calls ahead of the one that computes
 AHEAD = 2
@@ -35,7 +35,8 @@ class Step:
 class Span:
     """A task of a part.
 
-    step: of the part; task: of its sheet. stream: 0 for computing, 1 + axis for messages.
+    step: of the part; task: of its sheet. stream: 0 for computing, 1 + axis for messages; behind these one
+    for copies to host memory and one for copies from there.
     """
 
     step: int
@@ -50,8 +51,8 @@ class Played:
     """A part in time.
 
     seconds: until all is done. compute: of them. exposed: per mesh axis, of messages that nothing hides and
-    of what messages beside computing cost it. hidden: of messages behind computing. spans: empty unless they
-    were asked for.
+    of what messages beside computing cost it; behind these of copies to host memory and from there, if a
+    program has any. hidden: of messages behind computing. spans: empty unless they were asked for.
     """
 
     seconds: float
@@ -102,6 +103,8 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
             return attention_seconds(work.flop, work.nbytes, work.dtype, work.backward, device)
         case Message():
             return float(seconds(work.kind, work.nbytes, links[work.axis]))
+        case Transfer():
+            return host_of(device).seconds(work.nbytes)
         case _:
             return traffic_seconds(work.nbytes, device)
 
@@ -132,11 +135,14 @@ class Player:
     """Plays parts on one rank.
 
     price: seconds of work. sizes: of the mesh axes. widen: bytes of a gradient as it is reduced over those
-    that it has.
+    that it has. hosted: whether anything is copied to host memory or from there.
     """
 
-    def __init__(self, price: Price, sizes: Sequence[int], habits: Habits, widen: float = 1.0) -> None:
+    def __init__(
+        self, price: Price, sizes: Sequence[int], habits: Habits, widen: float = 1.0, hosted: bool = False
+    ) -> None:
         self.price, self.sizes, self.habits, self.widen = price, tuple(sizes), habits, widen
+        self.hosted = hosted
         self._timed: dict[int, tuple[Sheet, list[_Timed]]] = {}
 
     def play(
@@ -151,7 +157,7 @@ class Player:
         parameters: values that are there from the start of the step. gradients: values that nothing in the
         part waits for.
         """
-        run = _Run(self.habits, len(self.sizes), spans)
+        run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0)
         run.fetched.update(parameters)
         for step in steps:
             run.step(step, self._of(step.sheet), gradients)
@@ -165,6 +171,9 @@ class Player:
 
     def _task(self, task: Task) -> _Timed:
         work, cost = task.work, self.price(task.work)
+        if isinstance(work, Transfer):
+            stream = 1 + len(self.sizes) + (not work.down)
+            return _Timed(stream, cost, task.after, task.inputs, cost, cost, in_turn=work.down)
         if not isinstance(work, Message):
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
@@ -194,17 +203,18 @@ class _Timed(NamedTuple):
 class _Run:
     """One part as it is played."""
 
-    def __init__(self, habits: Habits, axes: int, spans: bool) -> None:
-        self.habits = habits
-        self.free = [0.0] * (1 + axes)
-        self.busy = [0.0] * (1 + axes)
-        #: per stream, the end of the last reduction of which one at a time is on its way
-        self.last = [0.0] * (1 + axes)
+    def __init__(self, habits: Habits, axes: int, spans: bool, links: int = 0) -> None:
+        """links: streams of copies to host memory and from there."""
+        self.habits, self.axes, self.links = habits, axes, links
+        self.free = [0.0] * (1 + axes + links)
+        self.busy = [0.0] * (1 + axes + links)
+        #: per stream, the end of the last reduction, or store, of which one at a time is on its way
+        self.last = [0.0] * (1 + axes + links)
         self.ready: dict[str, float] = {}
         self.fetched: set[str] = set()
         self.began: list[float] = []
         self.late: list[tuple[int, int, int, float]] = []
-        self.cover = _Cover()
+        self.cover, self.copies = _Cover(), _Cover()
         self.spans: list[Span] | None = [] if spans else None
         self.steps = 0
         self.host = 0.0
@@ -273,10 +283,14 @@ class _Run:
         end = start + cost
         self.free[stream] = end
         self.busy[stream] += cost
-        if stream:
+        if stream > self.axes:
+            self.copies.message(start, end, stream - 1 - self.axes)
+        elif stream:
             self.cover.message(start, end, stream - 1)
         else:
             self.cover.compute(start, end)
+            if self.links:
+                self.copies.compute(start, end)
         if self.spans is not None:
             self.spans.append(Span(number, k, stream, start, end))
         return end
@@ -286,11 +300,14 @@ class _Run:
         for number, k, stream, cost in self.late:
             at = self._runs(number, k, stream, cost, at)
         compute, axes = self.busy[0], self.busy[1:]
-        behind = self.cover.both(len(axes))
+        behind = self.cover.both(self.axes)
         hidden = sum(behind)
         total = max(self.free) + (1.0 - self.habits.overlap) * hidden
         # what is bare of every axis, and what it costs the computing beside it
-        bare = [a - self.habits.overlap * b for a, b in zip(axes, behind, strict=True)]
+        bare = [a - self.habits.overlap * b for a, b in zip(axes, behind, strict=False)]
+        # copies to host memory and back run on engines of their own
+        copied = self.copies.both(self.links)
+        bare += [max(0.0, a - b) for a, b in zip(axes[self.axes :], copied, strict=True)]
         talk = min(max(0.0, total - compute), sum(bare))
         share = talk / sum(bare) if sum(bare) > 0 else 0.0
         # a device that waits for its host is computing as well as it can

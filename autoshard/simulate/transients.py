@@ -9,6 +9,7 @@ from functools import cached_property
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
+from autoshard.offload import STORE
 from autoshard.program.ends import ends_of, uses_of
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
@@ -200,7 +201,7 @@ class Transients:
         peak, level = 0.0, 0.0
         for k, node in enumerate(nodes):
             peak = max(peak, level + way.arrive(frozenset(refs_of(node)), turn_of(node)))
-            for out in node.outs:
+            for out in () if node.op == STORE else node.outs:
                 if out in values and out not in roots and out not in inputs and out not in fused:
                     live[out] = self.sheets.ops.nbytes(values[out])
                     level += live[out]
@@ -215,6 +216,10 @@ class Transients:
 
     def _taken(self, node: Node, values: Mapping[str, Placed], way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
+        if node.op == STORE:  # what it copies is still there: it counts from the end of the call on
+            before = way.held
+            way.all.append(message_of(node, values, self.sheets.ops))
+            return before
         if not is_message(node) or is_ring(node):
             return way.held + self.sheets.ops.workspace(node, values)
         own = message_of(node, values, self.sheets.ops)

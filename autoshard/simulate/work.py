@@ -56,7 +56,15 @@ class Message:
     nbytes: float
 
 
-Work: TypeAlias = "Product | Attention | Traffic | Message"
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy between a device and the memory of its host. nbytes: of all values in it. down: to the host."""
+
+    nbytes: float
+    down: bool
+
+
+Work: TypeAlias = "Product | Attention | Traffic | Message | Transfer"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -38,3 +39,21 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     return DTensor.from_local(
         local, mesh, torch_placements(layout), run_check=False, shape=size, stride=stride
     )
+
+
+def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """The same of a shard in host memory, which stays there though the mesh is of devices: `from_local` would
+    move it (torch's FSDP2 makes its offloaded parameters in the same way)."""
+    if local.device.type == mesh.device_type:
+        return as_dtensor(local, mesh, layout, shape)
+    size = torch.Size(shape)
+    meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
+    spec = DTensorSpec(mesh, tuple(torch_placements(layout)), tensor_meta=meta)
+    return DTensor(local.view_as(local), spec, requires_grad=False)
+
+
+def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor that lies as another one, of a local part in any memory and of any type."""
+    meta = TensorMeta(other.shape, other.stride(), local.dtype)
+    spec = DTensorSpec(other.device_mesh, tuple(other.placements), tensor_meta=meta)
+    return DTensor(local.view_as(local), spec, requires_grad=False)

@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.cluster import Cluster, usable_memory
+from autoshard.cluster.cluster import host_of
+from autoshard.hosting import need_of
 from autoshard.program.program import Program
 from autoshard.report.units import bytes_text
+from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.result import At, Finding
 
 
 @dataclass(frozen=True)
 class Fit:
-    """peak: bytes on the fullest rank. room: bytes that a device has for them. rank: of the pipeline."""
+    """peak: bytes on the fullest rank. room: bytes that a device has for them. rank: of the pipeline. holder:
+    of the bytes, and place: that has them."""
 
     peak: float
     room: float
     rank: int
+    holder: str = "the fullest rank"
+    place: str = "a device"
 
     @property
     def finding(self) -> Finding | None:
@@ -25,10 +31,17 @@ class Fit:
             return None
         return Finding(
             "memory",
-            f"the fullest rank holds {bytes_text(self.peak)}",
+            f"{self.holder} holds {bytes_text(self.peak)}",
             At(rank=self.rank),
-            f"a device has {bytes_text(self.room)}",
+            f"{self.place} has {bytes_text(self.room)}",
         )
+
+
+def fit_host(program: Program, cluster: Cluster) -> Fit:
+    """What the ranks of a node keep in its memory. Raises UsageError if the cluster does not know it."""
+    need = need_of(StagePrices(program, cluster))
+    room = host_of(cluster.device).memory_bytes
+    return Fit(need.bytes, float(room), -1, "what is offloaded on a node", "its host memory")
 
 
 def fit(program: Program, cluster: Cluster) -> Fit:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.lowered import Placed
+from autoshard.offload import HOST_OPS
 from autoshard.passes.insert_collectives import collective_node
 from autoshard.placement import Layout, Partial, layout_ok
 from autoshard.program.known import QUANTISED
@@ -36,6 +37,7 @@ MOVES = frozenset(
     [f"comm.{kind}.default" for kind in _KINDS]
     + [f"comm.{kind}_bucket.default" for kind in ("all_gather", "all_reduce", "reduce_scatter")]
     + list(QUANTISED)
+    + list(HOST_OPS)
 )
 
 
@@ -52,6 +54,11 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
     """The values of a collective, one by one; None if its text is not that of one."""
     kind = node.op.split(".")[1]
     args = node.args
+    if node.op in HOST_OPS:
+        sources = args[0] if len(args) == 1 and isinstance(args[0], tuple) else ()
+        if len(sources) != len(node.outs) or not all(isinstance(s, Ref) for s in sources):
+            return None
+        return tuple(Move(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
     if kind.endswith("_bucket"):
         sources = args[0] if args and isinstance(args[0], tuple) else ()
         wheres = args[2] if len(args) > 2 else ((),) * len(sources)
@@ -81,6 +88,11 @@ def broken_moves(
     found = moves_of(node)
     if found is None:
         yield "collective", node.outs[0], "its arguments are not those of such a collective"
+        return
+    if node.op in HOST_OPS:
+        for move in found:
+            if values[move.source] != values[move.out]:
+                yield "placement", move.out, "host memory changes neither type nor placement of a value"
         return
     kind = node.op.split(".")[1].removesuffix("_bucket").removesuffix("_q")
     names = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

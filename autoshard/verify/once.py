@@ -52,8 +52,7 @@ def _reduced(lowered: Lowered, part: Part) -> Iterator[Finding]:
         if other.stage == stage and other.phase in ("backward", "weight"):
             made.update(ends_of(lowered, other).makes)
     for number, item in _numbered(lowered, part):
-        linear = isinstance(item, Node) and item.op in MOVES and item.kwarg("op", "sum") == "sum"
-        if not linear:
+        if not _is_linear(lowered, item):
             what = item.segment if isinstance(item, Call) else item.op
             yield Finding(
                 "step",
@@ -69,6 +68,11 @@ def _reduced(lowered: Lowered, part: Part) -> Iterator[Finding]:
                 _at(part, number, foreign[0]),
             )
         made.update(item.outs)
+
+
+def _is_linear(lowered: Lowered, item: Call | Node) -> bool:
+    nodes = lowered.segments[item.segment].graph.nodes if isinstance(item, Call) else (item,)
+    return all(n.op in MOVES and n.kwarg("op", "sum") == "sum" for n in nodes)
 
 
 def _summed(program: Program, stage: int) -> Iterator[Finding]:

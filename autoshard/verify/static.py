@@ -16,8 +16,9 @@ from autoshard.report.units import bytes_text
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules, rule_table
+from autoshard.verify.hosted import check_hosted, uses_host
 from autoshard.verify.locate import Locator
-from autoshard.verify.memory import fit
+from autoshard.verify.memory import fit, fit_host
 from autoshard.verify.once import broken_steps
 from autoshard.verify.operators import Judge
 from autoshard.verify.order import Moves, check_order
@@ -47,6 +48,9 @@ def verify_static(
     else:
         _text(work, rules)
         _pipeline(work, moves)
+        if uses_host(program):
+            hosted = check_hosted(program)
+            work.find("host memory", hosted.moved, "stores and loads", hosted.findings)
         if cluster is not None:
             _memory(work, cluster)
     whole = Mesh.parse(program.whole_mesh)
@@ -144,3 +148,8 @@ def _memory(work: _Work, cluster: Cluster) -> None:
     broken = found.finding
     note = f"{bytes_text(found.peak)} of {bytes_text(found.room)}, simulated on {cluster.name}"
     work.find("memory", 1, "fullest rank", [broken] if broken is not None else [], note)
+    if work.program.offload:
+        host = fit_host(work.program, cluster)
+        note = f"{bytes_text(host.peak)} of {bytes_text(host.room)} of a node, simulated on {cluster.name}"
+        over = [] if host.finding is None else [host.finding]
+        work.find("memory of the host", 1, "node", over, note)

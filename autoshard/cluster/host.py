@@ -1,0 +1,61 @@
+"""The memory of a node, and the link over which a device reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from autoshard.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a device finds in its node.
+
+    bandwidth: bytes/s between device and host memory in one direction, while the other devices of the node
+    do the same. latency: seconds per copy. memory_bytes: of a node. memory_bandwidth: bytes/s of a node's
+    memory, all its processors together. devices: of a node, which share both.
+    """
+
+    bandwidth: float
+    latency: float
+    memory_bytes: int
+    memory_bandwidth: float
+    devices: int = 1
+
+    def __post_init__(self) -> None:
+        figures = {
+            "bandwidth": self.bandwidth,
+            "memory_bytes": self.memory_bytes,
+            "memory_bandwidth": self.memory_bandwidth,
+            "devices": self.devices,
+        }
+        for name, value in figures.items():
+            if not (value > 0 and isfinite(value)):
+                raise UsageError(f"{name} is {value}", where="host", why="it must be a finite number above 0")
+        if not (isfinite(self.latency) and self.latency >= 0):
+            raise UsageError(f"latency is {self.latency}", where="host", why="it must be 0 seconds or more")
+
+    def seconds(self, nbytes: float) -> float:
+        """A copy in one direction."""
+        return self.latency + nbytes / self.bandwidth if nbytes else 0.0
+
+    def update_seconds(self, nbytes: float) -> float:
+        """Reading and writing so many bytes per device, all devices of a node at once."""
+        return nbytes * self.devices / self.memory_bandwidth
+
+
+def bounding_host(hosts: Sequence[Host | None]) -> Host | None:
+    """The host that is as slow and as small as the worst of these; None if one of them is not known."""
+    known = [host for host in hosts if host is not None]
+    if not known or len(known) < len(hosts):
+        return None
+    most = max(host.devices for host in known)
+    return Host(
+        min(host.bandwidth for host in known),
+        max(host.latency for host in known),
+        int(min(host.memory_bytes / host.devices for host in known) * most),
+        min(host.memory_bandwidth / host.devices for host in known) * most,
+        most,
+    )

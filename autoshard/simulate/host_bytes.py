@@ -1,0 +1,58 @@
+"""What a program keeps in host memory, per device of a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoshard.program.ends import ends_of
+from autoshard.program.hosted import hosted_values
+from autoshard.simulate.pipeline import in_flight_bytes
+from autoshard.simulate.stage_costs import StagePrices
+
+
+@dataclass(frozen=True)
+class HostHeld:
+    """Bytes of one rank in the memory of its node, with Adam. activations: of all microbatches in flight."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def host_bytes(prices: StagePrices) -> tuple[HostHeld, ...]:
+    """Of every pipeline rank."""
+    stored = _stored(prices)
+    return tuple(_of(prices, rank, stored) for rank in range(prices.schedule.ranks))
+
+
+def _of(prices: StagePrices, rank: int, stored: Mapping[int, float]) -> HostHeld:
+    wanted = prices.program.offload
+    flying = 0.0
+    if wanted.activations:
+        slices = prices.schedule.slices
+        held = tuple(stored[s] / slices for s in range(prices.schedule.stages) for _ in range(slices))
+        costs = replace(prices.held, held=held, held_weight=held, made_weight=())
+        flying = max(in_flight_bytes(prices.schedule, prices.schedule.actions[rank], costs), default=0.0)
+    if not wanted.states:
+        return HostHeld(activations=flying)
+    # the optimizer alone keeps copies of what it trains, and of the gradients of that
+    trained = prices.shard_bytes(rank, trained=True)
+    parameters = prices.shard_bytes(rank) if wanted.parameters else trained
+    return HostHeld(parameters, trained, prices.optimizer_bytes(rank), flying)
+
+
+def _stored(prices: StagePrices) -> Mapping[int, float]:
+    """Stage -> bytes that its forward stores for one microbatch."""
+    lowered = prices.program.lowered
+    hosted = hosted_values(lowered)
+    found = {part.stage: 0.0 for part in lowered.parts}
+    for part in lowered.parts:
+        if part.phase == "forward":
+            found[part.stage] += sum(prices.size(v) for v in ends_of(lowered, part).makes if v in hosted)
+    return found
