@@ -15,6 +15,7 @@ from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
+from autoshard.passes.early_reductions import early_reductions
 from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.fuse_kernels import fuse_kernels
@@ -163,6 +164,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
         lowered = _watched("090_fuse_kernels", fused, watch)
     if how.seconds is not None:
         lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
+        if how.plan.microbatches * slices == 1 and pipeline is None:
+            lowered = _watched("092b_early_reductions", early_reductions(lowered), watch)
     if how.hosting is not None and (how.hosting.kinds.activations or how.hosting.kinds.parameters):
         grads, summed = _results(folded, lowered, "grad"), how.plan.microbatches * slices > 1
         lowered = offload(lowered, params, grads, how.hosting, summed=summed)
@@ -233,6 +236,7 @@ PASSES = (
     "080_fuse_bias",
     "090_fuse_kernels",
     "092_prefetch",
+    "092b_early_reductions",
     "093_offload",
     "094_overlap",
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - defines ops of its own
 from rule_check import Sample
 
 f64, f32, i64 = torch.float64, torch.float32, torch.int64

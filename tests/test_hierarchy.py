@@ -22,6 +22,7 @@ from autoshard.cluster.levels import levels_of
 from autoshard.emitting import laid_out
 from autoshard.hierarchies import Way, ways
 from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.comm import axes_of as ir_axes_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.passes.hierarchy import Levels, check_levels
 from autoshard.passes.keep_part import keep_part
@@ -189,12 +190,12 @@ def test_three_levels_of_parameters_gradients_and_optimizer_state() -> None:
     made = program("copy=pair,once,gradients=node")
     assert axes_of(made, "all_gather", "gather") == [NETWORK, NODE]
     assert axes_of(made, "all_gather", "forward", "backward") == [PAIR]
-    assert axes_of(made, "reduce_scatter", "backward") == [PAIR, NODE]
-    assert axes_of(made, "reduce_scatter", "reduce") == [NETWORK]
+    assert axes_of(made, "reduce_scatter", "backward", "reduce") == [PAIR, NODE, NETWORK]
     values = made.lowered.values
     stored = {p.name: values[p.name] for p in made.signature.ports if p.kind == "param"}
     assert all(all(isinstance(p, Shard) for p in v.layout) for v in stored.values())
-    summed = {r for n in nodes_of(made, ("reduce",)) for r in refs_of(n)}
+    last = [n for n in nodes_of(made, ("backward", "reduce")) if n.op.startswith("comm.reduce_scatter")]
+    summed = {r for n in last if NETWORK in ir_axes_of(n) for r in refs_of(n)}
     assert summed and all(_split_over(values[v]) == [NODE, PAIR] for v in summed)
     copies = [v for n, v in values.items() if n.endswith("_copy")]
     assert copies and all(_split_over(v) == [PAIR] for v in copies)
@@ -266,7 +267,7 @@ def test_with_fewer_bits_on_every_level() -> None:
         allow="int8-weights,int8-gradients",
     )
     assert any("_q_" in n.op for n in nodes_of(made, ("gather",)))
-    assert any("_q_" in n.op for n in nodes_of(made, ("reduce",)))
+    assert any("_q_" in n.op for n in nodes_of(made, ("backward", "reduce")))
     errors = compare_step(made, model, inputs)
     assert 1e-5 < max(errors.values()) < 0.03
 
