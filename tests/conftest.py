@@ -25,19 +25,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
 
 
-#: files that take longest come first, so that no worker is left with one of them alone at the end
-LONGEST = (
+#: files that start processes of their own: one worker runs them, so that these do not wait for each other;
+#: first, since together they take longest
+PROCESSES = (
     "test_pipeline.py",
     "test_gloo.py",
-    "test_verify_static.py",
-    "test_recompute.py",
+    "test_pipeline_api.py",
+    "test_export.py",
     "test_hierarchy.py",
+    "test_ring.py",
+    "test_offload.py",
+    "test_guard.py",
+    "test_profile.py",
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    last = len(LONGEST)
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else last)
+    last = len(PROCESSES)
+    items.sort(key=lambda item: PROCESSES.index(item.path.name) if item.path.name in PROCESSES else last)
+    for item in items:
+        name = item.path.name
+        item.add_marker(pytest.mark.xdist_group("processes" if name in PROCESSES else name))
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
