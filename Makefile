@@ -31,7 +31,7 @@ demo: $(STAMP) ## run examples/demo.py
 
 test: lint ## lint, then the tests
 	@echo "test: pytest"
-	$(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests $(PYTEST_ARGS)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	@echo "lint: ruff, mypy"

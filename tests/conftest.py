@@ -25,28 +25,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
 
 
-#: files that start processes of their own: one worker runs them, so that these do not wait for each other;
-#: first, since together they take longest
-PROCESSES = (
+#: files in the order in which workers take them: what takes long first, and files that start processes far
+#: apart, so that these do not wait for each other
+FIRST = (
     "test_pipeline.py",
+    "test_slices.py",
+    "test_families.py",
+    "test_aot.py",
+    "test_planner.py",
+    "test_staging.py",
+    "test_experts.py",
+    "test_verify_static.py",
     "test_gloo.py",
-    "test_pipeline_api.py",
+    "test_architectures.py",
+    "test_validate.py",
+    "test_repeats.py",
+    "test_planner_wishes.py",
     "test_export.py",
+    "test_mutations.py",
+    "test_pipeline_cuts.py",
     "test_hierarchy.py",
-    "test_ring.py",
-    "test_offload.py",
-    "test_guard.py",
-    "test_profile.py",
 )
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    last = len(PROCESSES)
-    items.sort(key=lambda item: PROCESSES.index(item.path.name) if item.path.name in PROCESSES else last)
-    for item in items:
-        name = item.path.name
-        item.add_marker(pytest.mark.xdist_group("processes" if name in PROCESSES else name))
+    last = len(FIRST)
+    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else last)
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
