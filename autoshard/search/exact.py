@@ -110,7 +110,7 @@ class Exact:
             if judged < reached and self.judge is not None and not self.interrupted:
                 try:
                     fits = self.judge.fit(found, reached)
-                except InfeasibleError as error:
+                except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
                     solved[where] = inf
                     continue
