@@ -135,6 +135,7 @@ def lowering_of(
     """What the passes after the search need to know of a plan."""
     mesh = Mesh.parse(plan.mesh)
     order = RankOrder(plan.order) if plan.order else None
+    prices = _prices(cluster, mesh, plan)
     return Lowering(
         flow,
         plan,
@@ -142,22 +143,21 @@ def lowering_of(
         cost_model(cluster, mesh, order).plain,
         analysis.table,
         saving=saving_of(cluster, mesh, plan),
-        seconds=_prices(cluster, mesh, plan) if wanted.overlap else None,
+        seconds=prices if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
         # of chunks that go round while nothing else runs, there are only more messages
-        ring=_prices(cluster, mesh, plan) if wanted.ring and cluster.device.overlap > 0 else None,
-        hosting=_hosting(cluster, mesh, plan, wanted),
+        ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
+        hosting=_hosting(cluster, mesh, prices, wanted),
     )
 
 
-def _hosting(cluster: Cluster, mesh: Mesh, plan: Plan, wanted: Emission) -> Hosting | None:
+def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, wanted: Emission) -> Hosting | None:
     """What waits in host memory, and at which prices. Raises UsageError if the cluster does not know them."""
     kinds = Offload.parse(wanted.offload)
     if not kinds:
         return None
     ops = Ops(mesh, mesh.coords(0), Behaviour())
-    prices = _prices(cluster, mesh, plan)
     return Hosting(kinds, ops.nbytes, host_of(cluster.device).seconds, prices, wanted.overlap)
 
 
@@ -213,9 +213,12 @@ def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lo
     if str(precision):
         copy = partial(traffic_seconds, device=cluster.device)
         quantise = Quantising(precision, lambda kind, n, axis: of(kind, n, last.names[axis]), copy)
-    prices = _prices(cluster, last, how.plan) if wanted.overlap else None
-    hosting = _hosting(cluster, last, how.plan, wanted)
-    return replace(taken, hierarchy=hierarchy, quantise=quantise, seconds=prices, hosting=hosting)
+    taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
+    if last == mesh:
+        return taken  # priced already
+    prices = _prices(cluster, last, how.plan)
+    hosting = _hosting(cluster, last, prices, wanted)
+    return replace(taken, seconds=prices if wanted.overlap else None, hosting=hosting)
 
 
 def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:

@@ -184,7 +184,7 @@ class Fitter:
         if over == inf:
             return room * _SMALLER
         less = room - _MORE * over / self.ask.budget
-        more = self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
+        more = self._known_more(tried)
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
     def whole_seconds(self, found: Settled) -> float:
@@ -221,12 +221,14 @@ class Fitter:
         """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
         if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
         memory, of which what is missing decides."""
-        if self.offload.activations or tried.configuration.pipe.ranks > 1:
-            return None
-        more = self._more.get(_kind(tried))
+        more = None if self.offload.activations else self._known_more(tried)
         return (
             None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
         )
+
+    def _known_more(self, tried: Settled) -> float | None:
+        """Bytes that one like it held beyond what the search counts; None with a pipeline."""
+        return self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
 
     def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
         name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)

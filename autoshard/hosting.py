@@ -75,8 +75,8 @@ def least(
     if not program.offload:
         return program
     prices = prices_of(program)
-    if budget is not None and program.offload.activations and peak_of(prices) > budget:
-        program, prices = _fewest(build, prices_of, budget, program, prices)
+    if budget is not None and program.offload.activations and (peak := peak_of(prices)) > budget:
+        program, prices = _fewest(build, prices_of, budget, (program, prices), peak)
     check_host(prices)
     return program
 
@@ -85,15 +85,15 @@ def _fewest(
     build: Callable[[float], Program],
     prices_of: Callable[[Program], StagePrices],
     budget: int,
-    program: Program,
-    prices: StagePrices,
+    none: tuple[Program, StagePrices],
+    peak: float,
 ) -> tuple[Program, StagePrices]:
-    """The smallest share that fits, by halving; program, prices: with none of them."""
+    """The smallest share that fits, by halving. none: with none of them, and its peak in bytes."""
     low, high = 0.0, 1.0
     most = build(high)
     best = most, prices_of(most)
-    if peak_of(best[1]) > budget:
-        return best if peak_of(best[1]) < peak_of(prices) else (program, prices)
+    if (least_peak := peak_of(best[1])) > budget:
+        return best if least_peak < peak else none
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         tried = build(share)

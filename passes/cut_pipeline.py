@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Joint, Node, Origin, Ref
-from autoshard.ir.lowered import Instruction, Lowered, Part, Phase, Placed
+from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
 from autoshard.ir.statements import Statement, Statements, Taker, repeats_of, statements_of
 from autoshard.placement import R, local_shape
 from autoshard.rules.local import MeshShape
@@ -63,9 +63,8 @@ def cut_pipeline(lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: Mesh
     is read in another stage than the one that updates it.
     """
     if not cuts:
-        return _joined(
-            lowered, [(0, "forward", _half(lowered, False)), (0, "backward", _half(lowered, True))]
-        )
+        forward, backward = Part(0, "forward", 0, 0), Part(0, "backward", 0, 0)
+        return with_parts(lowered, [(forward, _half(lowered, False)), (backward, _half(lowered, True))])
     whole = statements_of(lowered)
     stages = _Stages(whole, joint, mesh, len(cuts) + 1)
     stages.assign_forward(_ends(whole, cuts, mesh))
@@ -98,15 +97,6 @@ def homes_of(whole: Statements, joint: Joint, mesh: MeshShape) -> Homes:
 
 def _half(lowered: Lowered, backward: bool) -> list[Instruction]:
     return [i for i in lowered.main if i.backward == backward]
-
-
-def _joined(lowered: Lowered, pieces: Sequence[tuple[int, Phase, list[Instruction]]]) -> Lowered:
-    main: list[Instruction] = []
-    parts: list[Part] = []
-    for stage, phase, items in pieces:
-        parts.append(Part(stage, phase, len(main), len(main) + len(items)))
-        main += items
-    return replace(lowered, main=tuple(main), parts=tuple(parts))
 
 
 # -- where the cuts fall -------------------------------------------------------------------------------
@@ -559,15 +549,14 @@ class _Stages:
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
             extra = self._sum_items(sums.get(stage, {}), taker.values)
             pieces[stage, True] = _renamed(pieces[stage, True], extra.renamed) + extra.items
-        order: list[tuple[int, Phase, list[Instruction]]] = []
-        order += [(s, "forward", pieces[s, False]) for s in range(self.count)]
-        order += [(s, "backward", pieces[s, True]) for s in reversed(range(self.count))]
+        order = [(Part(s, "forward", 0, 0), pieces[s, False]) for s in range(self.count)]
+        order += [(Part(s, "backward", 0, 0), pieces[s, True]) for s in reversed(range(self.count))]
         values = {**taker.values, **{p.name: self.whole.values[p.name] for p in self.joint.ports}}
         values |= {r: self.whole.values[r] for r in self.whole.results}
         lowered = replace(
             self.whole.lowered, segments=taker.segments, values=values, results=self.whole.results
         )
-        return _joined(lowered, order)
+        return with_parts(lowered, order)
 
     @cached_property
     def places(self) -> Mapping[int | None, Sequence[int]]:

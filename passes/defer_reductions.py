@@ -12,11 +12,11 @@ A gradient that is reduced over two axes is taken out in two rounds: the last re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 
 BUCKET_BYTES = 25 * 2**20
 _ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
@@ -44,12 +44,9 @@ def defer_reductions(lowered: Lowered, grads: Collection[str], late: Collection[
         # the values before these reductions wait, too, beside gradients that travel with them
         scattered |= {source for source, out in round_.pairs if out in scattered}
         waiting |= {source for source, _ in round_.pairs}
-    items = list(lowered.main)
-    parts = list(lowered.parts)
-    for stage in stages:
-        parts.append(Part(stage, "reduce", len(items), len(items) + len(before[stage])))
-        items += before[stage]
-    return replace(lowered, main=tuple(items), parts=tuple(parts))
+    pieces: list[tuple[Part, Sequence[Instruction]]] = [(part, lowered.of(part)) for part in lowered.parts]
+    pieces += [(Part(stage, "reduce", 0, 0), before[stage]) for stage in stages]
+    return with_parts(lowered, pieces)
 
 
 @dataclass(frozen=True)
@@ -185,17 +182,10 @@ class _Round:
 
     def _rebuilt(self) -> Lowered:
         segments = {name: _without(s, self.found[name]) for name, s in self.source.segments.items()}
-        items: list[Instruction] = []
-        parts: list[Part] = []
-        for part in self.source.parts:
-            made = self._part(part)
-            parts.append(replace(part, start=len(items), stop=len(items) + len(made)))
-            items += made
+        pieces = [(part, self._part(part)) for part in self.source.parts]
         for key in list(self.buckets):
             self._send(key)
-        return replace(
-            self.source, segments=segments, main=tuple(items), values=self.values, parts=tuple(parts)
-        )
+        return with_parts(replace(self.source, segments=segments, values=self.values), pieces)
 
     def _part(self, part: Part) -> list[Instruction]:
         """The instructions of a part that are left."""

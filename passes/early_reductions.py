@@ -9,11 +9,10 @@ What works on the result of another message stays where it is: it would wait for
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import is_message
-from autoshard.ir.lowered import Instruction, Lowered, Part
+from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
 
 
 def early_reductions(lowered: Lowered) -> Lowered:
@@ -32,12 +31,7 @@ def early_reductions(lowered: Lowered) -> Lowered:
             else:
                 items[backward[part.stage]].insert(behind, item)
         items[part] = late
-    main: list[Instruction] = []
-    parts: list[Part] = []
-    for part, found in items.items():
-        parts.append(replace(part, start=len(main), stop=len(main) + len(found)))
-        main += found
-    return replace(lowered, main=tuple(main), parts=tuple(parts))
+    return with_parts(lowered, items.items())
 
 
 def _behind(item: Instruction, backward: Sequence[Instruction], late: Sequence[Instruction]) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from autoshard.ir import Node, Origin, Ref
-from autoshard.ir.lowered import Instruction, Lowered, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
 from autoshard.placement import R, Shard, local_shape
 from autoshard.program.ends import wires_of
 from autoshard.rules.local import MeshShape
@@ -60,14 +60,11 @@ def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, sav
         )
     if not after:
         return lowered
-    main: list[Instruction] = []
-    parts: list[Part] = []
+    pieces: list[tuple[Part, list[Instruction]]] = []
     for old in lowered.parts:
         key = (old.stage, old.phase)
-        items = [*before.get(key, ()), *lowered.of(old), *after.get(key, {}).values()]
-        parts.append(replace(old, start=len(main), stop=len(main) + len(items)))
-        main += items
-    return replace(lowered, main=tuple(main), parts=tuple(parts), values=values)
+        pieces.append((old, [*before.get(key, ()), *lowered.of(old), *after.get(key, {}).values()]))
+    return with_parts(replace(lowered, values=values), pieces)
 
 
 def _split(placed: Placed, mesh: MeshShape, saving: Saving) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 from autoshard.passes.defer_reductions import BUCKET_BYTES
 from autoshard.passes.hierarchy import CannotRefineError, free_name
 from autoshard.passes.quantise_collectives import Gradients
@@ -341,23 +341,16 @@ class _Copies:
     def _joined(
         self, main: Mapping[Part, list[Instruction]], gathers: Mapping[int, list[Instruction]]
     ) -> Lowered:
-        items: list[Instruction] = []
-        parts: list[Part] = []
+        pieces: list[tuple[Part, list[Instruction]]] = []
         have = {p.stage for p in self.lowered.parts if p.phase == "gather"}
-
-        def add(part: Part, body: list[Instruction]) -> None:
-            parts.append(replace(part, start=len(items), stop=len(items) + len(body)))
-            items.extend(body)
 
         if gathers:
             for stage in sorted(self.parts - have):
-                add(Part(stage, "gather", 0, 0), gathers.get(stage, []))
+                pieces.append((Part(stage, "gather", 0, 0), gathers.get(stage, [])))
         for part in self.lowered.parts:
             own = gathers.get(part.stage, []) if part.phase == "gather" else []
-            add(part, [*main[part], *own])
-        return replace(
-            self.lowered, segments=self.segments, main=tuple(items), values=self.values, parts=tuple(parts)
-        )
+            pieces.append((part, [*main[part], *own]))
+        return with_parts(replace(self.lowered, segments=self.segments, values=self.values), pieces)
 
 
 def _moved(node: Node, names: Mapping[str, str], label: str) -> Node:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
 from autoshard.passes.slice_emit import Emitter, Group, Namer, Setting
 from autoshard.passes.slice_places import places_of
@@ -116,22 +116,14 @@ class _Slicer:
         of_part: dict[int, list[Group]] = {}
         for group in self.groups:
             of_part.setdefault(group.part, []).append(group)
-        main: list[Instruction] = []
-        parts: list[Part] = []
-        for at, part in enumerate(self.parts):
-            items = [i for group in of_part.get(at, []) for i in made.instructions(group)]
-            parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
-            main += items
+        pieces = [
+            (part, [i for group in of_part.get(at, []) for i in made.instructions(group)])
+            for at, part in enumerate(self.parts)
+        ]
         ports = {n: self.whole.values[n] for n in self.lowered.values if n in self._ports()}
         values = {**ports, **made.values}
-        return replace(
-            self.lowered,
-            segments=made.segments,
-            main=tuple(main),
-            values=values,
-            results=self.whole.results,
-            parts=tuple(parts),
-        )
+        built = replace(self.lowered, segments=made.segments, values=values, results=self.whole.results)
+        return with_parts(built, pieces)
 
     def _ports(self) -> set[str]:
         """What the program is given, and results that are among it."""

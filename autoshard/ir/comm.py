@@ -28,6 +28,12 @@ def axes_of(node: Node) -> tuple[str, ...]:
     return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
 
 
+def goes_in_turn(op: str) -> bool:
+    """Whether one message of an op is on its way per axis at a time: a reduce-scatter holds what it sends,
+    and nothing may need its results before the end of the step, as with the gradients of a layer."""
+    return op.startswith("comm.reduce_scatter")
+
+
 def is_message(node: Node) -> bool:
     """Whether ranks exchange anything; a slice of what a rank has sends nothing."""
     return collective_kind(node) not in ("", "slice")

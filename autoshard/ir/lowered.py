@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
@@ -70,3 +71,13 @@ class Lowered:
     def of(self, part: Part) -> tuple[Instruction, ...]:
         """The instructions of a part."""
         return self.main[part.start : part.stop]
+
+
+def with_parts(lowered: Lowered, pieces: Iterable[tuple[Part, Sequence[Instruction]]]) -> Lowered:
+    """The program with these parts, in order, and their instructions; where a part lay is forgotten."""
+    main: list[Instruction] = []
+    parts: list[Part] = []
+    for part, items in pieces:
+        parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
+        main += items
+    return replace(lowered, main=tuple(main), parts=tuple(parts))

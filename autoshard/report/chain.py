@@ -177,32 +177,28 @@ class Chains:
         module, source, _ = self.note(made)
         return Link(place.value, op_text(made.node.op), str(placed), module, source)
 
+    def _begins(self, made: _Made, value: str, begin: str) -> tuple[None, str, Why]:
+        """`_before` of what a message brings, and for whom."""
+        wanted = self._wanted_by(made, value)
+        as_wanted = f", as {wanted[0]} wants it" if wanted else ""
+        return None, begin + as_wanted, wanted[1] if wanted else self.note(made)[2]
+
     def _before(self, made: _Made, value: str, layout: Layout, axis: int) -> tuple[Place | None, str, Why]:
         """(the value that a placement comes from, why it begins here if there is none, the decision)."""
         name = self.mesh.names[axis]
         ins = [Place(made.call, ref) for ref in refs_of(made.node)]
         why = self.note(made)[2]
         if made.node.op == MM_SCATTER and axes_of(made.node) == (name,):
-            wanted = self._wanted_by(made, value)
             begin = f"{op_text(made.node.op)} sums it over {name} and leaves a part on every rank"
-            return (
-                None,
-                f"{begin}{f', as {wanted[0]} wants it' if wanted else ''}",
-                wanted[1] if wanted else why,
-            )
+            return self._begins(made, value, begin)
         if _moves(made.node, value) and ins:
             # of several values in one message, each result is that of the input in its place
             moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
             before = self.layout(moved)[axis]
             if before == layout[axis]:
                 return self.settled(moved), "", Why("")
-            wanted = self._wanted_by(made, value)
             begin = f"{op_text(made.node.op)} brings it from {before} to {layout[axis]} on {name}"
-            return (
-                None,
-                f"{begin}{f', as {wanted[0]} wants it' if wanted else ''}",
-                wanted[1] if wanted else why,
-            )
+            return self._begins(made, value, begin)
         split = [p for p in ins if self.layout(p)[axis] != R]
         wish = layout[axis]
         if wish == R:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.ir import Node
-from autoshard.ir.comm import axes_of, is_message
+from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric
@@ -26,6 +26,7 @@ from autoshard.runtime.pending import Finish, Issue, Message, wait
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.watch import Watch
+from autoshard.torch_adapters.groups import group_named
 
 #: (dim, outer, inner, size before the split or None if it divides evenly)
 Where: TypeAlias = tuple[int, int, int, "int | None"]
@@ -46,10 +47,6 @@ ISSUED = frozenset(
     )
 )
 
-#: of these, one per axis is on its way: each holds what it sends, and nothing may need its results before the
-#: end of the step, as with the gradients of a layer
-ONE_AT_A_TIME = frozenset(("reduce_scatter", "reduce_scatter_bucket", "reduce_scatter_q_bucket"))
-
 
 class GroupCollectives:
     """The collectives of one rank.
@@ -65,7 +62,7 @@ class GroupCollectives:
         watch: Watch | None = None,
     ) -> None:
         self.groups, self.names, self.watch = dict(groups), dict(names or {}), watch
-        #: axis -> the last of `ONE_AT_A_TIME` that was issued over it
+        #: axis -> the last message that was issued over it of those that go in turn
         self._last: WeakValueDictionary[str, Message] = WeakValueDictionary()
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
@@ -86,7 +83,7 @@ class GroupCollectives:
 
             return watched
         if kind in ISSUED:
-            start = self._in_turn(bound, "+".join(axes_of(node))) if kind in ONE_AT_A_TIME else bound
+            start = self._in_turn(bound, "+".join(axes_of(node))) if goes_in_turn(node.op) else bound
             return Issue(start, len(node.outs) if kind.endswith("_bucket") else None, name)
 
         def plain(*args: Any, **kwargs: Any) -> Any:
@@ -214,8 +211,7 @@ class GroupCollectives:
 
     def _pass(self, view: RankView, axis: str) -> rings.Pass:
         """To the next rank of an axis, from the one before."""
-        by_name = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        group = by_name(self.groups[axis])  # type: ignore[arg-type]
+        group = group_named(self.groups[axis])
         ways, rank = view.size_of(axis), view.coord_of(axis)
 
         def start(sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autoshard.ir import Node, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_bucket
+from autoshard.ir.comm import axes_of, collective_kind, goes_in_turn, is_bucket
 from autoshard.ir.lowered import Placed
 from autoshard.offload import STORE
 from autoshard.simulate.ops import Ops
@@ -58,7 +58,7 @@ def turn_of(node: Node) -> str:
     else."""
     if node.op == STORE:
         return "host"
-    return "+".join(axes_of(node)) if collective_kind(node).startswith("reduce_scatter") else ""
+    return "+".join(axes_of(node)) if goes_in_turn(node.op) else ""
 
 
 class Messages:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
+from autoshard.ir.comm import goes_in_turn
 from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Transfer, Work
 
 #: parameters are gathered at most so many calls ahead of the one that computes
@@ -178,7 +179,7 @@ class Player:
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
-        turn = task.op.startswith("comm.reduce_scatter")
+        turn = goes_in_turn(task.op)
         ring = work.kind == "hop"
         return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=turn, ring=ring)
 

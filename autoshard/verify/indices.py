@@ -52,6 +52,20 @@ def unit_of(size: int, all_splits: Iterable[Splits], moves: Iterable[tuple[int, 
     return max(1, unit)
 
 
+def in_runs(
+    size: int, layouts: tuple[Layout, Layout], dim: int, sizes: Sequence[int], parts: int
+) -> tuple[int, tuple[Layout, Layout], bool]:
+    """(size, layouts, whether they changed) of a dim before and after a collective, in runs of elements.
+
+    parts: into which a collective cuts what a rank has, or by which it joins it.
+    """
+    splits = [splits_of(layout, dim, sizes) for layout in layouts]
+    unit = unit_of(size, splits, [(local_size(size, splits[0]), parts)])
+    if unit == 1:
+        return size, layouts, False
+    return size // unit, (in_units(layouts[0], dim), in_units(layouts[1], dim)), True
+
+
 def in_units(layout: Layout, dim: int) -> Layout:
     """A layout of a dim of units: what runs are made of no longer matters."""
     return tuple(replace(p, inner=1) if isinstance(p, Shard) and p.dim == dim else p for p in layout)

@@ -17,17 +17,7 @@ from autoshard.passes.insert_collectives import collective_node
 from autoshard.placement import Layout, Partial, layout_ok
 from autoshard.program.known import QUANTISED
 from autoshard.rules.local import MeshShape
-from autoshard.verify.indices import (
-    axes_of,
-    coordinates,
-    cut,
-    held_at,
-    in_units,
-    join,
-    local_size,
-    splits_of,
-    unit_of,
-)
+from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 from autoshard.verify.relaid import wrong_precision, wrong_step
 from autoshard.verify.result import Rule
 
@@ -156,16 +146,11 @@ def _same_elements(
     dims = {int(where[0]), int(where[1])} if kind == "all_to_all" else {int(where[0])}
     ways = sizes[axis]
     for dim in dims:
-        size = before.type.shape[dim]
-        layouts = before.layout, after.layout
-        splits = [splits_of(layout, dim, sizes) for layout in layouts]
-        moved = _moved(kind, dim, where, local_size(size, splits[0]), ways)
-        uneven = kind != "all_to_all" and where[3] is not None
-        unit = 1 if uneven else unit_of(size, splits, [moved])
-        if unit > 1:
-            size, layouts = size // unit, (in_units(layouts[0], dim), in_units(layouts[1], dim))
+        size, layouts, short = before.type.shape[dim], (before.layout, after.layout), False
+        if kind == "all_to_all" or where[3] is None:
+            size, layouts, short = in_runs(size, layouts, dim, sizes, _parts(kind, dim, where, ways))
         axes = sorted({*axes_of(before.layout, dim), *axes_of(after.layout, dim)} - {axis})
-        single = (where[0], where[1], 1, None) if unit > 1 and kind != "all_to_all" else where
+        single = (where[0], where[1], 1, None) if short and kind != "all_to_all" else where
         for at in coordinates(axes, sizes):
             have = [held_at(size, layouts[0], dim, sizes, {**at, axis: k}) for k in range(ways)]
             for k in range(ways):
@@ -175,13 +160,13 @@ def _same_elements(
     return True
 
 
-def _moved(kind: str, dim: int, where: tuple[Arg, ...], local: int, ways: int) -> tuple[int, int]:
-    """(elements that a rank has of a dim, parts that a collective cuts them into, or joins them by)."""
+def _parts(kind: str, dim: int, where: tuple[Arg, ...], ways: int) -> int:
+    """The parts that a collective cuts what a rank has of a dim into, or joins it by."""
     if kind == "all_gather":
-        return local, where[1]
+        return int(where[1])
     if kind in ("slice", "reduce_scatter"):
-        return local, where[1] * where[2] * ways
-    return (local, where[2] * ways) if dim == where[0] else (local, where[3])
+        return int(where[1] * where[2] * ways)
+    return int(where[2] * ways if dim == where[0] else where[3])
 
 
 def _given(

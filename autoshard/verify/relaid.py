@@ -15,17 +15,7 @@ import numpy as np
 from autoshard.ir import Arg
 from autoshard.ir.lowered import Placed
 from autoshard.placement import Partial, Replicate, Shard
-from autoshard.verify.indices import (
-    axes_of,
-    coordinates,
-    cut,
-    held_at,
-    in_units,
-    join,
-    local_size,
-    splits_of,
-    unit_of,
-)
+from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 
 
 @lru_cache(maxsize=8192)
@@ -57,12 +47,8 @@ def wrong_step(
     size = before.type.shape[dim]
     others = sorted({*axes_of(before.layout, dim), *axes_of(after.layout, dim)} - set(axes))
     ranks = [dict(zip(axes, at, strict=True)) for at in product(*(range(sizes[a]) for a in axes))]
-    layouts = before.layout, after.layout
-    splits = [splits_of(layout, dim, sizes) for layout in layouts]
     parts = outer if kind == "all_gather" else outer * len(ranks)
-    unit = unit_of(size, splits, [(local_size(size, splits[0]), parts)])
-    if unit > 1:
-        size, layouts = size // unit, (in_units(layouts[0], dim), in_units(layouts[1], dim))
+    size, layouts, _ = in_runs(size, (before.layout, after.layout), dim, sizes, parts)
     for at in coordinates(others, sizes):
         have = [held_at(size, layouts[0], dim, sizes, {**at, **own}) for own in ranks]
         whole = join(have, outer) if kind == "all_gather" else None
