@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import family
+from leaving import leave
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -168,8 +169,7 @@ def main() -> None:
             raise
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

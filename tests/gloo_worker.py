@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from families import family
+from leaving import leave
 from lockstep_check import relative_error
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -82,7 +83,7 @@ def main() -> None:
         results.append({**case, "worst": worst, "error": errors[worst], "loss": errors["loss"]})
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

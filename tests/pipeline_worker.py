@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gloo_worker import ADAM, STEPS, errors_of, train
+from leaving import leave
 from pipelines import model_and_batch
 from torch import nn
 
@@ -61,7 +62,7 @@ def main(make: Make = model_and_batch) -> None:
         )
     if dist.get_rank() == 0:
         Path(sys.argv[2]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

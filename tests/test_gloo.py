@@ -27,7 +27,7 @@ PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
 def torchrun(arguments: list[str], timeout: float = 600, ranks: int = 4) -> str:
     """Run a script on some processes, which end with this call whatever happens."""
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
         [*command, *arguments],
@@ -43,8 +43,14 @@ def torchrun(arguments: list[str], timeout: float = 600, ranks: int = 4) -> str:
         if process.poll() is None:
             os.killpg(process.pid, 9)
             process.wait()
-    assert process.returncode == 0, output[-4000:]
+    assert process.returncode == 0, told(output)
     return output
+
+
+def told(output: str) -> str:
+    """The end of what processes printed, and where one crashed, which stands before torchrun's own report."""
+    crash = output.find("Fatal Python error")
+    return (output[crash : crash + 4000] + "\n...\n" if crash >= 0 else "") + output[-4000:]
 
 
 @pytest.fixture(scope="module")
