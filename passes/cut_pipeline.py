@@ -543,7 +543,7 @@ class _Stages:
         pieces: dict[tuple[int, bool], list[Instruction]] = {}
         for stage, statements in enumerate(chosen):
             made = {v for s in statements for v in s.makes}
-            elsewhere = {v for v in made if v in wanted or users[v] > (v in needs[stage])}
+            elsewhere = {v for v in made if v in wanted or users.get(v, 0) > (v in needs[stage])}
             items = taker.take(statements, elsewhere)
             for backward in (False, True):
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
@@ -579,7 +579,7 @@ class _Stages:
             if optional and not here:
                 continue
             uses = tuple(self._at_hand(v, stage) for v in statement.uses)
-            picked.append(replace(statement, uses=uses))
+            picked.append(statement._replace(uses=uses))
             needed.update(uses)
         picked.reverse()
         return picked
