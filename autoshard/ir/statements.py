@@ -73,12 +73,13 @@ def statements_of(lowered: Lowered) -> Statements:
         if key not in bodies:
             bodies[key] = _body(segment, instruction.backward)
         for number, (node, refs, outs) in enumerate(bodies[key]):
+            makes = []
             for out, placed in outs:
                 name = names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
+                makes.append(name)
                 if placed is not None:
                     values[name] = placed
-            uses = tuple([names[r] for r in refs])
-            found.append(Statement(item, number, node, uses, tuple([names[o] for o, _ in outs])))
+            found.append(Statement(item, number, node, tuple([names[r] for r in refs]), tuple(makes)))
     results = tuple(same.get(r, r) for r in lowered.results)
     return Statements(lowered, tuple(found), same, results, values)
 
@@ -143,7 +144,7 @@ class _Forms:
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
         self._numbers: dict[Hashable, int] = {}
-        #: id of a node -> (the node, which keeps the id its own, its number, whether it is numbered in its call)
+        #: id of a node -> (the node, whose id it stays, its number, whether it is numbered in its call)
         self._of_node: dict[int, tuple[Node, int, bool]] = {}
 
     def what(self, statement: Statement, same: Mapping[str, str]) -> _What:

@@ -178,14 +178,15 @@ class Transients:
     def _call(self, call: Call, way: Messages) -> _Inside:
         lying = frozenset(inner for inner, outer in self._names(call).items() if outer in self._summed)
         turns = self._turns(call.segment)
-        # what nothing in the call waits for only lies there, however many messages it is
-        idle = sum(m.held for m in way.all if m.turn not in turns)
         entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
-        key = (call.segment, lying, idle, entering)
+        key = (call.segment, lying, entering)
         if key not in self._inside:
-            messages = [OnTheWay(frozenset(), *row) for row in (("", idle, 0.0), *entering)]
+            messages = [OnTheWay(frozenset(), *row) for row in entering]
             self._inside[key] = self._segment(call.segment, lying, messages)
-        return self._inside[key]
+        found = self._inside[key]
+        # what nothing in the call waits for lies there all the time
+        idle = sum(m.held for m in way.all if m.turn not in turns)
+        return replace(found, peak=found.peak + idle) if idle else found
 
     def _turns(self, name: str) -> frozenset[str]:
         """Of the messages that are issued in a segment one at a time."""
