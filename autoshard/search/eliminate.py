@@ -182,7 +182,7 @@ class Elimination:
         for v in self.order.variables:
             near = later[v]
             if not near:
-                value += float(costs[v].min())
+                value += costs[v].item() if len(costs[v]) == 1 else float(costs[v].min())
             elif len(near) == 1:
                 costs[near[0]] = costs[near[0]] + smallest(edges[v][near[0]] + costs[v][:, None])
             else:
@@ -200,6 +200,8 @@ class Elimination:
         states = [0] * len(tables.unary)
         for v in reversed(self.order.variables):
             cost = tables.unary[v]
+            if len(cost) == 1:
+                continue  # the only state there is
             for w, table in tables.edges[v].items():
                 cost = cost + table[:, states[w]]
             for scope, high in tables.higher[v]:
