@@ -198,8 +198,12 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
             last.update(dict.fromkeys((v for v in statement.uses if v in made), place))
             made.update(dict.fromkeys(statement.makes, place))
     steps = [0] * (len(whole.all) + 2)
+    sizes: dict[Placed, int] = {}
     for value, end in last.items():
-        size = _sent(whole.values[value], mesh)
+        placed = whole.values[value]
+        if placed not in sizes:
+            sizes[placed] = _sent(placed, mesh)
+        size = sizes[placed]
         steps[made[value] + 1] += size
         steps[end + 1] -= size
     return list(accumulate(steps))
@@ -614,9 +618,11 @@ class _Stages:
             optional = at is None or (statement.backward and self._repeats(statement))
             if optional and not here:
                 continue
-            uses = tuple(self._at_hand(v, stage) for v in statement.uses)
-            picked.append(statement._replace(uses=uses))
-            needed.update(uses)
+            if self.repeats:
+                uses = tuple([self._at_hand(v, stage) for v in statement.uses])
+                statement = statement._replace(uses=uses)
+            picked.append(statement)
+            needed.update(statement.uses)
         picked.reverse()
         return picked
 

@@ -224,7 +224,10 @@ class Elimination:
         beliefs: dict[int, Array] = {}
         for v in reversed(order.variables):
             near = order.later[v]
-            inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
+            if near or tables.edges[v] or tables.higher[v]:
+                inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
+            else:
+                inside = tables.unary[v]
             up = np.asarray(inside.min(axis=0))
             if near:
                 outer = _onto(beliefs[near[0]], (near[0], *order.later[near[0]]), near)

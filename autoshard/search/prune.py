@@ -72,11 +72,17 @@ class Residual:
         made.rows, made.hard = [dict(r) for r in self.rows], set(self.hard)
         return made
 
+    def priced(self, lam: float) -> list[Array]:
+        """Seconds + lam * bytes of every state; in one go, as most variables have few."""
+        both = np.concatenate(self.unary) + lam * np.concatenate(self.memory)
+        ends = [*accumulate(map(len, self.unary))]
+        return [both[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
     def weighted(self, lam: float) -> Residual:
         """The network of seconds + lam * bytes, without a second objective."""
         made = self.copy()
-        if lam:
-            made.unary = [u + lam * m for u, m in zip(self.unary, self.memory, strict=True)]
+        if lam and made.unary:
+            made.unary = self.priced(lam)
         made.memory = [np.zeros(len(m)) for m in self.memory]
         return made
 
