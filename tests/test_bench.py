@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.analysis import analyse
 from autoshard.bench.__main__ import main
@@ -27,6 +29,7 @@ from autoshard.bench.quality_table import print_quality
 from autoshard.cluster import Mesh
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
+from autoshard.interop.unfilled import Unfilled
 from autoshard.passes.capture import capture
 from autoshard.search.choose import Ask, choose
 from autoshard.search.pipe import Pipe
@@ -272,6 +275,24 @@ def test_models_on_meta() -> None:
         on_meta(TINY, 2, 64)
     with pytest.raises(UsageError, match="heads"):
         on_meta(replace(TINY, kind="gpt2"), 2, 16)
+
+
+def test_weights_are_only_left_unfilled_on_meta() -> None:
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.count += 1
+            return func(*args, **(kwargs or {}))
+
+    there, here = torch.empty(64, device="meta"), torch.zeros(64)
+    with Unfilled():
+        with Counting():
+            assert torch.nn.init.normal_(there) is there
+            assert torch.nn.init.normal_(tensor=there) is there
+        assert Counting.count == 0
+        assert torch.nn.init.normal_(here) is here and here.std() > 0.1
+        assert torch.nn.Linear(4, 4).weight.std() > 0.01
 
 
 def test_unknown_benchmarks_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from families import DEEP, FAMILIES
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from pipelines import model_and_batch, planned
+from pipelines import cuts_of, model_and_batch, planned
 from plain_nets import resnet
 from torch import nn
 from torch.nn import functional as F
@@ -21,9 +21,12 @@ from torch.nn import functional as F
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import Planned, compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
+from autoshard.emitting import lowering_of
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Folded
 from autoshard.passes.capture import capture
+from autoshard.passes.cut_pipeline import Uncut
+from autoshard.passes.pipeline import lower, place
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify
@@ -230,6 +233,18 @@ def test_unusual_models(name: str) -> None:
                 assert name == "buffers" and "is updated in pipeline stage" in str(error), error
                 continue
             _check(program, model, (x,), {})
+
+
+@pytest.mark.parametrize("again", [{}, {"layers_fwd": Recompute("selective", 2)}])
+def test_what_was_looked_at_before_is_cut_alike(again: dict[str, Recompute]) -> None:
+    found = planned("llama-deep", "tp=2")
+    folded = found.analysis.folded
+    uncut = replace(found.plan, microbatches=4, recompute=again)
+    cut = replace(uncut, pipeline=Pipeline(4, 0, "1f1b", 1, cuts_of(folded, 4)))
+    whole, how = (lowering_of(p, found.analysis.flow, found.analysis, found.cluster) for p in (uncut, cut))
+    known = Uncut.of(place(folded, whole))
+    assert lower(folded, how, uncut=known) == lower(folded, how)
+    assert lower(folded, replace(how, split_backward=True), uncut=known) != lower(folded, how)
 
 
 def test_a_convolutional_net() -> None:

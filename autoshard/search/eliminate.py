@@ -73,12 +73,17 @@ def _greedy(
 ) -> Order | None:
     """most: entries of a table beyond which there is no order, 0 for no limit."""
     graph = [set(n) for n in neighbours]
-    scores: dict[int, tuple[int, int, int]] = {v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) <= 2}
+    # most variables are alone by now: they come first, in order, as they would out of the heap
+    variables = [v for v, n in enumerate(graph) if not n]
+    if most and max((sizes[v] for v in variables), default=0) > most:
+        return None
+    scores: dict[int, tuple[int, int, int]] = {
+        v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2
+    }
     heap = list(scores.values())
     heapq.heapify(heap)
     core_scored = False
-    variables: list[int] = []
-    gone = [False] * len(graph)
+    gone = [not n for n in graph]
     around: list[set[int]] = [set()] * len(graph)
     while len(variables) < len(graph):
         if not heap:
@@ -119,10 +124,10 @@ def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -
         return (degree - 3, 0, v)
     if degree > _FILL_DEGREE:
         return (degree * degree if by_fill else _HUGE + degree, 0, v)
-    table = min(prod(sizes[w] for w in near) * sizes[v], _HUGE)
+    table = min(prod([sizes[w] for w in near]) * sizes[v], _HUGE)
     if not by_fill:
         return (table, 0, v)
-    missing = sum(degree - 1 - len(near & graph[w]) for w in near) // 2
+    missing = sum([degree - 1 - len(near & graph[w]) for w in near]) // 2
     return (missing, table, v)
 
 
@@ -141,8 +146,8 @@ def _finish(sizes: Sequence[int], variables: list[int], around: list[set[int]]) 
     at = [0] * len(variables)
     for position, v in enumerate(variables):
         at[v] = position
-    later = tuple(tuple(sorted(n, key=at.__getitem__)) for n in around)
-    tables = [sizes[v] * prod(sizes[w] for w in n) for v, n in enumerate(later)]
+    later = tuple([tuple(sorted(n, key=at.__getitem__)) if n else () for n in around])
+    tables = [sizes[v] * prod([sizes[w] for w in n]) for v, n in enumerate(later)]
     width = max((len(n) for n in later), default=0)
     return Order(tuple(variables), later, width, max(tables, default=0), sum(tables))
 
@@ -283,10 +288,13 @@ def _message(
         if first.size * second.shape[1] <= _CHUNK:
             pair = (unary[:, None] + first)[:, :, None] + second[:, None, :]
             return np.asarray(np.minimum.reduce(pair))
-    sizes = [s for _, s in sorted(_sizes(near, edges, higher).items())]
-    cells = len(unary) * prod(sizes)
+    known = {w: table.shape[1] for w, table in edges.items()}
+    for scope, table in higher:
+        known.update(zip(scope[1:], table.shape[1:], strict=True))
+    cells = len(unary) * prod(known.values())
     if cells <= _CHUNK:
         return np.asarray(np.minimum.reduce(bucket(v, near, unary, edges, higher)))
+    sizes = [known[w] for w in near]
     message = np.empty(sizes)
     step = max(1, _CHUNK * sizes[0] // cells)
     for at in range(0, sizes[0], step):
@@ -295,15 +303,6 @@ def _message(
         most = [(scope, _slice(table, scope, near[0], part)) for scope, table in higher]
         np.minimum.reduce(bucket(v, near, unary, some, most), out=message[part])
     return message
-
-
-def _sizes(near: tuple[int, ...], edges: dict[int, Array], higher: list[Factor]) -> dict[int, int]:
-    """Place among the neighbours -> states."""
-    place = {w: a for a, w in enumerate(near)}
-    found = {place[w]: table.shape[1] for w, table in edges.items()}
-    for scope, table in higher:
-        found.update((place[w], size) for w, size in zip(scope[1:], table.shape[1:], strict=True))
-    return found
 
 
 def _slice(table: Array, scope: tuple[int, ...], variable: int, part: slice) -> Array:

@@ -245,13 +245,14 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
         return np.array([0 if dominates[0, 1] else 1])
     number = np.arange(count)
     gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
-    if gone.all() or not dominates[~gone][:, gone].any(axis=0).all():
+    left = ~gone
+    if gone.all() or not (dominates[left].any(axis=0) | left).all():
         # rounding can close a circle of nearly equal states; one after the other cannot
         alive = np.ones(count, dtype=np.bool_)
         for s in range(count - 1, -1, -1):
             alive[s] = not (dominates[:, s] & alive).any()
         return np.flatnonzero(alive)
-    return np.flatnonzero(~gone)
+    return np.flatnonzero(left)
 
 
 def _simplify(net: Residual, i: int) -> None:
@@ -281,9 +282,9 @@ def _is_soft(net: Residual, i: int, j: int) -> bool:
 
 
 def _is_additive(table: Array) -> bool:
-    corner = table[0, 0]
-    off = abs(table[-1, -1] - table[-1, 0] - table[0, -1] + corner)
-    if not off <= _ADDITIVE * (abs(table[-1, -1]) + abs(corner)):
+    corner, opposite = table.item(0, 0), table.item(-1, -1)
+    off = abs(opposite - table.item(-1, 0) - table.item(0, -1) + corner)
+    if not off <= _ADDITIVE * (abs(opposite) + abs(corner)):
         return False
     sums = table[:, :1] + (table[:1] - corner)
     return bool(np.abs(table - sums).max() <= _ADDITIVE * np.abs(table).max())
