@@ -70,11 +70,14 @@ def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float
     return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
 
 
-def attention_seconds(flop: float, nbytes: float, dtype: str, backward: bool, device: Device) -> float:
+def attention_seconds(
+    flop: float, nbytes: float, dtype: str, backward: bool, device: Device, *, native: bool = True
+) -> float:
     """Seconds of one fused attention kernel (Dao et al., FlashAttention, 2022): FLOP at the part of the peak
-    that it reaches, or its traffic."""
+    that it reaches, or its traffic. native: whether it is written for the device."""
     kernels = device.kernels
     part = kernels.attention_backward if backward else kernels.attention
+    part *= 1.0 if native else kernels.attention_earlier
     peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
     busy = max(flop / (peak * part * kernels.clock), traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead

@@ -26,7 +26,8 @@ class Product:
 class Attention:
     """Attention of ``heads`` heads of all sequences together.
 
-    flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes.
+    flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes. native: whether
+    the kernel is written for the device.
     """
 
     heads: int
@@ -37,6 +38,7 @@ class Attention:
     dtype: str
     flop: float
     nbytes: float
+    native: bool = True
 
 
 @dataclass(frozen=True, slots=True)
