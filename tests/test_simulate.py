@@ -32,7 +32,7 @@ from autoshard.search.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import unfused
 from autoshard.simulate.step import estimate_step, simulated
-from autoshard.simulate.streams import Habits, Player, Step
+from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients
 from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Work
 
@@ -205,9 +205,8 @@ def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
     program = one_stage("llama", "fsdp=2", microbatches=1)
 
     def copied(**how: Any) -> float:
-        sheets = simulated(program, CPU, behaviour=Behaviour(**how))[1].sheets
-        tasks = [t for name in program.lowered.segments for t in sheets.of(name).tasks]
-        return sum(t.work.nbytes for t in tasks if t.op.startswith("comm.") and isinstance(t.work, Traffic))
+        works = works_of(program, **how)
+        return sum(w.nbytes for op, w in works if op.startswith("comm.") and isinstance(w, Traffic))
 
     plain, parameters = copied(), copied(flat_parameters=True)
     neither = copied(flat_parameters=True, flat_gradients=True)
@@ -224,9 +223,43 @@ def test_attention_for_earlier_devices_is_slower() -> None:
         for n in (True, False)
     )
     assert earlier == pytest.approx(native / device.kernels.attention_earlier)
-    assert (
-        device.kernels.attention_earlier < 1 == load_cluster("a100-selene").device.kernels.attention_earlier
+    before = load_cluster("a100-selene").device
+    assert device.kernels.attention_earlier < 1 == before.kernels.attention_earlier
+
+
+def works_of(program: Program, **how: Any) -> list[tuple[str, Work]]:
+    """(op, work) of all tasks of segments."""
+    sheets = simulated(program, CPU, behaviour=Behaviour(**how))[1].sheets
+    return [(t.op, t.work) for name in program.lowered.segments for t in sheets.of(name).tasks]
+
+
+def test_attention_of_the_first_version_is_slower() -> None:
+    program = one_stage("llama", "dp=2", microbatches=1)
+    full, half = (
+        [w for _, w in works_of(program, attention_reach=reach) if isinstance(w, Attention)]
+        for reach in (1.0, 0.5)
     )
+    assert full and half == [replace(w, reach=0.5) for w in full]
+    device = load_cluster("h100-dgx").device
+    one, two = (
+        pricer(device, ())(replace(w, flop=1e15)) - device.launch_overhead for w in (full[0], half[0])
+    )
+    assert two == pytest.approx(2 * one)
+
+
+def test_gradients_of_norms_read_once_or_twice() -> None:
+    program = one_stage("gpt2", "dp=1")
+    once, twice = (
+        [
+            w.nbytes
+            for op, w in works_of(program, norm_reads=reads)
+            if op == "aten.native_layer_norm_backward" and isinstance(w, Traffic)
+        ]
+        for reads in (1, 2)
+    )
+    assert once and len(once) == len(twice)
+    # two tensors are read and one is written, beside weights and sums of rows
+    assert [b / a for a, b in zip(once, twice, strict=True)] == pytest.approx([5 / 3] * len(once), rel=0.05)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2"])

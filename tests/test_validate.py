@@ -241,7 +241,8 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert name("Megatron-LM", None) == "Megatron-Core with Transformer Engine"
     assert name("NeMo/Megatron (MLPerf)", 2023) == "NeMo with Transformer Engine"
     assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
-    assert name("llm-foundry FSDP", 2023) == "FSDP without compile"
+    assert name("llm-foundry FSDP", 2023) == "llm-foundry"
+    assert name("FSDP", 2024) == "FSDP without compile"
     wide = run_of(tmp_path, framework="llm-foundry FSDP", precision="amp_bf16/DEFAULT")
     assert framework_of(wide).behaviour.gradient_dtype == "f32"
     summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")

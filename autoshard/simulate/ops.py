@@ -53,6 +53,7 @@ VIEWS = frozenset(
         "detach.default",
     )
 )
+_NORM_BACKWARD = "aten.native_layer_norm_backward.default"
 _SUMS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
 PRODUCTS = frozenset(
     (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
@@ -117,6 +118,8 @@ class Ops:
             return self._attention(node, ins, outs, dtype)
         names = [*dict.fromkeys(refs_of(node)), *node.outs]
         moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        if node.op == _NORM_BACKWARD:
+            moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
             return [self._other_product(node, ins, outs, dtype, moved)]
         kernel = specs().get(node.op)
@@ -176,8 +179,9 @@ class Ops:
         types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
         flop = attention.RULES[node.op](node, types).flops
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
-        native = self.behaviour.attention_native
-        fused = Attention(q[0] * q[1], q[2], k[2], q[3], backward, dtype, flop, moved, native)
+        how = self.behaviour
+        sizes = (q[0] * q[1], q[2], k[2], q[3])
+        fused = Attention(*sizes, backward, dtype, flop, moved, how.attention_native, how.attention_reach)
         if self.behaviour.attention == "flash":
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)

@@ -102,7 +102,7 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
             )
         case Attention():
             return attention_seconds(
-                work.flop, work.nbytes, work.dtype, work.backward, device, native=work.native
+                work.flop / work.reach, work.nbytes, work.dtype, work.backward, device, native=work.native
             )
         case Message():
             return float(seconds(work.kind, work.nbytes, links[work.axis]))

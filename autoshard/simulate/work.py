@@ -27,7 +27,7 @@ class Attention:
     """Attention of ``heads`` heads of all sequences together.
 
     flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes. native: whether
-    the kernel is written for the device.
+    the kernel is written for the device. reach: what it reaches of the rate of the best.
     """
 
     heads: int
@@ -39,6 +39,7 @@ class Attention:
     flop: float
     nbytes: float
     native: bool = True
+    reach: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
