@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     )
     from autoshard.interop.export import export
     from autoshard.rules.user import UserRule, rule
+    from autoshard.runtime.adamw import AdamW
     from autoshard.runtime.clip import clip_grad_norm_
     from autoshard.runtime.host_optimizer import HostOptimizer
 
 __all__ = [
+    "AdamW",
     "AutoshardError",
     "CaptureError",
     "Cluster",
@@ -70,6 +72,8 @@ def _home(name: str) -> str | None:
         return "autoshard.interop.export"
     if name == "clip_grad_norm_":
         return "autoshard.runtime.clip"
+    if name == "AdamW":
+        return "autoshard.runtime.adamw"
     if name == "HostOptimizer":
         return "autoshard.runtime.host_optimizer"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None

@@ -253,8 +253,10 @@ class Fitter:
         """The simulated peak of the program that a solution becomes."""
         self.progress("simulating its memory")
         plan, how = self.lowering(settled)
-        schedule = None
+        schedule = uncut = None
         if staging is not None:
+            # slices are cut out of what is not localised yet, which a cutting does not keep
+            uncut = self.cutting(settled).uncut if staging.pipeline.slices == 1 else None
             plan = replace(plan, pipeline=staging.pipeline)
             schedule = schedule_of(plan)
             splits = schedule is not None and schedule.splits_backward
@@ -266,7 +268,7 @@ class Fitter:
             hosting = how.hosting and replace(how.hosting, share=share)
             return Program(
                 plan.mesh,
-                lower(folded, replace(how, hosting=hosting)),
+                lower(folded, replace(how, hosting=hosting), uncut=uncut),
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,

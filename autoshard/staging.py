@@ -20,8 +20,8 @@ from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
 from autoshard.ir import DTYPES, Call, Folded, Port
 from autoshard.ir.lowered import Placed
-from autoshard.ir.statements import Statement, Statements, statements_of
-from autoshard.passes.cut_pipeline import Homes, homes_of
+from autoshard.ir.statements import Statement, Statements
+from autoshard.passes.cut_pipeline import Homes, Uncut, homes_of
 from autoshard.passes.gather_once import gathers_of
 from autoshard.passes.pipeline import Lowering, kept_ports, late_ports, place
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
@@ -144,9 +144,10 @@ class Cutting:
         self.pipeline, self.microbatches, self.budget = how.plan.pipeline, how.plan.microbatches, budget
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
-        whole = statements_of(place(folded, how))
+        #: placed, for whoever goes on to lower it with its cuts
+        self.uncut = Uncut.of(place(folded, how))
         devices = Mesh.parse(how.plan.mesh).world_size * self.pipeline.ranks
-        self._line = _Slots(whole, folded, how, cluster.used_by(devices), recipe, self.pipeline.ranks)
+        self._line = _Slots(self.uncut, folded, how, cluster.used_by(devices), recipe, self.pipeline.ranks)
         if microbatch is not None:
             self._line.scale(microbatch)
         self._trials: dict[tuple[str, int], _Trial | None] = {}
@@ -227,8 +228,9 @@ class _Slots:
     """The ops of forward in order, with what each of them costs as a part of a stage."""
 
     def __init__(
-        self, whole: Statements, folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int
+        self, uncut: Uncut, folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int
     ) -> None:
+        whole = uncut.whole
         self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
         self.ranks = ranks
         self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
@@ -236,7 +238,7 @@ class _Slots:
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
         self.links = self.estimator.links
-        self.homes: Homes = homes_of(whole, folded.joint, how.mesh)
+        self.homes: Homes = homes_of(uncut, folded.joint, how.mesh)
         self.ops = [s for s in whole.all if not s.backward]
         calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
         self.numbers = {id(call): k for k, call in enumerate(calls)}

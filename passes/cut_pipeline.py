@@ -56,8 +56,43 @@ _VIEWS = frozenset(
 )
 
 
-def cut_pipeline(lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: MeshShape) -> Lowered:
+@dataclass(frozen=True)
+class Uncut:
+    """A placed program statement by statement, with what holds wherever it is cut.
+
+    repeats: see `ir.statements.repeats_of`. users: value -> places of the statements that use it. maker:
+    value -> place of the one that makes it.
+    """
+
+    whole: Statements
+    repeats: Mapping[str, str]
+    users: Mapping[str, Sequence[int]]
+    maker: Mapping[str, int]
+
+    @staticmethod
+    def of(lowered: Lowered) -> Uncut:
+        """Of a program that `pipeline.place` made."""
+        whole = statements_of(lowered)
+        return Uncut(whole, repeats_of(whole), *_index(whole))
+
+
+def _index(whole: Statements) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The users and the maker of every value; see `Uncut`."""
+    users: dict[str, list[int]] = {}
+    maker: dict[str, int] = {}
+    for place, statement in enumerate(whole.all):
+        for value in dict.fromkeys(statement.uses):
+            users.setdefault(value, []).append(place)
+        maker.update(dict.fromkeys(statement.makes, place))
+    return users, maker
+
+
+def cut_pipeline(
+    lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: MeshShape, uncut: Uncut | None = None
+) -> Lowered:
     """The program with its parts: forward and backward of every stage; without cuts there is one stage.
+
+    uncut: of the same program, if it is known.
 
     Raises UsageError if a cut is not in the model, cuts are out of order, or a buffer that forward updates
     is read in another stage than the one that updates it.
@@ -65,9 +100,9 @@ def cut_pipeline(lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: Mesh
     if not cuts:
         forward, backward = Part(0, "forward", 0, 0), Part(0, "backward", 0, 0)
         return with_parts(lowered, [(forward, _half(lowered, False)), (backward, _half(lowered, True))])
-    whole = statements_of(lowered)
-    stages = _Stages(whole, joint, mesh, len(cuts) + 1)
-    stages.assign_forward(_ends(whole, cuts, mesh))
+    uncut = uncut or Uncut.of(lowered)
+    stages = _Stages(uncut, joint, mesh, len(cuts) + 1)
+    stages.assign_forward(_ends(uncut.whole, cuts, mesh))
     stages.assign_backward()
     stages.check_buffers()
     return stages.built()
@@ -86,10 +121,10 @@ class Homes:
     bases: Mapping[str, frozenset[str]]
 
 
-def homes_of(whole: Statements, joint: Joint, mesh: MeshShape) -> Homes:
+def homes_of(uncut: Uncut, joint: Joint, mesh: MeshShape) -> Homes:
     """The finest cut of a program: what the cost of a stage is made of, wherever the cuts will fall."""
-    count = sum(not s.backward for s in whole.all)
-    stages = _Stages(whole, joint, mesh, count)
+    count = sum(not s.backward for s in uncut.whole.all)
+    stages = _Stages(uncut, joint, mesh, count)
     stages.assign_forward(range(1, count))
     stages.assign_backward()
     return Homes(stages.at, frozenset(stages._owned()), stages.bases)
@@ -163,8 +198,12 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
             last.update(dict.fromkeys((v for v in statement.uses if v in made), place))
             made.update(dict.fromkeys(statement.makes, place))
     steps = [0] * (len(whole.all) + 2)
+    sizes: dict[Placed, int] = {}
     for value, end in last.items():
-        size = _sent(whole.values[value], mesh)
+        placed = whole.values[value]
+        if placed not in sizes:
+            sizes[placed] = _sent(placed, mesh)
+        size = sizes[placed]
         steps[made[value] + 1] += size
         steps[end + 1] -= size
     return list(accumulate(steps))
@@ -191,7 +230,7 @@ class _Stages:
     have it, for values of forward and for parameters.
     """
 
-    whole: Statements
+    uncut: Uncut
     joint: Joint
     mesh: MeshShape
     count: int
@@ -206,16 +245,8 @@ class _Stages:
         self.kinds = {p.name: p.kind for p in self.joint.ports}
         #: value that is derived from others for nothing -> those others; parameters from themselves
         self.bases = {p.name: frozenset((p.name,)) for p in self.joint.ports if p.kind == "param"}
-        self.repeats = repeats_of(self.whole)
-        self._index()
-
-    def _index(self) -> None:
-        self.users: dict[str, list[int]] = {}
-        self.maker: dict[str, int] = {}
-        for place, statement in enumerate(self.whole.all):
-            for value in dict.fromkeys(statement.uses):
-                self.users.setdefault(value, []).append(place)
-            self.maker.update(dict.fromkeys(statement.makes, place))
+        self.whole, self.repeats = self.uncut.whole, self.uncut.repeats
+        self.users, self.maker = self.uncut.users, self.uncut.maker
 
     def _is_free(self, value: str) -> bool:
         """Whether every stage can have the value for itself."""
@@ -447,18 +478,27 @@ class _Stages:
                 results=tuple(results),
                 values={**values, **copied},
             )
-            self._index()
+            self.users, self.maker = _index(self.whole)
 
     def _origin(self, value: str) -> Origin:
         return self.whole.all[self.maker[value]].node.origin if value in self.maker else Origin()
 
     def _floors(self) -> list[int]:
-        """Per place, the lowest stage an op may be in: below it, a gradient would miss its parameter."""
+        """Per place, the lowest stage an op of backward may be in: below it, a gradient would miss its
+        parameter."""
         floors = [0] * len(self.whole.all)
         for place in range(len(self.whole.all) - 1, -1, -1):
-            made = self.whole.all[place].makes
-            own = [min(self.owners[v]) for v in made if v in self.owners]
-            floors[place] = max([0, *own, *(floors[u] for v in made for u in self.users.get(v, ()))])
+            statement = self.whole.all[place]
+            if not statement.backward:
+                continue
+            lowest = 0
+            for value in statement.makes:
+                if value in self.owners:
+                    lowest = max(lowest, min(self.owners[value]))
+                for user in self.users.get(value, ()):
+                    if floors[user] > lowest:
+                        lowest = floors[user]
+            floors[place] = lowest
         return floors
 
     def _owned(self) -> dict[int, frozenset[int]]:
@@ -543,7 +583,7 @@ class _Stages:
         pieces: dict[tuple[int, bool], list[Instruction]] = {}
         for stage, statements in enumerate(chosen):
             made = {v for s in statements for v in s.makes}
-            elsewhere = {v for v in made if v in wanted or users[v] > (v in needs[stage])}
+            elsewhere = {v for v in made if v in wanted or users.get(v, 0) > (v in needs[stage])}
             items = taker.take(statements, elsewhere)
             for backward in (False, True):
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
@@ -578,9 +618,11 @@ class _Stages:
             optional = at is None or (statement.backward and self._repeats(statement))
             if optional and not here:
                 continue
-            uses = tuple(self._at_hand(v, stage) for v in statement.uses)
-            picked.append(replace(statement, uses=uses))
-            needed.update(uses)
+            if self.repeats:
+                uses = tuple([self._at_hand(v, stage) for v in statement.uses])
+                statement = statement._replace(uses=uses)
+            picked.append(statement)
+            needed.update(statement.uses)
         picked.reverse()
         return picked
 

@@ -12,7 +12,7 @@ from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
 from autoshard.passes.bucket import bucket_collectives
-from autoshard.passes.cut_pipeline import cut_pipeline
+from autoshard.passes.cut_pipeline import Uncut, cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.early_reductions import early_reductions
@@ -111,13 +111,20 @@ def check_slices(folded: Folded, how: Lowering, slices: int) -> None:
     places_of(statements_of(_moved(folded, how, None)), folded.joint, how.rules, slices)
 
 
-def lower(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
-    """All passes after the search."""
+def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncut | None = None) -> Lowered:
+    """All passes after the search.
+
+    uncut: what `place` makes of the model, if that is known and microbatches are not divided into slices.
+    """
     pipeline = how.plan.pipeline
     slices = pipeline.slices if pipeline else 1
-    # a slice of an op is cut out of the whole op: what a rank runs of it is said afterwards
-    lowered = place(folded, how, watch) if slices == 1 else _moved(folded, how, watch)
-    lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh)
+    if uncut is not None:
+        assert slices == 1
+        lowered = uncut.whole.lowered
+    else:
+        # a slice of an op is cut out of the whole op: what a rank runs of it is said afterwards
+        lowered = place(folded, how, watch) if slices == 1 else _moved(folded, how, watch)
+    lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh, uncut)
     _watched("052_cut_pipeline", lowered, watch)
     if pipeline and how.saving is not None:
         ports = {p.name for p in folded.joint.ports}

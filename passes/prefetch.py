@@ -80,10 +80,12 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     """The gathers of parameters in a call, with what is between a parameter and its gather."""
     if not isinstance(whole.lowered.main[item[0].item], Call):
         return []
-    known = set(parameters)
+    if not any(s.node.op in _GATHERS for s in item):
+        return []
+    known: set[str] = set()
     derived: list[Statement] = []
     for statement in item:
-        if statement.uses and known.issuperset(statement.uses):
+        if statement.uses and all(v in parameters or v in known for v in statement.uses):
             derived.append(statement)
             known.update(statement.makes)
     wanted: set[str] = set()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
+from autoshard.runtime import transport
 
 
 class Tower(nn.Module):
@@ -283,6 +284,23 @@ def wrong_worlds(folder: Path) -> None:
     raises(autoshard.UsageError, lambda: autoshard.load(program, model.to("meta")), "meta")
 
 
+def large_and_small_messages() -> None:
+    """They go different ways over gloo, and may be on their way together."""
+    rank, name = dist.get_rank(), dist.group.WORLD.group_name  # type: ignore[union-attr]
+    for rows in (3, 1 << 15):  # 384 bytes, 4 MiB of each rank
+        parts = [torch.arange(rows * 32.0).view(rows, 32) + 7 * k for k in range(4)]
+        gathered = [transport.gather(parts[rank] + n, 4, name) for n in range(3)]
+        whole = torch.cat(parts)
+        arriving, part_of = transport.scatter(whole * (rank + 1), 4, name)
+        total, finish = transport.all_reduce(parts[rank], "sum", 4, name)
+        largest, kept = transport.all_reduce(parts[rank], "max", 4, name)
+        check(torch.equal(part_of(arriving()), parts[rank] * 10), f"scatter of {rows} rows")
+        for n in (2, 0, 1):  # in any order
+            check(torch.equal(gathered[n](), whole + n), f"gather {n} of {rows} rows")
+        check(torch.equal(finish(total()), sum(parts)), f"sum of {rows} rows")  # type: ignore[arg-type]
+        check(torch.equal(kept(largest()), parts[3]), f"largest of {rows} rows")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -298,6 +316,7 @@ def main() -> None:
     dropout()
     checkpoint(folder / "checkpoint")
     wrong_worlds(folder)
+    large_and_small_messages()
     dist.barrier()
     if dist.get_rank() == 0:
         print("all ways work")

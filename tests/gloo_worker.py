@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,12 +27,16 @@ STEPS = 3
 ADAM = {"lr": 1e-2, "eps": 1e-4}
 
 
-def train(model: nn.Module, inputs: dict[str, torch.Tensor], clip: bool, pieces: bool) -> list[float]:
+def train(
+    model: nn.Module, inputs: dict[str, torch.Tensor], clip: bool, pieces: bool, own: bool = False
+) -> list[float]:
     """Losses of a few AdamW steps, with the gradients clipped by their global norm.
 
-    pieces: whether the batch is that of all microbatches of the model's program.
+    pieces: whether the batch is that of all microbatches of the program. own: whether the optimizer is
+    autoshard's, which clips on the way.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    make = partial(autoshard.AdamW, clip_norm=0.5 if clip else None) if own else torch.optim.AdamW
+    optimizer = make(model.parameters(), **ADAM)
     losses = []
     for _ in range(STEPS):
         if pieces:
@@ -39,7 +44,7 @@ def train(model: nn.Module, inputs: dict[str, torch.Tensor], clip: bool, pieces:
         else:
             loss = model(**inputs).loss
             loss.backward()
-        if clip:
+        if clip and not own:
             autoshard.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,7 +62,7 @@ def run_case(case: dict[str, str]) -> dict[str, float]:
     expected = train(wanted, inputs, clip=True, pieces=False)
     model, _ = family(case["family"]).make()
     parallel = autoshard.load(case["program"], model)
-    found = train(parallel, inputs, clip=True, pieces=pieces)
+    found = train(parallel, inputs, clip=True, pieces=pieces, own=pieces)
     return errors_of(parallel, wanted, found, expected)
 
 

@@ -81,7 +81,7 @@ def main() -> None:
 
 def collect_rarely() -> None:
     """Collect garbage as rarely as suits a process that ends soon."""
-    gc.set_threshold(1_000_000, 20, 100)
+    gc.set_threshold(5_000_000, 20, 100)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -89,12 +89,16 @@ def step_time(sums: Sums, how: Overlap) -> StepTime:
     A window of computing w hides at most ``share * w`` of the parameter collectives of the same phase.
     """
     m, others = how.microbatches, how.microbatches - 1
-    windows = _windows(sums, how)
-    times = (others, others, 1, 1)
+    (ahead, room), (behind, room_back), (first, _), (last, _) = _windows(sums, how)
     compute = m * (sums.work_forward + sums.work_backward)
     talk = m * (sums.talk_forward + sums.talk_backward)
-    moved = sum(n * comm for n, (comm, _) in zip(times, windows, strict=True))
-    bare = sum(n * max(0.0, comm - room) for n, (comm, room) in zip(times, windows, strict=True))
+    moved = others * ahead + others * behind + first + last
+    bare = (
+        others * max(0.0, ahead - room)
+        + others * max(0.0, behind - room_back)
+        + max(0.0, first - room)
+        + max(0.0, last - room_back)
+    )
     edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
     exposed = talk + bare + edges
     p = how.stages

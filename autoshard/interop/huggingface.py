@@ -15,6 +15,7 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.interop import experts
+from autoshard.interop.unfilled import Unfilled
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def load_hf_config_model(
     config = _read_config(Path(config_path), overrides or {})
     auto = _auto_class(config)
     options = {} if dtype is None else {"dtype": dtype}
-    with torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
         torch.manual_seed(seed)
         model: nn.Module = auto.from_config(config, **options)
         inputs = _example_inputs(auto.__name__, config, batch, seq, next(model.parameters()).dtype)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
@@ -12,9 +13,8 @@ from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Pla
 from autoshard.ir.symbols import CallSite
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """One op of the whole program.
+class Statement(NamedTuple):
+    """One op of the whole program; a tuple, since a deep program has tens of thousands.
 
     item: place of its call (or of the node itself) in main. number: place in the segment, -1 for a node of
     main. uses, makes: values under names that are unique over the whole program.
@@ -52,14 +52,14 @@ def statements_of(lowered: Lowered) -> Statements:
     same: dict[str, str] = {}
     values = dict(lowered.values)
     taken = set(values)
-    bodies: dict[tuple[str, bool], list[tuple[Node, tuple[str, ...]]]] = {}
+    bodies: dict[tuple[str, bool], list[_Line]] = {}
     for item, instruction in enumerate(lowered.main):
         if isinstance(instruction, Node):
             uses = tuple(same.get(r, r) for r in refs_of(instruction))
             found.append(Statement(item, -1, instruction, uses, instruction.outs))
             continue
         segment = lowered.segments[instruction.segment]
-        graph, types = segment.graph, segment.graph.types()
+        graph = segment.graph
         names = {n: same.get(a, a) for (n, _), a in zip(graph.inputs, instruction.args, strict=True)}
         leaving: dict[str, str] = {}
         for inner, out in zip(graph.outputs, instruction.outs, strict=True):
@@ -71,16 +71,35 @@ def statements_of(lowered: Lowered) -> Statements:
                 leaving[inner] = out
         key = instruction.segment, instruction.backward
         if key not in bodies:
-            bodies[key] = [(_in_phase(n, instruction.backward), tuple(refs_of(n))) for n in graph.nodes]
-        for number, (node, refs) in enumerate(bodies[key]):
-            for out in node.outs:
-                names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
-                if out in segment.layouts and out in types:
-                    values[names[out]] = Placed(types[out], segment.layouts[out])
-            uses = tuple([names[r] for r in refs])
-            found.append(Statement(item, number, node, uses, tuple([names[o] for o in node.outs])))
+            bodies[key] = _body(segment, instruction.backward)
+        for number, (node, refs, outs) in enumerate(bodies[key]):
+            makes = []
+            for out, placed in outs:
+                name = names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
+                makes.append(name)
+                if placed is not None:
+                    values[name] = placed
+            found.append(Statement(item, number, node, tuple([names[r] for r in refs]), tuple(makes)))
     results = tuple(same.get(r, r) for r in lowered.results)
     return Statements(lowered, tuple(found), same, results, values)
+
+
+class _Line(NamedTuple):
+    """An op of a segment. outs: what it makes, with its type and layout where both are known."""
+
+    node: Node
+    refs: tuple[str, ...]
+    outs: tuple[tuple[str, Placed | None], ...]
+
+
+def _body(segment: LoweredSegment, backward: bool) -> list[_Line]:
+    """The ops of a segment, the same for each of its calls."""
+    types, layouts = segment.graph.types(), segment.layouts
+    made = {v: Placed(types[v], layouts[v]) for v in types if v in layouts}
+    return [
+        _Line(_in_phase(n, backward), tuple(refs_of(n)), tuple((o, made.get(o)) for o in n.outs))
+        for n in segment.graph.nodes
+    ]
 
 
 def _in_phase(node: Node, backward: bool) -> Node:
@@ -92,10 +111,11 @@ def repeats_of(whole: Statements) -> dict[str, str]:
 
     Two ops give the same if they are the same op on the same values, or on values that are the same.
     """
-    known: dict[tuple[object, ...], tuple[str, ...]] = {}
+    known: dict[_What, tuple[str, ...]] = {}
     same: dict[str, str] = {}
+    forms = _Forms(whole.lowered)
     for statement in whole.all:
-        key = _what(whole, statement, same)
+        key = forms.what(statement, same)
         if not statement.backward:
             known.setdefault(key, statement.makes)
         elif key in known:
@@ -105,22 +125,44 @@ def repeats_of(whole: Statements) -> dict[str, str]:
 
 def firsts_of(whole: Statements) -> dict[str, str]:
     """Value -> the first one that is equal to it, as in `repeats_of`; of either half, itself left out."""
-    known: dict[tuple[object, ...], tuple[str, ...]] = {}
+    known: dict[_What, tuple[str, ...]] = {}
     same: dict[str, str] = {}
+    forms = _Forms(whole.lowered)
     for statement in whole.all:
-        first = known.setdefault(_what(whole, statement, same), statement.makes)
+        first = known.setdefault(forms.what(statement, same), statement.makes)
         same.update((v, f) for v, f in zip(statement.makes, first, strict=True) if v != f)
     return same
 
 
-def _what(whole: Statements, statement: Statement, same: Mapping[str, str]) -> tuple[object, ...]:
-    """What a statement does with which values; same: value -> the one that stands for it."""
-    names = iter([same.get(v, v) for v in statement.uses])
-    made = substitute(statement.node, lambda _: Ref(next(names)))
-    instruction = whole.lowered.main[statement.item]
-    # a random op is numbered within its call
-    site = instruction.site if isinstance(instruction, Call) else 0
-    return made.op, made.args, made.kwargs, site if CallSite in map(type, made.args) else 0
+#: what a statement does: (number of its form, values that it takes, its call if that matters)
+_What: TypeAlias = tuple[int, tuple[str, ...], int]
+
+
+class _Forms:
+    """Ops without the values that they take, numbered; every node of a segment is looked at once."""
+
+    def __init__(self, lowered: Lowered) -> None:
+        self._lowered = lowered
+        self._numbers: dict[Hashable, int] = {}
+        #: id of a node -> (the node, whose id it stays, its number, whether it is numbered in its call)
+        self._of_node: dict[int, tuple[Node, int, bool]] = {}
+
+    def what(self, statement: Statement, same: Mapping[str, str]) -> _What:
+        """What a statement does with which values; same: value -> the one that stands for it."""
+        found = self._of_node.get(id(statement.node))
+        if found is None:
+            found = self._of_node[id(statement.node)] = self._form(statement.node)
+        _, number, random = found
+        site = 0
+        if random:  # a random op is numbered within its call
+            instruction = self._lowered.main[statement.item]
+            site = instruction.site if isinstance(instruction, Call) else 0
+        return number, tuple([same.get(v, v) for v in statement.uses]), site
+
+    def _form(self, node: Node) -> tuple[Node, int, bool]:
+        bare = substitute(node, lambda _: Ref(""))
+        number = self._numbers.setdefault((bare.op, bare.args, bare.kwargs), len(self._numbers))
+        return node, number, CallSite in map(type, node.args)
 
 
 def _fresh(base: str, taken: set[str]) -> str:
@@ -130,6 +172,10 @@ def _fresh(base: str, taken: set[str]) -> str:
         name = f"{base}_{k}"
     taken.add(name)
     return name
+
+
+#: in place of the only item that uses a value
+_SEVERAL = -1
 
 
 @dataclass
@@ -144,39 +190,46 @@ class Taker:
     segments: dict[str, LoweredSegment] = field(default_factory=dict)
     values: dict[str, Placed] = field(default_factory=dict)
     made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], str] = field(default_factory=dict)
+    #: segment -> what each of its ops takes
+    refs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
     def take(self, chosen: Sequence[Statement], wanted: Collection[str]) -> list[Instruction]:
         """The statements chosen, in the order given, as calls; wanted: values that are used outside them."""
         groups: dict[int, list[Statement]] = {}
         for statement in chosen:
             groups.setdefault(statement.item, []).append(statement)
-        users: dict[str, set[int]] = {}
+        users: dict[str, int] = {}
         for statement in chosen:
+            item = statement.item
             for value in statement.uses:
-                users.setdefault(value, set()).add(statement.item)
+                if users.setdefault(value, item) != item:
+                    users[value] = _SEVERAL
         return [self._taken(item, group, users, wanted) for item, group in groups.items()]
 
     def _taken(
-        self, item: int, group: list[Statement], users: Mapping[str, set[int]], wanted: Collection[str]
+        self, item: int, group: list[Statement], users: Mapping[str, int], wanted: Collection[str]
     ) -> Instruction:
+        """users: value -> the only item that uses it, or `_SEVERAL`."""
         instruction = self.whole.lowered.main[item]
         if isinstance(instruction, Node):
             self._know(instruction.outs)
             names = iter(group[0].uses)
             return substitute(instruction, lambda _: Ref(next(names)))
         nodes = self.whole.lowered.segments[instruction.segment].graph.nodes
+        if instruction.segment not in self.refs:
+            self.refs[instruction.segment] = [tuple(refs_of(n)) for n in nodes]
+        refs = self.refs[instruction.segment]
         # what leaves, each value once and under one name; what enters, by the segment's own names
         leaving: dict[str, str] = {}
         own: set[str] = set()
         given: dict[str, str] = {}
         for statement in group:
-            node = nodes[statement.number]
-            for inner, value in zip(refs_of(node), statement.uses, strict=True):
+            for inner, value in zip(refs[statement.number], statement.uses, strict=True):
                 if value not in own:
                     given[inner] = value
-            for inner, value in zip(node.outs, statement.makes, strict=True):
+            for inner, value in zip(nodes[statement.number].outs, statement.makes, strict=True):
                 own.add(value)
-                if value in wanted or not users.get(value, set()) <= {item}:
+                if value in wanted or users.get(value, item) != item:
                     leaving[inner] = value
         self._know((*leaving.values(), *given.values()))
         segment = self._segment(instruction, group, tuple(leaving), tuple(given))
@@ -223,14 +276,15 @@ def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement
     """
     needs = [{value for statement in statements for value in statement.uses} for _, statements in pieces]
     users = Counter(value for need in needs for value in need)
+    results = set(whole.results)
     taker = Taker(whole)
     main: list[Instruction] = []
     parts: list[Part] = []
     for (part, statements), own in zip(pieces, needs, strict=True):
         made = {value for statement in statements for value in statement.makes}
-        elsewhere = {value for value in made if users[value] > (value in own)}
+        wanted = {v for v in made if v in results or users.get(v, 0) > (v in own)}
         start = len(main)
-        main += taker.take(statements, elsewhere.union(whole.results))
+        main += taker.take(statements, wanted)
         if parts and replace(parts[-1], start=part.start, stop=part.stop) == part:
             parts[-1] = replace(parts[-1], stop=len(main))
         else:

@@ -37,6 +37,29 @@ def clip_grad_norm_(
     gradient. Raises UsageError for a ``norm_type`` that is not positive or a gradient that is a partial sum,
     RuntimeError (only with ``error_if_nonfinite``) if the norm is not finite.
     """
+    total, locals_ = grad_norm(parameters, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
+    scale = clip_scale(total, max_norm)
+    # parameters with the same gradient may hold it in the same memory, which is scaled once
+    once = list({(g.data_ptr(), g.shape, g.stride()): g for g in locals_ if g.numel()}.values())
+    for device_, dtype in {(g.device, g.dtype): None for g in once}:
+        alike = [g for g in once if (g.device, g.dtype) == (device_, dtype)]
+        torch._foreach_mul_(alike, scale.to(device=device_, dtype=dtype))
+    return total
+
+
+def clip_scale(total: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of a norm are multiplied by so that it is at most ``max_norm``."""
+    # above 1 the gradients are within the bound; multiplying by 1 saves asking the device which it is
+    return (max_norm / (total + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(norm over the whole model, what this rank holds of the gradients), as `clip_grad_norm_` says."""
     power = float(norm_type)
     if not power > 0:
         raise UsageError(f"norm_type is {norm_type}", why="it must be positive, or inf")
@@ -45,24 +68,14 @@ def clip_grad_norm_(
     locals_ = [g for members in groups.values() for g in members]
     pipe = next((m.group for m in map(membership_of, given) if m is not None), None)
     if not locals_ and pipe is None:
-        return torch.zeros(())
+        return torch.zeros(()), []
     device = _device(given, locals_)
     nothing = [torch.zeros((), device=device)]
     sums = torch.stack([_accumulated(members, power, device) for members in groups.values()] or nothing)
     _reduce(sums, list(groups), power)
     if pipe is not None:
         sums = _over_pipeline(sums, list(groups), power, pipe)
-    total = sums.max() if power == inf else sums.sum().pow(1.0 / power)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
-    # above 1 the gradients are within the bound; multiplying by 1 saves asking the device which it is
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    # parameters with the same gradient may hold it in the same memory, which is scaled once
-    once = list({(g.data_ptr(), g.shape, g.stride()): g for g in locals_ if g.numel()}.values())
-    for device_, dtype in {(g.device, g.dtype): None for g in once}:
-        alike = [g for g in once if (g.device, g.dtype) == (device_, dtype)]
-        torch._foreach_mul_(alike, scale.to(device=device_, dtype=dtype))
-    return total
+    return (sums.max() if power == inf else sums.sum().pow(1.0 / power)), locals_
 
 
 def _device(given: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> torch.device:

@@ -19,12 +19,13 @@ from autoshard.ir import Node
 from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
-from autoshard.runtime import exchange, rings, symmetric
+from autoshard.runtime import exchange, rings, symmetric, transport
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.pending import Finish, Issue, Message, wait
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
+from autoshard.runtime.transport import Arrival
 from autoshard.runtime.watch import Watch
 from autoshard.torch_adapters.groups import group_named
 
@@ -104,21 +105,19 @@ class GroupCollectives:
 
         return after
 
-    def _gather(self, x: torch.Tensor, ways: int, axis: str) -> torch.Tensor:
+    def _gather(self, x: torch.Tensor, ways: int, axis: str) -> Arrival:
         """The tensors of all ranks, not waited for."""
-        out: torch.Tensor = _FUNCTIONAL.all_gather_into_tensor(x, ways, self.groups[axis])
-        return out
+        return transport.gather(x, ways, self.groups[axis])
 
-    def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> tuple[torch.Tensor, Finish]:
+    def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> tuple[Arrival, Finish]:
         """What arrives, not waited for, and how this rank's part of the sum is made of it."""
-        return reduce_scatter(x, ways, self.groups[axis])
+        return transport.scatter(x, ways, self.groups[axis])
 
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
-        own = x.contiguous()
+        own, ways = x.contiguous(), view.size_of(axis)
         if op == "lse":
-            ways = view.size_of(axis)
             return Message(self._gather(own, ways, axis), lambda got: merge_stats(got.chunk(ways)), own)
-        return Message(_FUNCTIONAL.all_reduce(own, op, self.groups[axis]), _as_it_is, own)
+        return Message(*transport.all_reduce(own, op, ways, self.groups[axis]), own)
 
     def all_gather(
         self,
@@ -181,12 +180,11 @@ class GroupCollectives:
         ways = view.size_of(axis)
         parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
         sent, shape = torch.cat([p.reshape(-1) for p in parts]), parts[0].shape
-        counts = [parts[0].numel()] * ways
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
 
-        return Message(_FUNCTIONAL.all_to_all_single(sent, counts, counts, self.groups[axis]), join, sent)
+        return Message(transport.all_to_all(sent, ways, self.groups[axis]), join, sent)
 
     def _transport(self, axis: str) -> exchange.Transport:
         def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
@@ -307,12 +305,15 @@ class GroupCollectives:
         packed = torch.cat([x.reshape(-1) for x in xs])
         shapes = [x.shape for x in xs]
 
-        def unpack(flat: torch.Tensor) -> list[torch.Tensor]:
-            pieces = flat.split([prod(s) for s in shapes])
+        # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
+        ways, group = view.size_of(axis), self.groups[axis]
+        arriving, reduced = transport.all_reduce(packed, op, ways, group, own=True)
+
+        def unpack(got: torch.Tensor) -> list[torch.Tensor]:
+            pieces = reduced(got).split([prod(s) for s in shapes])
             return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
-        # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
-        return Message(_FUNCTIONAL.all_reduce_(packed, op, self.groups[axis]), unpack, packed)
+        return Message(arriving, unpack, packed)
 
     def all_gather_q_bucket(
         self,
@@ -333,7 +334,7 @@ class GroupCollectives:
         how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
         sent = pack([xs], how)
         for size, name in zip(sizes[:-1], axes[:-1], strict=True):
-            sent = wait(self._gather(sent, size, name))
+            sent = self._gather(sent, size, name)()
 
         def join(got: torch.Tensor) -> list[torch.Tensor]:
             # the last axis came last, and so stands first
@@ -363,13 +364,12 @@ class GroupCollectives:
         how = Packing.of([max(p.numel() for p in row) for row in parts], bits, group, xs[0].dtype)
         shapes = [row[own].shape for row in parts]
         sent = pack([[row[k] for row in parts] for k in range(ways)], how).view(-1)
-        counts = [how.nbytes] * ways
 
         def add(got: torch.Tensor) -> list[torch.Tensor]:
             flat = sums(got.view(ways, -1), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
-        return Message(_FUNCTIONAL.all_to_all_single(sent, counts, counts, self.groups[axis]), add, sent)
+        return Message(transport.all_to_all(sent, ways, self.groups[axis]), add, sent)
 
     def slice(
         self,
@@ -383,21 +383,6 @@ class GroupCollectives:
     ) -> torch.Tensor:
         # contiguous: kernels such as layer norm's backward misread strided statistics without a word
         return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
-
-
-def reduce_scatter(x: torch.Tensor, ways: int, group: str) -> tuple[torch.Tensor, Finish]:
-    """(what arrives, not waited for, how it becomes this rank's part, along dim 0, of the sum over all ranks
-    of a group). x: contiguous.
-
-    On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own reduce-scatter
-    takes as long as its all-reduce, twice as long as this.
-    """
-    if x.device.type != "cpu":
-        return _FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group), _as_it_is
-    counts = [x.numel() // ways] * ways
-    shape = (x.shape[0] // ways, *x.shape[1:])
-    arriving: torch.Tensor = _FUNCTIONAL.all_to_all_single(x.view(-1), counts, counts, group)
-    return arriving, lambda got: got.view(ways, -1).sum(0).view(shape)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

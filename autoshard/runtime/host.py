@@ -112,7 +112,14 @@ class CudaHost:
             arrived.record(self.up)
         if any(type(x) is not Stored for x in xs):
             self._reading = arrived
-        return Arriving(self.device, arrived, made, sources)
+
+        def landing() -> torch.Tensor:
+            # the stream that needs them waits, not the host
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+            return made[0]
+
+        # what is read stays in pinned memory, whose allocator waits for the copy by itself
+        return Message(landing, lambda _: made, sources)
 
     def _release(self) -> None:
         """Let go of what was stored: what is computed from now on, and may get its memory, waits."""
@@ -127,26 +134,6 @@ class CudaHost:
         if self._reading is not None:
             self._reading.synchronize()
             self._reading = None
-
-
-class Arriving(Message):
-    """Tensors on their way to a device; the stream that needs them waits, not the host."""
-
-    __slots__ = ("_device", "_event")
-
-    def __init__(
-        self, device: torch.device, event: torch.cuda.Event, made: list[torch.Tensor], held: object
-    ) -> None:
-        super().__init__(made[0], lambda _: made, held)
-        self._device, self._event = device, event
-
-    def arrive(self) -> Any:
-        if self._arriving is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-            self._results = self._finish(self._arriving)
-            # what is read stays in pinned memory, whose allocator waits for the copy by itself
-            self._arriving = self._held = None
-        return self._results
 
 
 def host_for(device: torch.device) -> PlainHost | CudaHost:

@@ -21,13 +21,14 @@ Finish = Callable[[torch.Tensor], Any]
 class Message:
     """One message.
 
-    held: what must stay alive until it has arrived. name: how errors call it.
+    arriving: waits for what comes and gives it. held: what must stay alive until then. name: how errors call
+    it.
     """
 
     __slots__ = ("__weakref__", "_arriving", "_finish", "_held", "_results", "name")
 
-    def __init__(self, arriving: torch.Tensor, finish: Finish, held: object = None) -> None:
-        self._arriving: torch.Tensor | None = arriving
+    def __init__(self, arriving: Callable[[], torch.Tensor], finish: Finish, held: object = None) -> None:
+        self._arriving: Callable[[], torch.Tensor] | None = arriving
         self._finish, self._held = finish, held
         self._results: Any = None
         self.name = "a collective"
@@ -45,7 +46,7 @@ class Message:
     def arrive(self) -> Any:
         """The same, with the errors of torch.distributed as they are."""
         if self._arriving is not None:
-            self._results = self._finish(wait(self._arriving))
+            self._results = self._finish(self._arriving())
             self._arriving = self._held = None
         return self._results
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from autoshard.cluster.cluster import Level
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
-from autoshard.runtime.collectives import reduce_scatter
-from autoshard.runtime.pending import Finish, wait
+from autoshard.runtime import transport
+from autoshard.runtime.pending import Finish
 from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds
@@ -213,16 +213,16 @@ def _collective(
     """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
     whole = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
-    ops, name = torch.ops._c10d_functional, group.group_name
+    name = group.group_name
     if kind == "all_reduce":
-        return lambda: ops.wait_tensor(ops.all_reduce_(whole, "sum", name))
+        return lambda: _arrived(*transport.all_reduce(whole, "sum", ranks, name, own=True))
     if kind == "all_gather":
-        return lambda: ops.wait_tensor(ops.all_gather_into_tensor(piece, ranks, name))
-    return lambda: _summed(*reduce_scatter(whole, ranks, name))
+        return lambda: transport.gather(piece, ranks, name)()
+    return lambda: _arrived(*transport.scatter(whole, ranks, name))
 
 
-def _summed(arriving: torch.Tensor, finish: Finish) -> object:
-    return finish(wait(arriving))
+def _arrived(arriving: transport.Arrival, finish: Finish) -> object:
+    return finish(arriving())
 
 
 def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:

@@ -27,7 +27,14 @@ from autoshard.runtime.guard import guard_of
 from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
-from autoshard.torch_adapters.dtensor import as_dtensor, host_dtensor, torch_placements
+from autoshard.torch_adapters.dtensor import (
+    Spec,
+    as_dtensor,
+    dtensor_of,
+    host_dtensor,
+    spec_of,
+    torch_placements,
+)
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -81,6 +88,8 @@ class Runner:
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
         self.arguments = Arguments(type(module).forward, program.signature)
+        #: value -> how it lies, once it was made a DTensor
+        self._specs: dict[str, Spec] = {}
         self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
 
     def holds(self, port: Port) -> bool:
@@ -286,8 +295,12 @@ class Runner:
 
     def placed(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of a value as a DTensor."""
+        if name in self._specs:
+            return dtensor_of(local, self._specs[name])
         placed = self.program.lowered.values[name]
-        return as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+        made = as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+        self._specs[name] = spec_of(made)
+        return made
 
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""

@@ -7,7 +7,7 @@ order of seconds per byte (Galvatron chooses per layer, too: Miao et al., VLDB 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -55,6 +55,8 @@ class Filling:
     def __init__(self, taken: Profile, calls: Mapping[str, int]) -> None:
         self.taken, self.calls = taken, calls
         self._plain: dict[float, float] = {}
+        #: bytes of activations by all that they depend on
+        self._held: dict[Hashable, float] = {}
 
     @cached_property
     def choices(self) -> list[list[_Option]]:
@@ -101,17 +103,28 @@ class Filling:
         self, bare: Setting, chosen: Sequence[_Option], state: float, budget: float
     ) -> Setting | None:
         """Calls added in order of price until the assignment fits."""
-        filled, held = bare, self._activations(bare)
+        again: dict[str, Recompute] = {}
+        held = self._activations(bare)
         for option in chosen:
             over = state + held - budget
             if over <= 0:
                 break
             # the first call frees nothing: what it makes again is held once
             calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
-            again = {**filled.recompute, option.segment: Recompute(option.policy, calls)}
-            filled = replace(bare, recompute=again)
-            held = filled.activation_bytes(self.taken)
-        return filled if state + held <= budget else None
+            again[option.segment] = Recompute(option.policy, calls)
+            held = self._running(bare, again)
+        if state + held > budget:
+            return None
+        return replace(bare, recompute=again) if again else bare
+
+    def _running(self, bare: Setting, again: Mapping[str, Recompute]) -> float:
+        """Bytes of activations where some calls run again; the same on many meshes."""
+        pipe, calls = bare.pipe, tuple([(name, r.policy, r.calls) for name, r in again.items()])
+        # all that a setting says of them, see `Setting.bytes_weight`
+        key = (bare.flight, pipe.ranks > 1, pipe.splits_backward, bare.sending, bare.optimistic, calls)
+        if key not in self._held:
+            self._held[key] = replace(bare, recompute=dict(again)).activation_bytes(self.taken)
+        return self._held[key]
 
 
 def marginal_price(taken: Profile, setting: Setting) -> float:

@@ -138,7 +138,7 @@ def _search_multiplier(
 def _at(net: Residual, elimination: Elimination | None, order: Order, lam: float, limits: Limits) -> Found:
     if elimination is None:
         return minimise_pruned(net.weighted(lam), limits)
-    value, states = elimination.solve([u + lam * m for u, m in zip(net.unary, net.memory, strict=True)])
+    value, states = elimination.solve(net.priced(lam))
     return Found(states, value, "eliminated")
 
 

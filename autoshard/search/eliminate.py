@@ -182,7 +182,7 @@ class Elimination:
         for v in self.order.variables:
             near = later[v]
             if not near:
-                value += float(costs[v].min())
+                value += costs[v].item() if len(costs[v]) == 1 else float(costs[v].min())
             elif len(near) == 1:
                 costs[near[0]] = costs[near[0]] + smallest(edges[v][near[0]] + costs[v][:, None])
             else:
@@ -200,6 +200,8 @@ class Elimination:
         states = [0] * len(tables.unary)
         for v in reversed(self.order.variables):
             cost = tables.unary[v]
+            if len(cost) == 1:
+                continue  # the only state there is
             for w, table in tables.edges[v].items():
                 cost = cost + table[:, states[w]]
             for scope, high in tables.higher[v]:
@@ -222,7 +224,10 @@ class Elimination:
         beliefs: dict[int, Array] = {}
         for v in reversed(order.variables):
             near = order.later[v]
-            inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
+            if near or tables.edges[v] or tables.higher[v]:
+                inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
+            else:
+                inside = tables.unary[v]
             up = np.asarray(inside.min(axis=0))
             if near:
                 outer = _onto(beliefs[near[0]], (near[0], *order.later[near[0]]), near)

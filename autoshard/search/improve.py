@@ -14,11 +14,12 @@ _SWEEPS = 20
 
 def measure(net: Residual, states: Sequence[int]) -> tuple[float, float]:
     """(seconds, bytes) of states of the residual; forbidden is inf."""
-    seconds = sum(float(u[s]) for u, s in zip(net.unary, states, strict=True))
+    seconds = sum([u.item(s) for u, s in zip(net.unary, states, strict=True)])
     for i, row in enumerate(net.rows):
-        s = states[i]
-        seconds += sum(float(table[s, states[j]]) for j, table in row.items() if i < j)
-    return seconds, sum((float(m[s]) for m, s in zip(net.memory, states, strict=True)), 0.0)
+        if row:
+            s = states[i]
+            seconds += sum([table.item(s, states[j]) for j, table in row.items() if i < j])
+    return seconds, sum([m.item(s) for m, s in zip(net.memory, states, strict=True)], 0.0)
 
 
 def descend(net: Residual, states: Sequence[int], budget: float = np.inf) -> list[int]:
@@ -28,7 +29,7 @@ def descend(net: Residual, states: Sequence[int], budget: float = np.inf) -> lis
     """
     found = list(states)
     room = budget - measure(net, found)[1]
-    dirty = set(range(len(found)))
+    dirty = {i for i, u in enumerate(net.unary) if len(u) > 1}
     for _ in range(_SWEEPS):
         todo, dirty = sorted(dirty), set()
         for i in todo:
@@ -39,7 +40,7 @@ def descend(net: Residual, states: Sequence[int], budget: float = np.inf) -> lis
             if (cost[best], held[best]) < (cost[now], held[now]):
                 room -= float(held[best] - held[now])
                 found[i] = best
-                dirty.update(net.rows[i])
+                dirty.update(j for j in net.rows[i] if len(net.unary[j]) > 1)
     return found
 
 
@@ -72,6 +73,8 @@ def squeeze(net: Residual, states: Sequence[int], budget: float) -> list[int] | 
 
 def _cheapest_saving(net: Residual, i: int, states: Sequence[int]) -> tuple[float, int, int]:
     """(seconds per byte saved, i, state) of the best move of variable i that saves bytes."""
+    if len(net.unary[i]) == 1:
+        return np.inf, i, 0
     cost, now = _cost_around(net, i, states), states[i]
     saved = net.memory[i][now] - net.memory[i]
     price = np.full(len(cost), np.inf)

@@ -50,12 +50,12 @@ class CostNetwork:
 
     def seconds_of(self, states: Sequence[int]) -> float:
         """Total seconds of an assignment; always summed in the same order."""
-        alone = sum((float(u[s]) for u, s in zip(self.unary, states, strict=True)), 0.0)
-        return alone + sum(float(table[states[u], states[v]]) for (u, v), table in self.edges.items())
+        alone = sum([u.item(s) for u, s in zip(self.unary, states, strict=True)], 0.0)
+        return alone + sum([table.item(states[u], states[v]) for (u, v), table in self.edges.items()])
 
     def bytes_of(self, states: Sequence[int]) -> float:
         """Total bytes of an assignment; always summed in the same order."""
-        return sum((float(m[s]) for m, s in zip(self.memory, states, strict=True)), 0.0)
+        return sum([m.item(s) for m, s in zip(self.memory, states, strict=True)], 0.0)
 
 
 @dataclass(frozen=True)

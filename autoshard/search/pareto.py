@@ -123,7 +123,8 @@ class _Fronts:
         self.done: list[_Labels | None] = [None] * len(net.unary)
 
     def run(self) -> ParetoOutcome:
-        for v in self.order.variables:
+        open_ = [v for v in self.order.variables if not self._is_decided(v)]
+        for v in open_:
             rows = self._own(v)
             for child in self.children[v]:
                 rows = self._join(rows, child, self._entries(v, rows.cell, child))
@@ -131,11 +132,20 @@ class _Fronts:
         roots = [v for v in self.order.variables if not self.order.later[v]]
         one = np.zeros(1, dtype=np.intp)
         rows = _Rows(one, np.zeros(1), np.zeros(1), np.array([[m.total for m in self.marginals]]), one, [])
+        rows = rows.take(np.flatnonzero(self._alive(rows.bound)))
         for root in roots:
-            rows = self._join(rows, root, np.zeros(len(rows.cell), dtype=np.intp))
-        states = self._read(rows, roots)
+            if self._is_decided(root):
+                rows.seconds = rows.seconds + self.net.unary[root]
+                rows.held = rows.held + self.net.memory[root]
+            else:
+                rows = self._join(rows, root, np.zeros(len(rows.cell), dtype=np.intp))
+        states = self._read(rows, [v for v in roots if not self._is_decided(v)], open_)
         seconds = self.incumbent if states is None else float(rows.seconds.min())
         return ParetoOutcome(states, min(seconds, self.dropped), not np.isfinite(self.dropped))
+
+    def _is_decided(self, v: int) -> bool:
+        """Whether a variable has one state and no edges left: it only adds its costs."""
+        return len(self.net.unary[v]) == 1 and not self.order.later[v] and not self.children[v]
 
     def _own(self, v: int) -> _Rows:
         """The entries of a bucket that can still win, with the costs that are its own."""
@@ -230,14 +240,14 @@ class _Fronts:
         first[1:] = key[1:] < np.minimum.accumulate(key)[:-1]
         return np.asarray(order[first])
 
-    def _read(self, rows: _Rows, roots: list[int]) -> list[int] | None:
-        """The states of the fastest label, back from the roots."""
+    def _read(self, rows: _Rows, roots: list[int], variables: list[int]) -> list[int] | None:
+        """The states of the fastest label, back from the roots; those of other variables are decided."""
         if not len(rows.cell):
             return None
         at = [0] * len(self.done)
         states = [0] * len(at)
         _follow(roots, rows.trail, int(rows.origin[np.argmin(rows.seconds)]), at)
-        for v in reversed(self.order.variables):
+        for v in reversed(variables):
             labels = self.done[v]
             assert labels is not None
             states[v] = int(labels.state[at[v]])

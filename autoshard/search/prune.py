@@ -72,11 +72,17 @@ class Residual:
         made.rows, made.hard = [dict(r) for r in self.rows], set(self.hard)
         return made
 
+    def priced(self, lam: float) -> list[Array]:
+        """Seconds + lam * bytes of every state; in one go, as most variables have few."""
+        both = np.concatenate(self.unary) + lam * np.concatenate(self.memory)
+        ends = [*accumulate(map(len, self.unary))]
+        return [both[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
     def weighted(self, lam: float) -> Residual:
         """The network of seconds + lam * bytes, without a second objective."""
         made = self.copy()
-        if lam:
-            made.unary = [u + lam * m for u, m in zip(self.unary, self.memory, strict=True)]
+        if lam and made.unary:
+            made.unary = self.priced(lam)
         made.memory = [np.zeros(len(m)) for m in self.memory]
         return made
 
@@ -187,8 +193,10 @@ def prune(net: Residual) -> None:
 
 
 def _prune_variable(net: Residual, i: int) -> bool:
-    cells = len(net.unary[i]) ** 2 * sum(len(net.unary[j]) for j in net.rows[i])
-    dominates = _dominance(net, i) if cells <= _DENSE else _dominance_of_pairs(net, i)
+    tables = [net.unary[i][None], *[net.rows[j][i] for j in net.rows[i]]]
+    heights = [len(table) for table in tables]
+    dense = len(net.unary[i]) ** 2 * (sum(heights) - 1) <= _DENSE
+    dominates = _dominance(tables, heights, net.memory[i]) if dense else _dominance_of_pairs(net, i)
     dominates.ravel()[:: len(dominates) + 1] = False
     if not np.count_nonzero(dominates):
         return False
@@ -196,11 +204,12 @@ def _prune_variable(net: Residual, i: int) -> bool:
     return True
 
 
-def _dominance(net: Residual, i: int) -> NDArray[np.bool_]:
-    """[t, s]: whether state t makes state s superfluous."""
-    m = net.memory[i]
-    tables = [net.unary[i][None], *(net.rows[j][i] for j in net.rows[i])]
-    starts = [0, *accumulate(map(len, tables[:-1]))]
+def _dominance(tables: list[Array], heights: list[int], m: Array) -> NDArray[np.bool_]:
+    """[t, s]: whether state t makes state s superfluous.
+
+    tables: seconds [1, states] of the variable itself and [heights, states] with each neighbour. m: bytes.
+    """
+    starts = [0, *accumulate(heights[:-1])]
     rows = np.concatenate(tables)
     # where both are forbidden the difference is nan, which fmax passes over
     worst = np.add.reduce(np.fmax.reduceat(rows[:, :, None] - rows[:, None, :], starts))
@@ -234,8 +243,8 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     count = len(dominates)
     if count == 2:
         return np.array([0 if dominates[0, 1] else 1])
-    lower = np.tri(count, k=-1, dtype=np.bool_).T
-    gone = (dominates & (~dominates.T | lower)).any(axis=0)
+    number = np.arange(count)
+    gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
     if gone.all() or not dominates[~gone][:, gone].any(axis=0).all():
         # rounding can close a circle of nearly equal states; one after the other cannot
         alive = np.ones(count, dtype=np.bool_)

@@ -131,10 +131,10 @@ def profile(terms: Terms, states: Sequence[int]) -> Profile:
     """Sums over an assignment of all variables."""
     seconds = {}
     for key in dict.fromkeys((*terms.alone, *terms.pairs)):
-        total = sum(float(costs[states[v]]) for v, costs in terms.alone.get(key, {}).items())
-        total += sum(float(m[states[u], states[v]]) for (u, v), m in terms.pairs.get(key, {}).items())
+        total = sum([costs.item(states[v]) for v, costs in terms.alone.get(key, {}).items()])
+        total += sum([m.item(states[u], states[v]) for (u, v), m in terms.pairs.get(key, {}).items()])
         seconds[key] = total
     held = {
-        key: sum(float(size[states[v]]) for v, size in table.items()) for key, table in terms.bytes.items()
+        key: sum([size.item(states[v]) for v, size in table.items()]) for key, table in terms.bytes.items()
     }
     return Profile(seconds, held)

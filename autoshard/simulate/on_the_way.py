@@ -75,7 +75,7 @@ class Messages:
         """Wait for those that bring something needed, or whose turn it is; the most bytes while they are
         unpacked."""
         peak = 0.0
-        for message in [m for m in self.all if m.outs.intersection(needed) or (turn and m.turn == turn)]:
+        for message in [m for m in self.all if (turn and m.turn == turn) or not m.outs.isdisjoint(needed)]:
             peak = max(peak, self.held + message.finish)
             self.all.remove(message)
         return peak

@@ -46,6 +46,7 @@ class Transients:
         self._known: dict[tuple[int, str], float] = {}
         self._alike: dict[Hashable, float] = {}
         self._inside: dict[Hashable, _Inside] = {}
+        self._in_turn: dict[str, frozenset[str]] = {}
         self._storages: dict[int, Mapping[str, Storage]] = {}
         self.results = set(program.lowered.results)
         buffers = sheets.behaviour.gradient_buffers
@@ -176,13 +177,27 @@ class Transients:
 
     def _call(self, call: Call, way: Messages) -> _Inside:
         lying = frozenset(inner for inner, outer in self._names(call).items() if outer in self._summed)
-        key = (call.segment, lying, tuple((m.turn, m.held, m.finish) for m in way.all))
+        turns = self._turns(call.segment)
+        entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
+        key = (call.segment, lying, entering)
         if key not in self._inside:
-            self._inside[key] = self._segment(call.segment, lying, way.all)
-        return self._inside[key]
+            messages = [OnTheWay(frozenset(), *row) for row in entering]
+            self._inside[key] = self._segment(call.segment, lying, messages)
+        found = self._inside[key]
+        # what nothing in the call waits for lies there all the time
+        idle = sum(m.held for m in way.all if m.turn not in turns)
+        return replace(found, peak=found.peak + idle) if idle else found
+
+    def _turns(self, name: str) -> frozenset[str]:
+        """Of the messages that are issued in a segment one at a time."""
+        if name not in self._in_turn:
+            nodes = self.program.lowered.segments[name].graph.nodes
+            self._in_turn[name] = frozenset(filter(None, map(turn_of, nodes)))
+        return self._in_turn[name]
 
     def _segment(self, name: str, lying: Collection[str], entering: Sequence[OnTheWay]) -> _Inside:
-        """lying: outputs that are summed where they lie. entering: messages on their way."""
+        """lying: outputs that are summed where they lie. entering: messages on their way, without what they
+        bring, whose names are those of main."""
         segment = self.program.lowered.segments[name]
         nodes, values = segment.graph.nodes, placed_of(segment)
         roots = view_roots(segment)
@@ -195,8 +210,7 @@ class Transients:
                 last[roots.get(ref, ref)] = k
         for output in segment.graph.outputs:
             last[roots.get(output, output)] = len(nodes)
-        # names of messages that enter are those of main
-        way = Messages(replace(m, outs=frozenset[str]()) for m in entering)
+        way = Messages(entering)
         live: dict[str, float] = {}
         peak, level = 0.0, 0.0
         for k, node in enumerate(nodes):
@@ -212,7 +226,7 @@ class Transients:
                 if gone in live and last.get(gone, k) <= k:
                     level -= live.pop(gone)
         own = tuple(m for m in way.all if m.outs)
-        return _Inside(peak, frozenset(filter(None, map(turn_of, nodes))), own)
+        return _Inside(peak, self._turns(name), own)
 
     def _taken(self, node: Node, values: Mapping[str, Placed], way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""

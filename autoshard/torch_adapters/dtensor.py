@@ -7,6 +7,7 @@ rest split.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +18,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.placement import Layout
 from autoshard.placement import Shard as OurShard
+
+#: how a DTensor lies: mesh, placements, global shape, strides and type
+Spec: TypeAlias = DTensorSpec
 
 
 def torch_placements(layout: Layout) -> list[TorchPlacement]:
@@ -52,8 +56,23 @@ def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: S
     return DTensor(local.view_as(local), spec, requires_grad=False)
 
 
+def spec_of(x: DTensor) -> Spec:
+    """How a DTensor lies."""
+    return x._spec
+
+
+def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
+    """A rank's shard as a DTensor that lies as another one of its type: takes a tenth of the time."""
+    return DTensor(local.view_as(local), spec, requires_grad=False)
+
+
 def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor that lies as another one, of a local part in any memory and of any type."""
     meta = TensorMeta(other.shape, other.stride(), local.dtype)
     spec = DTensorSpec(other.device_mesh, tuple(other.placements), tensor_meta=meta)
     return DTensor(local.view_as(local), spec, requires_grad=False)
+
+
+def dtensor_as(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A rank's part of something that lies as another tensor, which may be a plain one."""
+    return dtensor_like(other, local) if isinstance(other, DTensor) else local

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import UsageError
+from autoshard.interop.unfilled import Unfilled
 
 Kind = Literal["gpt2", "llama", "deepseek_v3"]
 
@@ -45,7 +46,7 @@ def on_meta(
             f"sequences of {seq} tokens for a model with {shape.positions} positions",
             hint="give the architecture more positions",
         )
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         model = model_of(shape).to(dtype)
         ids = torch.zeros(batch, seq, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
