@@ -69,6 +69,9 @@ def test_short_sums_are_slower_per_flop() -> None:
     deep = replace(PLAIN, kernels=replace(PLAIN.kernels, depth=500.0))
     assert product(1000, 100, 500, deep) == pytest.approx(2 * product(1000, 100, 500))
     assert product(1000, 100, 50_000, deep) == pytest.approx(product(1000, 100, 50_000), rel=0.011)
+    # a tile takes no longer to begin and to end where products take four times as long
+    fast = replace(deep, peak_flops={**deep.peak_flops, "bf16": 4 * deep.peak_flops["f32"]})
+    assert product(1000, 100, 500, fast) == pytest.approx(1.25 * product(1000, 100, 500))
 
 
 @settings(max_examples=60)
