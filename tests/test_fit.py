@@ -93,6 +93,16 @@ def test_devices_of_more_flops_per_watt_sustain_less() -> None:
     assert part("v100-dgx2", throttle=2.0) == 1.0  # no more than the peak
 
 
+def test_tiles_begin_and_end_by_the_memory() -> None:
+    def depth(name: str) -> float:
+        cluster = load_cluster(name)
+        return applied(cluster, Figures({cluster.device.name: 0.8}, depth=200.0)).device.kernels.depth
+
+    assert depth("a100-selene") == pytest.approx(200.0)
+    # 989 TFLOP/s and 3.35 TB/s, of 312 and 2.039
+    assert depth("h100-dgx") == pytest.approx(200.0 * (989 / 3.35) / (312 / 2.039))
+
+
 def test_one_study_is_not_enough(made_up: list[Rebuilt]) -> None:
     with pytest.raises(UsageError, match="two studies"):
         fit(made_up[:3])

@@ -140,3 +140,10 @@ def test_zb_h2_is_a_schedule_without_bubbles(ranks: int, microbatches: int) -> N
         # only a step that waits for all ranks takes longer than what one of them computes
         assert step_seconds(schedule, costs, apart=True) == pytest.approx(3.0 * microbatches)
         assert step_seconds(schedule, costs) == pytest.approx(3.0 * microbatches + ranks - 1)
+
+
+def test_zb_2p_holds_what_its_limit_allows() -> None:
+    schedule = zb_h2(4, 12, more=1)
+    check(schedule)
+    assert max(in_flight(schedule)) == 2 * 4
+    assert in_flight(schedule)[-1] == 2 * 4 - 1  # the last rank's gradients come at once

@@ -23,7 +23,7 @@ from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.load import parse_cluster
 from autoshard.cluster.measured import KINDS
 from autoshard.cost.collective import _FORMULAS, seconds
-from autoshard.cost.kernel_time import product_seconds, traffic_seconds
+from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
@@ -32,7 +32,7 @@ from autoshard.search.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import unfused
 from autoshard.simulate.step import estimate_step, simulated
-from autoshard.simulate.streams import Habits, Player, Step
+from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients
 from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Work
 
@@ -69,6 +69,9 @@ def test_short_sums_are_slower_per_flop() -> None:
     deep = replace(PLAIN, kernels=replace(PLAIN.kernels, depth=500.0))
     assert product(1000, 100, 500, deep) == pytest.approx(2 * product(1000, 100, 500))
     assert product(1000, 100, 50_000, deep) == pytest.approx(product(1000, 100, 50_000), rel=0.011)
+    # a tile takes no longer to begin and to end where products take four times as long
+    fast = replace(deep, peak_flops={**deep.peak_flops, "bf16": 4 * deep.peak_flops["f32"]})
+    assert product(1000, 100, 500, fast) == pytest.approx(1.25 * product(1000, 100, 500))
 
 
 @settings(max_examples=60)
@@ -164,6 +167,104 @@ def one_stage(name: str, mesh: str, **changes: Any) -> Program:
     return compile_analysed(replace(found, plan=replace(found.plan, **changes)))
 
 
+def test_gathers_are_issued_before_what_the_call_before_reduces() -> None:
+    """Layers with parameters of 2 s to gather, 10 s to compute and 4 s to reduce."""
+    layer = Sheet(
+        (
+            Task("w", "op", Message("all_gather", 0, 2.0), (), (0,)),
+            Task("y", "op", Traffic(10.0), (0,), (1,)),
+            Task("g", "op", Message("reduce_scatter", 0, 4.0), (1,), ()),
+        ),
+        (1, 2),
+    )
+    habits = Habits(ahead=True, behind=True, beside=False, overlap=1.0)
+    steps = [Step(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}", f"g{k}")) for k in range(3)]
+    found = Player(price, (4,), habits).play(steps, {"w0", "w1", "w2"}, {"g0", "g1", "g2"}, spans=True)
+    # bare are the first gather and the last reduction
+    assert found.seconds == pytest.approx(2 + 3 * 10 + 4)
+    sent = sorted((s.start, s.step, s.task) for s in found.spans if s.stream)
+    assert [(step, task) for _, step, task in sent] == [(0, 0), (1, 0), (0, 2), (2, 0), (1, 2), (2, 2)]
+
+
+def test_a_shard_is_packed_beside_computing() -> None:
+    """The copy of a shard into its message waits for nothing that is computed."""
+    layer = Sheet(
+        (
+            Task("s", "comm.all_gather_bucket", Traffic(1.0), (), (0,)),
+            Task("w", "comm.all_gather_bucket", Message("all_gather", 0, 5.0), (0,), ()),
+            Task("y", "op", Traffic(10.0), (1,), (1,)),
+        ),
+        (2,),
+    )
+    steps = [Step(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}",)) for k in range(3)]
+    seconds = [
+        Player(price, (4,), Habits(ahead, True, False, 1.0)).play(steps, {"w0", "w1", "w2"}, ()).seconds
+        for ahead in (True, False)
+    ]
+    assert seconds == pytest.approx([1 + 5 + 3 * 10, 3 * 16])
+
+
+def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
+    program = one_stage("llama", "fsdp=2", microbatches=1)
+
+    def copied(**how: Any) -> float:
+        works = works_of(program, **how)
+        return sum(w.nbytes for op, w in works if op.startswith("comm.") and isinstance(w, Traffic))
+
+    plain, parameters = copied(), copied(flat_parameters=True)
+    neither = copied(flat_parameters=True, flat_gradients=True)
+    assert plain > parameters > neither
+    # fp32: 6 bytes more of every element that is reduced than the two passes of 4 bytes
+    made_ready = copied(flat_parameters=True, flat_gradients=True, ready_bytes=8.0) - neither
+    assert made_ready == pytest.approx(parameters - neither)
+
+
+def test_attention_for_earlier_devices_is_slower() -> None:
+    device = load_cluster("h100-dgx").device
+    native, earlier = (
+        attention_seconds(1e12, 0.0, "bf16", False, device, native=n) - device.launch_overhead
+        for n in (True, False)
+    )
+    assert earlier == pytest.approx(native / device.kernels.attention_earlier)
+    before = load_cluster("a100-selene").device
+    assert device.kernels.attention_earlier < 1 == before.kernels.attention_earlier
+
+
+def works_of(program: Program, **how: Any) -> list[tuple[str, Work]]:
+    """(op, work) of all tasks of segments."""
+    sheets = simulated(program, CPU, behaviour=Behaviour(**how))[1].sheets
+    return [(t.op, t.work) for name in program.lowered.segments for t in sheets.of(name).tasks]
+
+
+def test_attention_of_the_first_version_is_slower() -> None:
+    program = one_stage("llama", "dp=2", microbatches=1)
+    full, half = (
+        [w for _, w in works_of(program, attention_reach=reach) if isinstance(w, Attention)]
+        for reach in (1.0, 0.5)
+    )
+    assert full and half == [replace(w, reach=0.5) for w in full]
+    device = load_cluster("h100-dgx").device
+    one, two = (
+        pricer(device, ())(replace(w, flop=1e15)) - device.launch_overhead for w in (full[0], half[0])
+    )
+    assert two == pytest.approx(2 * one)
+
+
+def test_gradients_of_norms_read_once_or_twice() -> None:
+    program = one_stage("gpt2", "dp=1")
+    once, twice = (
+        [
+            w.nbytes
+            for op, w in works_of(program, norm_reads=reads)
+            if op == "aten.native_layer_norm_backward" and isinstance(w, Traffic)
+        ]
+        for reads in (1, 2)
+    )
+    assert once and len(once) == len(twice)
+    # two tensors are read and one is written, beside weights and sums of rows
+    assert [b / a for a, b in zip(once, twice, strict=True)] == pytest.approx([5 / 3] * len(once), rel=0.05)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2"])
 def test_overlap_never_takes_longer(mesh: str) -> None:
     program = one_stage("llama", mesh, microbatches=3)
@@ -214,9 +315,14 @@ def test_blocking_sends_stand_in_the_way() -> None:
     plain, blocking = (
         estimate_step(program, CPU, behaviour=Behaviour(blocking_sends=b)) for b in (False, True)
     )
-    assert blocking.seconds > plain.seconds
     assert blocking.spent.total == pytest.approx(blocking.seconds)
     assert blocking.spent.compute == pytest.approx(plain.spent.compute)
+    # a message takes the time of its sender once, and has then arrived
+    sent = plain.costs.send_forward[0]
+    assert sent > 0
+    assert blocking.costs.send_forward == blocking.costs.send_backward == (0.0,)
+    assert blocking.costs.forward[0] == pytest.approx(plain.costs.forward[0] + sent)
+    assert blocking.costs.forward[1] == pytest.approx(plain.costs.forward[1])
 
 
 # -- the command ------------------------------------------------------------------------------------------

@@ -223,6 +223,10 @@ def test_a_gpu_that_nobody_knows_takes_after_the_nearest(tmp_path: Path) -> None
     assert machine.cluster.device.peak_flops["bf16"] == pytest.approx(500e12)
     assert machine.cluster.device.memory_bytes == 64 * 2**30
     assert "Z1 is not in the catalog" in machine.notes[0]
+    slow = machine_of(run_of(tmp_path, network="4x100Gb/s Omni-Path", inter_bw_GBps_per_node=50)).cluster
+    fast = machine_of(run_of(tmp_path, network="4x100Gb/s", inter_bw_GBps_per_node=50)).cluster
+    assert slow.levels[-1].shared_by == fast.levels[-1].shared_by == 2
+    assert slow.levels[-1].bandwidth == pytest.approx(0.22 * fast.levels[-1].bandwidth)
     (found,) = rebuilt([run_of(tmp_path, gpu="Z1", peak_tflops=None)])
     assert isinstance(found, Unsupported)
     assert "no GPU of the catalog is called 'Z1'" in found.reason
@@ -237,7 +241,8 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert name("Megatron-LM", None) == "Megatron-Core with Transformer Engine"
     assert name("NeMo/Megatron (MLPerf)", 2023) == "NeMo with Transformer Engine"
     assert name("Megatron-DeepSpeed", 2022) == "Megatron-DeepSpeed"
-    assert name("llm-foundry FSDP", 2023) == "FSDP without compile"
+    assert name("llm-foundry FSDP", 2023) == "llm-foundry"
+    assert name("FSDP", 2024) == "FSDP without compile"
     wide = run_of(tmp_path, framework="llm-foundry FSDP", precision="amp_bf16/DEFAULT")
     assert framework_of(wide).behaviour.gradient_dtype == "f32"
     summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")
@@ -300,6 +305,7 @@ def test_schedules_are_those_of_the_row(tmp_path: Path) -> None:
     assert schedule("1F1B") == ("1f1b", 2)
     assert schedule("1F1B", v=2) == schedule("interleaved_1F1B", v=2) == ("interleaved", 4)
     assert (schedule("ZB-1p"), schedule("ZB-2p")) == (("zb-h1", 2), ("zb-h2", 2))
+    assert schedule("ZB-H2") == ("zb-h2", 2)
     assert schedule("ZBV") == ("zb-v", 4)
     first, second = rebuilt_of(run_of(tmp_path, schedule="ZB-2p", layers=3)).notes
     assert "ZB-2p is the schedule of the paper" in first
@@ -458,6 +464,16 @@ def test_memory_is_in_the_unit_of_the_measurement(tmp_path: Path) -> None:
     # every kind of parallelism has communicators of its own
     assert counted(peak, "GB nvidia-smi", 3) > counted(peak, "GB nvidia-smi", 1) > counted(peak, "reserved")
     assert fits(70 * 2.0**30, 80 * 2.0**30, 3) and not fits(74 * 2.0**30, 80 * 2.0**30, 3)
+
+
+def test_a_full_device_has_no_free_blocks() -> None:
+    memory = 80 * 2.0**30
+    for kind in ("max reserved GiB", "GB nvidia-smi"):
+        assert counted(40 * 2.0**30, kind, 2, memory) == counted(40 * 2.0**30, kind, 2)
+        full = counted(70 * 2.0**30, kind, 2, memory)
+        assert 70 * 2.0**30 < full <= memory < counted(70 * 2.0**30, kind, 2)
+    # what does not fit is told as it is
+    assert counted(90 * 2.0**30, "GB nvidia-smi", 2, memory) > memory
 
 
 def test_a_plan_is_picked_among_those_for_the_same_work(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ class Kernels:
 
     multiprocessors: a product's tiles are done in waves of as many; 0: they fill the device evenly. tile:
     rows and columns of the largest tile. depth: length of the summed dim at which a product reaches half of
-    its rate. attention, attention_backward: part of the peak that fused attention reaches. traffic: part of
+    its rate. attention, attention_backward: part of the peak that fused attention reaches where it is written
+    for the device, of which that for devices before reaches ``attention_earlier``. traffic: part of
     the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
     narrow: part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
     dispatch: seconds that the host takes to issue an op, which it does ahead of the device. clock: of
@@ -29,6 +30,7 @@ class Kernels:
     depth: float = 0.0
     attention: float = 0.6
     attention_backward: float = 0.5
+    attention_earlier: float = 1.0
     traffic: float = 0.85
     small: float = 0.0
     narrow: float = 0.75
@@ -40,7 +42,14 @@ class Kernels:
     cached: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("attention", "attention_backward", "traffic", "narrow", "clock"):
+        for name in (
+            "attention",
+            "attention_backward",
+            "attention_earlier",
+            "traffic",
+            "narrow",
+            "clock",
+        ):
             value = getattr(self, name)
             if not 0 < value <= 1:
                 raise UsageError(

@@ -73,6 +73,7 @@ _KERNELS: Schema = {
     "depth": (_NUMBER, False),
     "attention": (_NUMBER, False),
     "attention_backward": (_NUMBER, False),
+    "attention_earlier": (_NUMBER, False),
     "traffic": (_NUMBER, False),
     "small": (_NUMBER, False),
     "narrow": (_NUMBER, False),

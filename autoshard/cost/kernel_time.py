@@ -24,17 +24,26 @@ def product_seconds(
 
     The tiles of the result run in waves, one tile per multiprocessor; the last wave may be nearly empty, and
     the edge tiles as well (NVIDIA, "Matrix multiplication background user's guide", sections 3.2 and 3.3). A
-    short sum does not fill the pipeline of a tile: the rate is depth / (depth + kernels.depth) of the best.
+    short sum does not fill the pipeline of a tile: the rate is depth / (depth + kernels.depth) of the best,
+    for types slower than those of 16 bits with as much less in place of kernels.depth.
     The tile size is the one that does best. Never below the time for the traffic.
     """
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
     rate *= _aligned(batch, columns, depth, dtype, device)
     best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
-    filled = depth / (depth + kernels.depth) if depth else 1.0
+    filled = depth / (depth + _begin_and_end(dtype, device)) if depth else 1.0
     work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0
+
+
+def _begin_and_end(dtype: str, device: Device) -> float:
+    """Length of a sum that takes as long as beginning and ending a tile, which is no slower for types whose
+    products are; what those of 8 bits lose is in kernels.narrow."""
+    peaks = device.peak_flops
+    half = peaks.get("bf16", peaks.get("f16", peaks["f32"]))
+    return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / half)
 
 
 def _aligned(batch: int, columns: int, depth: int, dtype: str, device: Device) -> float:
@@ -70,11 +79,14 @@ def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float
     return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
 
 
-def attention_seconds(flop: float, nbytes: float, dtype: str, backward: bool, device: Device) -> float:
+def attention_seconds(
+    flop: float, nbytes: float, dtype: str, backward: bool, device: Device, *, native: bool = True
+) -> float:
     """Seconds of one fused attention kernel (Dao et al., FlashAttention, 2022): FLOP at the part of the peak
-    that it reaches, or its traffic."""
+    that it reaches, or its traffic. native: whether it is written for the device."""
     kernels = device.kernels
     part = kernels.attention_backward if backward else kernels.attention
+    part *= 1.0 if native else kernels.attention_earlier
     peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
     busy = max(flop / (peak * part * kernels.clock), traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead

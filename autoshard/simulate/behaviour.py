@@ -20,40 +20,53 @@ class Behaviour:
     """What a simulated step assumes about kernels, messages and the optimizer; by default, our runtime's.
 
     attention: ``flash`` keeps no scores (Dao et al., NeurIPS 2022), ``unfused`` runs a product, a softmax
-    with its dropout and a product, and keeps the scores for backward. attention_again: whether backward
-    computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5); nothing
-    with ``flash``. whole_recompute: whether a layer that is computed again is so to its end, needed or not.
-    keeps: what forward keeps for backward; with ``ops``, backward runs every second product of a layer again.
-    fused: whether chains of pointwise ops are single kernels. loss_kept, loss_peak: bytes per logit that the
-    loss keeps for backward, and that it holds at most, all copies together; None: as the program says.
-    recipe: what a trained parameter has beside itself. gradient_dtype: of the reduction of gradients,
-    "" for that of the program. gradient_buffers: whether gradients lie in buffers of the recipe's width that
-    are there all the time and are reduced in place, or in tensors that backward makes. sum_bytes: per element
-    of a gradient, moved to add it to those of the microbatches before; None: as our runtime, which reads it
-    and reads and writes the sum, if there are several microbatches. whole_parameters: whether the part of a
-    parameter that a rank updates lies in the gathered parameter, where that stays gathered. stand_ins:
-    whether a tensor of every shape that weights of layers have stands in for gradients that went to buffers.
-    step_bytes: per element that a rank updates, of what the update makes and frees. gradients_overlap:
-    whether gradients are reduced while backward computes, or after it. gathers_overlap: whether parameters
-    are gathered while something computes. tensor_overlap: whether collectives of activations run in parts
-    beside their products. backward_overlap: whether those of backward run beside ops that do not need them,
-    as the products for weight gradients. late_waits: whether messages are issued where they stand in the
-    program and waited for where they are needed, as our runtime does; the three before then mean nothing.
-    blocking_sends: whether a stage waits for its messages before it computes on. scattered_sends: whether
-    what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et al., SC'21,
-    section 4.1). dropout: probability, whose masks of one byte are kept, 0 for none. product_dtype: of the
-    large products, "" for that of the parameters; narrow_bytes: that making narrow copies of their factors
-    moves per element; narrow_weights: whether weights are made narrow for every product, or once a step,
-    which is not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
-    afterwards, as our runtime does on the CPU; it then holds both at once. steps_overlap: whether a pipeline
-    rank begins the next step while others still compute. name: of what the figures are for.
+    with its dropout and a product, and keeps the scores for backward. attention_native: whether the
+    kernel of ``flash`` is written for the device; torch's and flash-attn 2 are for Ampere.
+    attention_reach: what it reaches of the rate of flash-attn 2. attention_again: whether backward
+    computes the scores again (selective recomputation of Korthikanti et al., MLSys 2023, section 5);
+    nothing with ``flash``. whole_recompute: whether a layer that is computed again is so to its end,
+    needed or not. keeps: what forward keeps for backward; with ``ops``, backward runs every second
+    product of a layer again. fused: whether chains of pointwise ops are single kernels. norm_reads: how
+    often backward of a norm reads what it takes: twice if a kernel makes the gradient of its input and
+    another those of its weight. loss_kept, loss_peak: bytes per logit that the loss keeps for backward,
+    and that it holds at most, all copies together; None: as the program says. recipe: what a trained
+    parameter has beside itself. gradient_dtype: of the reduction of gradients, "" for that of the
+    program. gradient_buffers: whether gradients lie in buffers of the recipe's width that are there all
+    the time and are reduced in place, or in tensors that backward makes. sum_bytes: per element of a
+    gradient, moved to add it to those of the microbatches before; None: as our runtime, which reads it
+    and reads and writes the sum, if there are several microbatches. whole_parameters: whether the part of
+    a parameter that a rank updates lies in the gathered parameter, where that stays gathered. stand_ins:
+    whether a tensor of every shape that weights of layers have stands in for gradients that went to
+    buffers. step_bytes: per element that a rank updates, of what the update makes and frees.
+    gradients_overlap: whether gradients are reduced while backward computes, or after it.
+    gathers_overlap: whether parameters are gathered while something computes. tensor_overlap: whether
+    collectives of activations run in parts beside their products. backward_overlap: whether those of
+    backward run beside ops that do not need them, as the products for weight gradients. late_waits:
+    whether messages are issued where they stand in the program and waited for where they are needed, as
+    our runtime does; the three before then mean nothing. blocking_sends: whether a stage waits until its
+    message has arrived before it computes on, so that both ranks are busy with it once. scattered_sends:
+    whether what goes between stages is sent in a part per tensor rank and gathered there (Narayanan et
+    al., SC'21, section 4.1). copied_messages: whether what is gathered or scattered along another dim
+    than the first is copied to, or from, the way it is sent; not where activations lie with the sequence
+    first. flat_parameters, flat_gradients: whether parameters of one message are views of a tensor that
+    is gathered as it lies, and gradients of one that is reduced so. ready_bytes: per element of a
+    gradient, moved to make it ready for its reduction beside a copy in its own type. dropout:
+    probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products, ""
+    for that of the parameters; narrow_bytes: that making narrow copies of their factors moves per
+    element; narrow_weights: whether weights are made narrow for every product, or once a step, which is
+    not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up afterwards, as
+    our runtime does on the CPU; it then holds both at once. steps_overlap: whether a pipeline rank begins
+    the next step while others still compute. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
+    attention_native: bool = False
+    attention_reach: float = 1.0
     attention_again: bool = False
     whole_recompute: bool = False
     keeps: Keeps = "program"
     fused: bool = False
+    norm_reads: int = 1
     loss_kept: float | None = None
     loss_peak: float | None = None
     recipe: Recipe = field(default=ADAMW)
@@ -70,6 +83,10 @@ class Behaviour:
     blocking_sends: bool = False
     late_waits: bool = True
     scattered_sends: bool = False
+    copied_messages: bool = True
+    flat_parameters: bool = False
+    flat_gradients: bool = False
+    ready_bytes: float = 0.0
     dropout: float = 0.0
     product_dtype: str = ""
     narrow_bytes: float = 3.0

@@ -34,12 +34,12 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
         return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
     given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
     bucket = is_bucket(node)
-    whole = not bucket and not any(node.args[2:3])  # lies in memory as it is sent
+    whole = not ops.copied(node)  # lies in memory as it is sent
     kind = collective_kind(node)
     held = finish = 0.0
     match kind:
         case "all_gather":
-            held, finish = (taken if bucket else 0.0), (0.0 if whole else given)
+            held, finish = (taken if bucket and not whole else 0.0), (0.0 if whole else given)
         case "reduce_scatter":
             held = 0.0 if whole else taken
             if ops.behaviour.exchanged_sums:  # the parts of all ranks come first, then their sum

@@ -10,7 +10,7 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
-from autoshard.ir.comm import axes_of, collective_kind, is_ring
+from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
 from autoshard.ir.lowered import LoweredSegment, Placed
 from autoshard.kernels.registry import Operand, specs
 from autoshard.offload import HOST_OPS, STORE
@@ -53,6 +53,7 @@ VIEWS = frozenset(
         "detach.default",
     )
 )
+_NORM_BACKWARD = "aten.native_layer_norm_backward.default"
 _SUMS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
 PRODUCTS = frozenset(
     (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
@@ -117,6 +118,8 @@ class Ops:
             return self._attention(node, ins, outs, dtype)
         names = [*dict.fromkeys(refs_of(node)), *node.outs]
         moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        if node.op == _NORM_BACKWARD:
+            moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
             return [self._other_product(node, ins, outs, dtype, moved)]
         kernel = specs().get(node.op)
@@ -176,7 +179,9 @@ class Ops:
         types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
         flop = attention.RULES[node.op](node, types).flops
         moved = sum(self.nbytes(p) for p in (*ins, *outs))
-        fused = Attention(q[0] * q[1], q[2], k[2], q[3], backward, dtype, flop, moved)
+        how = self.behaviour
+        sizes = (q[0] * q[1], q[2], k[2], q[3])
+        fused = Attention(*sizes, backward, dtype, flop, moved, how.attention_native, how.attention_reach)
         if self.behaviour.attention == "flash":
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)
@@ -203,14 +208,29 @@ class Ops:
         total = sum(self.nbytes(values[n]) for n in counted)
         message = Message(kind, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
-        if len(counted) == 1 and (kind == "all_reduce" or not any(node.args[2:3])):
-            return [message]
-        copy = Traffic(2 * total)
+        moved = 2.0 * total if self.copied(node) else 0.0
         if kind != "all_gather":
-            return [copy, message]
+            if is_bucket(node):
+                width = DTYPES[values[counted[0]].type.dtype][1]
+                moved += total / width * self.behaviour.ready_bytes
+            return [Traffic(moved), message] if moved else [message]
+        if not moved:
+            return [message]
+        copy = Traffic(moved)
         bucket = node.op.split(".")[1].endswith("_bucket")
         own = [Traffic(2 * sum(self.nbytes(values[n]) for n in refs_of(node)))] if bucket else []
         return [*own, message, copy]
+
+    def copied(self, node: Node) -> bool:
+        """Whether what a collective takes or makes is copied to, or from, the way it is sent: a single tensor
+        if it is not split by rows, the tensors of a bucket unless they are views of a flat one."""
+        kind, how = collective_kind(node), self.behaviour
+        gathers = kind == "all_gather"
+        if is_bucket(node):
+            return not (how.flat_parameters if gathers else how.flat_gradients)
+        if len(node.outs if gathers else tuple(refs_of(node))) > 1:
+            return True
+        return kind != "all_reduce" and bool(any(node.args[2:3]) and how.copied_messages)
 
     def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
         """A bucket with less precision: packed, sent, unpacked (`runtime.quantised`).

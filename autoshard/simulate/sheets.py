@@ -27,7 +27,9 @@ class Sheets:
         self.program, self.behaviour = program, behaviour
         mesh = Mesh.parse(program.mesh)
         self.ops = Ops(mesh, mesh.coords(rank), behaviour)
-        self.keeping = None if behaviour.keeps == "program" else Keeping(program, behaviour.keeps)
+        # a loss may keep other bytes than the program where nothing else does
+        as_said = behaviour.keeps == "program" and behaviour.loss_kept is None
+        self.keeping = None if as_said else Keeping(program, behaviour.keeps)
         self._known: dict[str, Sheet] = {}
         self._nodes: dict[int, tuple[Node, Sheet]] = {}
 

@@ -129,6 +129,8 @@ class StagePrices:
         count, slices = self.schedule.stages, self.schedule.slices
         up, down = self.sends
         ahead, back = self.waits
+        if self.behaviour.blocking_sends:  # what a stage has waited for has arrived
+            up, down = (0.0,) * len(up), (0.0,) * len(down)
 
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
             units = ((s, c) for s in range(count) for c in range(slices))

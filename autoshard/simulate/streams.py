@@ -11,7 +11,7 @@ from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.ir.comm import goes_in_turn
-from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Transfer, Work
+from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Transfer, Work
 
 #: parameters are gathered at most so many calls ahead of the one that computes
 AHEAD = 2
@@ -101,7 +101,9 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
                 work.batch, work.rows, work.columns, work.depth, work.dtype, work.nbytes, device
             )
         case Attention():
-            return attention_seconds(work.flop, work.nbytes, work.dtype, work.backward, device)
+            return attention_seconds(
+                work.flop / work.reach, work.nbytes, work.dtype, work.backward, device, native=work.native
+            )
         case Message():
             return float(seconds(work.kind, work.nbytes, links[work.axis]))
         case Transfer():
@@ -160,7 +162,11 @@ class Player:
         """
         run = _Run(self.habits, len(self.sizes), spans, 2 if self.hosted else 0)
         run.fetched.update(parameters)
-        for step in steps:
+        for number, step in enumerate(steps):
+            if self.habits.ahead and not self.habits.late:
+                # gathers of the next call are issued before what this one reduces
+                for other in range(number + (number > 0), min(number + AHEAD, len(steps))):
+                    run.fetch(other, steps[other], self._of(steps[other].sheet))
             run.step(step, self._of(step.sheet), gradients)
         return run.end()
 
@@ -185,8 +191,10 @@ class Player:
 
     @staticmethod
     def _packs(task: Task) -> bool:
-        """Whether it makes a message of a shard of parameters, which needs nothing that is computed."""
-        return task.op.startswith("comm.all_gather_q") and not task.after
+        """Whether it makes a message of shards, which needs nothing that is computed if these are
+        parameters."""
+        gathers = task.op.startswith("comm.all_gather")
+        return gathers and not task.after and isinstance(task.work, Traffic)
 
 
 class _Timed(NamedTuple):
@@ -219,11 +227,34 @@ class _Run:
         self.spans: list[Span] | None = [] if spans else None
         self.steps = 0
         self.host = 0.0
+        #: step -> when those of its tasks end that only gather parameters, if they were issued ahead of it
+        self.ahead: dict[int, dict[int, float]] = {}
+
+    def fetch(self, number: int, step: Step, timed: Sequence[_Timed]) -> None:
+        """Issue what gathers the parameters of a step, when the step that is `AHEAD` before it has begun."""
+        gate = self.began[number - AHEAD] if number >= AHEAD else 0.0
+        taken = [self.ready.get(name, 0.0) for name in step.args]
+        bare = [name in self.fetched for name in step.args]
+        found = self.ahead[number] = {}
+        for k, task in enumerate(timed):
+            if not (task.stream or task.packs) or task.ring or task.stream > self.axes:
+                continue
+            if not (all(bare[i] for i in task.inputs) and all(d in found for d in task.after)):
+                continue
+            if task.cost:
+                self.host += self.habits.dispatch
+            start = max(gate, self.host, *(found[d] for d in task.after), *(taken[i] for i in task.inputs))
+            if task.packs:  # of a shard: too short to be in the way of computing
+                found[k] = start + task.cost
+                self.busy[0] += task.cost
+            else:
+                start = max(start, self.free[task.stream])
+                found[k] = self._runs(number, k, task.stream, task.cost, start)
 
     def step(self, step: Step, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
         number, habits, free, ready = self.steps, self.habits, self.free, self.ready
         self.steps += 1
-        gate = self.began[-AHEAD] if len(self.began) >= AHEAD else 0.0
+        issued = self.ahead.pop(number, {})
         taken = [ready.get(name, 0.0) for name in step.args]
         bare = [name in self.fetched for name in step.args]
         last = {s for name, s in zip(step.outs, step.sheet.outs, strict=True) if name in gradients}
@@ -232,6 +263,9 @@ class _Run:
         for k, task in enumerate(timed):
             stream, after, inputs = task.stream, task.after, task.inputs
             cost = task.cost
+            if k in issued:
+                pure[k], end[k] = True, issued[k]
+                continue
             if cost:  # else it is done on the way by another kernel
                 self.host += habits.dispatch
             start = max(free[stream], self.host)
@@ -241,12 +275,8 @@ class _Run:
             for i in inputs:
                 if taken[i] > start:
                     start = taken[i]
-            if task.packs and habits.ahead and all(bare[i] for i in inputs):
-                # of a shard: too short to be in the way of computing
-                pure[k], end[k] = True, max([gate, *(taken[i] for i in inputs)]) + cost
-                self.busy[0] += cost
-                continue
             if not stream:
+                pure[k] = task.packs and all(bare[i] for i in inputs)
                 if first < 0:
                     first = start
             elif habits.late or task.ring:
@@ -259,7 +289,7 @@ class _Run:
             else:
                 pure[k] = all(bare[i] for i in inputs) and all(pure[d] for d in after)
                 if pure[k]:
-                    start = max(start, gate if habits.ahead else free[0])
+                    start = max(start, free[0])
                 elif k in last:
                     cost = task.as_gradient
                     if not habits.behind:
@@ -270,11 +300,7 @@ class _Run:
             end[k] = self._runs(number, k, stream, cost, start)
             if task.in_turn:
                 self.last[stream] = end[k]
-            if (
-                stream
-                and not (habits.late or task.ring)
-                and not (habits.ahead if pure[k] else k in last or step.loose)
-            ):
+            if stream and not (habits.late or task.ring) and (pure[k] or not (k in last or step.loose)):
                 free[0] = max(free[0], end[k])
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):

@@ -26,7 +26,8 @@ class Product:
 class Attention:
     """Attention of ``heads`` heads of all sequences together.
 
-    flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes.
+    flop: of the fused kernel, half of the square if causal. nbytes: that it reads and writes. native: whether
+    the kernel is written for the device. reach: what it reaches of the rate of the best.
     """
 
     heads: int
@@ -37,6 +38,8 @@ class Attention:
     dtype: str
     flop: float
     nbytes: float
+    native: bool = True
+    reach: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

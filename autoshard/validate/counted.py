@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 GIB = 2**30
 #: part that the caching allocator holds beyond its tensors: blocks that are split and not free as a whole
 _SLACK = 0.15
@@ -12,21 +14,32 @@ _LEAST_SLACK = 0.03
 _CONTEXT, _COMMUNICATORS = 1.0 * GIB, 1.5 * GIB
 
 
-def counted(peak_bytes: float, kind: str, axes: int = 1) -> float:
+def counted(peak_bytes: float, kind: str, axes: int = 1, memory_bytes: float = inf) -> float:
     """What a measurement shows of tensors of so many bytes at their peak.
 
     kind: in words: ``nvidia-smi`` shows all that the process holds, ``reserved`` what the allocator does,
-    anything else the tensors. axes: kinds of parallelism that have ranks.
+    anything else the tensors. axes: kinds of parallelism that have ranks. memory_bytes: of the device; as it
+    fills up, the allocator gives free blocks back before it fails (torch, c10/cuda/CUDACachingAllocator.cpp:
+    release_cached_blocks), so that no more than this is shown of what fits.
     """
     words = kind.lower()
-    if "nvidia-smi" in words:
-        return peak_bytes * (1 + _SLACK) + _CONTEXT + axes * _COMMUNICATORS
-    return peak_bytes * (1 + _SLACK) if "reserved" in words else peak_bytes
+    shows_all = "nvidia-smi" in words
+    if not shows_all and "reserved" not in words:
+        return peak_bytes
+    beside = _beside(axes)
+    least, most = peak_bytes * (1 + _LEAST_SLACK), peak_bytes * (1 + _SLACK)
+    reserved = min(most, max(least, memory_bytes - beside))
+    return reserved + beside if shows_all else reserved
 
 
 def fits(peak_bytes: float, memory_bytes: float, axes: int) -> bool:
     """Whether tensors of so many bytes at their peak fit in a device, when all that can be given back is."""
-    return peak_bytes * (1 + _LEAST_SLACK) + _CONTEXT + axes * _COMMUNICATORS <= memory_bytes
+    return peak_bytes * (1 + _LEAST_SLACK) + _beside(axes) <= memory_bytes
+
+
+def _beside(axes: int) -> float:
+    """Bytes that a process holds beside what its allocator does."""
+    return _CONTEXT + axes * _COMMUNICATORS
 
 
 def unit_of(kind: str) -> float:

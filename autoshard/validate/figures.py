@@ -12,11 +12,13 @@ from autoshard.cluster.cluster import Cluster, Device
 @dataclass(frozen=True)
 class Figures:
     """efficiency: device -> part of the peak that the best product alone reaches. sustained: part of that in
-    training, hour after hour, on a device with as many FLOP/s per watt as an A100. throttle: a device with x
-    times as many sustains x ** -throttle of that, as power bounds its clock (1/3 if its voltage fell with its
-    clock and an operation always took the same energy; newer chips need less). depth: see `Kernels`; traffic,
-    attention, attention_backward, narrow, dispatch: likewise. overlap: see `Device`. inside, outside: part of
-    the bandwidth that collectives reach on links within the outermost level, and on it."""
+    training, hour after hour, on a device with as many FLOP/s per watt as an A100. throttle: a device
+    with x times as many sustains x ** -throttle of that, as power bounds its clock (1/3 if its voltage
+    fell with its clock and an operation always took the same energy; newer chips need less). depth: see
+    `Kernels`, of an A100; that of others goes with their FLOP per byte of memory bandwidth, as tiles
+    begin and end by moving bytes. traffic, attention, attention_backward, narrow, dispatch: likewise.
+    overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links within
+    the outermost level, and on it."""
 
     efficiency: Mapping[str, float] = field(hash=False)
     sustained: float = 0.9
@@ -51,6 +53,8 @@ SPREAD: Mapping[str, float] = {
 _FREE = frozenset(("depth", "dispatch"))
 #: FLOP/s per watt of an A100: 312e12 in 400 W
 _A100 = 312e12 / 400
+#: FLOP per byte of memory bandwidth of an A100 of 80 GB
+_A100_BALANCE = 312e12 / 2.039e12
 
 
 def names_of(figures: Figures) -> list[tuple[str, str]]:
@@ -84,7 +88,7 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
     device = cluster.device
     kernels = replace(
         device.kernels,
-        depth=figures.depth,
+        depth=figures.depth * _balance(device) / _A100_BALANCE,
         traffic=figures.traffic,
         attention=figures.attention,
         attention_backward=figures.attention_backward,
@@ -102,5 +106,15 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
 
 def _density(device: Device) -> float:
     """FLOP/s per watt, of that of an A100; 1 where the power is not known."""
-    peak = device.peak_flops.get("bf16", device.peak_flops.get("f16", device.peak_flops["f32"]))
-    return peak / device.kernels.watts / _A100 if device.kernels.watts else 1.0
+    return _peak(device) / device.kernels.watts / _A100 if device.kernels.watts else 1.0
+
+
+def _balance(device: Device) -> float:
+    """FLOP that a device does while it moves a byte. To begin and to end, a tile reads and writes memory: the
+    products that would take as long are as many as this times the bytes."""
+    return _peak(device) / device.memory_bandwidth
+
+
+def _peak(device: Device) -> float:
+    """FLOP/s in 16 bits, in 32 bits where there are no others."""
+    return device.peak_flops.get("bf16", device.peak_flops.get("f16", device.peak_flops["f32"]))

@@ -55,9 +55,15 @@ def machine_of(run: Run) -> Machine:
 
 
 @cache
-def _gpus() -> tuple[dict[str, Any], ...]:
+def _table(kind: str) -> tuple[dict[str, Any], ...]:
     text = files("autoshard.validate").joinpath("gpus.toml").read_text(encoding="utf-8")
-    return tuple(tomllib.loads(text)["gpu"])
+    return tuple(tomllib.loads(text)[kind])
+
+
+def _reach(network: str) -> float:
+    """What messages reach of the rate of a network, of what they reach of the catalog's."""
+    words = network.lower()
+    return next((float(entry["reach"]) for entry in _table("network") if entry["match"] in words), 1.0)
 
 
 def catalog_name(gpu: str) -> str | None:
@@ -68,7 +74,7 @@ def catalog_name(gpu: str) -> str | None:
 
 def _known(gpu: str) -> dict[str, Any] | None:
     name = gpu.upper().removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "-")
-    fitting = [entry for entry in _gpus() if name.startswith(entry["name"].upper())]
+    fitting = [entry for entry in _table("gpu") if name.startswith(entry["name"].upper())]
     return max(fitting, key=lambda entry: len(entry["name"]), default=None)
 
 
@@ -77,11 +83,12 @@ def _entry(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
     found = _known(run.gpu)
     if found is not None:
         return found, ()
+    known = _table("gpu")
     if run.peak_flops is None or run.gpu_memory is None:
         raise UsageError(
             f"no GPU of the catalog is called {run.gpu!r}",
             where=run.id,
-            why=f"known: {', '.join(entry['name'] for entry in _gpus())}",
+            why=f"known: {', '.join(entry['name'] for entry in _table('gpu'))}",
             hint="give the row peak_tflops and gpu_mem_gb, or a cluster file for all rows",
         )
     peak = run.peak_flops
@@ -89,7 +96,7 @@ def _entry(run: Run) -> tuple[dict[str, Any], tuple[str, ...]]:
     def distance(entry: dict[str, Any]) -> float:
         return abs(log(_dense(load_cluster(entry["cluster"]).device, run) / peak))
 
-    near = min(_gpus(), key=distance)
+    near = min(known, key=distance)
     same = "memory bandwidth, efficiency and latencies are those of"
     return near, (f"{run.gpu} is not in the catalog: {same} {near['name']}",)
 
@@ -132,7 +139,8 @@ def _levels(run: Run, base: Cluster, nvlink: float | None) -> tuple[tuple[Level,
         found = _CARDS.search(run.network)
         cards = int(found.group(1)) if found else per_node // outer.shared_by
         cards = max(1, min(cards, per_node))
-        outer = replace(outer, bandwidth=run.inter / cards, shared_by=per_node // cards)
+        rate = _reach(run.network) * run.inter / cards
+        outer = replace(outer, bandwidth=rate, shared_by=per_node // cards)
     elif run.node and run.gpus > run.node:
         notes.append(f"the network between nodes is that of {base.name}")
     return (*inside, outer), notes

@@ -61,6 +61,7 @@ class Summary:
 def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
     """A run with what was predicted for it."""
     run = rebuilt.run
+    memory = rebuilt.cluster.device.memory_bytes
     axes = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data))
     return Scored(
         run.id,
@@ -68,9 +69,9 @@ def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
         None if run.oom else run.seconds,
         seconds,
         run.gib,
-        counted(peak_bytes, run.memory_kind, axes) / unit_of(run.memory_kind),
+        counted(peak_bytes, run.memory_kind, axes, memory) / unit_of(run.memory_kind),
         run.oom,
-        not fits(peak_bytes, rebuilt.cluster.device.memory_bytes, axes),
+        not fits(peak_bytes, memory, axes),
         rebuilt.notes,
     )
 

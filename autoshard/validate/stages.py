@@ -22,12 +22,16 @@ _NAMES = {
     "gpipe": "gpipe",
     "zb-1p": "zb-h1",
     "zb-h1": "zb-h1",
-    "zb-2p": "zb-h2",
+    "zb-2p": "zb-2p",
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
     "zbv": "zb-v",
     "breadth-first": "breadth-first",
 }
+#: schedules with up to twice the memory of 1F1B -> forwards that they start with beside those of ZB-H2: an
+#: input gradient takes longer than a forward, so that one more fits before the first (Qi et al., Zero Bubble
+#: Pipeline Parallelism, section 3.1: as many as the limit of 2 p microbatches allows)
+_TWICE = {"zb-h2": 0, "zb-2p": 1}
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
     if run.pipeline == 1:
         return None
     name, notes = _schedule(run)
-    own = 1 if name == "zb-h2" else lookup(name).chunks or 1
+    own = 1 if name in _TWICE else lookup(name).chunks or 1
     chunks = run.chunks if run.chunks > 1 else own
     if name in ("interleaved", "breadth-first") and chunks == 1:
         raise UsageError(
@@ -54,9 +58,9 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
         )
     if run.pipeline * chunks > run.layers + 2:
         raise UsageError(f"{run.pipeline * chunks} pipeline stages for {run.layers} layers", where=run.id)
-    if name == "zb-h2":
+    if name in _TWICE:
         # its stages and their parts are those of ZB-H1, which can be planned
-        name, schedule = "zb-h1", zb_h2(run.pipeline, run.microbatches)
+        name, schedule = "zb-h1", zb_h2(run.pipeline, run.microbatches, _TWICE[name])
     else:
         schedule = make(name, run.pipeline, run.microbatches, chunks)
     forward = [c for c in folded.calls if not c.backward]
@@ -99,7 +103,7 @@ def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
             hint=f"write one of {', '.join(sorted(_NAMES))}",
         )
     name = _NAMES[told]
-    if name == "zb-h2":
+    if name in _TWICE:
         # its gain is that steps overlap: the optimizer of one rank runs while another still computes
         return name, (
             f"{run.schedule} is the schedule of the paper, section 2.2, not one found for its times",
