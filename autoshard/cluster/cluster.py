@@ -58,6 +58,11 @@ class Device:
             what = f"launch_overhead is {self.launch_overhead}"
             raise UsageError(what, where=where, why="it must be 0 seconds or more")
 
+    @property
+    def half_flops(self) -> float:
+        """FLOP/s in 16 bits, in 32 bits where there are no others."""
+        return self.peak_flops.get("bf16", self.peak_flops.get("f16", self.peak_flops["f32"]))
+
 
 @dataclass(frozen=True)
 class Level:

@@ -42,8 +42,7 @@ def _begin_and_end(dtype: str, device: Device) -> float:
     """Length of a sum that takes as long as beginning and ending a tile, which is no slower for types whose
     products are; what those of 8 bits lose is in kernels.narrow."""
     peaks = device.peak_flops
-    half = peaks.get("bf16", peaks.get("f16", peaks["f32"]))
-    return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / half)
+    return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / device.half_flops)
 
 
 def _aligned(batch: int, columns: int, depth: int, dtype: str, device: Device) -> float:

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 import autoshard.kernels.optim  # noqa: F401  (defines the op that is called below)
 from autoshard.errors import UsageError
 from autoshard.runtime.clip import clip_scale, grad_norm
-from autoshard.runtime.host_optimizer import local
+from autoshard.runtime.optimizing import local, loss_of
 from autoshard.torch_adapters.dtensor import dtensor_as
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -56,10 +56,7 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; returns what the closure does. Parameters without a gradient stay as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         scale = None
         if self.clip_norm is not None:
             every = [p for group in self.param_groups for p in group["params"]]

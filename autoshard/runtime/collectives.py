@@ -22,7 +22,7 @@ from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric, transport
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
-from autoshard.runtime.pending import Finish, Issue, Message, wait
+from autoshard.runtime.pending import Finish, Issue, Message, as_it_is, wait
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport import Arrival
@@ -142,7 +142,7 @@ class GroupCollectives:
             return Message(self._gather(sent, ways, axis), join, sent)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         whole = dim == 0 and outer == 1
-        finish = _as_it_is if whole else lambda got: join_parts(got.chunk(ways), dim, outer)
+        finish = as_it_is if whole else lambda got: join_parts(got.chunk(ways), dim, outer)
         return Message(self._gather(sent, ways, axis), finish, sent)
 
     def reduce_scatter(
@@ -383,10 +383,6 @@ class GroupCollectives:
     ) -> torch.Tensor:
         # contiguous: kernels such as layer norm's backward misread strided statistics without a word
         return take_part(x, dim, view.size_of(axis), view.coord_of(axis), outer, inner).contiguous()
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _where_shapes(shape: Sequence[int], where: Where, ways: int) -> list[tuple[int, ...]]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError
 from autoshard.runtime.host import in_host_memory, pinned_like
+from autoshard.runtime.optimizing import local, loss_of
 from autoshard.torch_adapters.dtensor import dtensor_like
 
 #: bytes of parameters that are copied and updated together
@@ -77,10 +78,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer; returns what the closure does. Parameters without a gradient stay."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._copies.settle()
         self._refresh()
         buckets = [[p for p in bucket if p.own.grad is not None] for bucket in self._buckets]
@@ -203,13 +201,6 @@ class _CudaCopies(_Copies):
 
     def end(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self.to_device)
-
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor; without gradients, and sharing its version."""
-    with torch.no_grad():
-        found: torch.Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return found.detach()
 
 
 def _is_home(pair: _Pair) -> bool:

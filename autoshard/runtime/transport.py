@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.pending import Finish, wait
+from autoshard.runtime.pending import Finish, as_it_is, wait
 from autoshard.torch_adapters.groups import group_named
 
 #: waits for what is on its way and gives it
@@ -49,7 +49,7 @@ def scatter(x: torch.Tensor, ways: int, group: str) -> tuple[Arrival, Finish]:
     takes as long as its all-reduce, twice as long as this.
     """
     if x.device.type != "cpu":
-        return partial(wait, _FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group)), _as_it_is
+        return partial(wait, _FUNCTIONAL.reduce_scatter_tensor(x, "sum", ways, group)), as_it_is
     shape = (x.shape[0] // ways, *x.shape[1:])
     return all_to_all(x.view(-1), ways, group), lambda got: got.view(ways, -1).sum(0).view(shape)
 
@@ -63,7 +63,7 @@ def all_reduce(x: torch.Tensor, op: str, ways: int, group: str, own: bool = Fals
         arriving = all_to_all(x.view(-1).repeat(ways), ways, group)
         return arriving, lambda got: got.view(ways, *x.shape).sum(0)
     start = _FUNCTIONAL.all_reduce_ if own else _FUNCTIONAL.all_reduce
-    return partial(wait, start(x, op, group)), _as_it_is
+    return partial(wait, start(x, op, group)), as_it_is
 
 
 def all_to_all(x: torch.Tensor, ways: int, group: str) -> Arrival:
@@ -93,7 +93,3 @@ def _direct(x: torch.Tensor, ways: int, group: str) -> Arrival:
         return out
 
     return arrive
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x

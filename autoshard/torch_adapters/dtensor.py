@@ -53,7 +53,7 @@ def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: S
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
     spec = DTensorSpec(mesh, tuple(torch_placements(layout)), tensor_meta=meta)
-    return DTensor(local.view_as(local), spec, requires_grad=False)
+    return dtensor_of(local, spec)
 
 
 def spec_of(x: DTensor) -> Spec:
@@ -70,7 +70,7 @@ def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:
     """A DTensor that lies as another one, of a local part in any memory and of any type."""
     meta = TensorMeta(other.shape, other.stride(), local.dtype)
     spec = DTensorSpec(other.device_mesh, tuple(other.placements), tensor_meta=meta)
-    return DTensor(local.view_as(local), spec, requires_grad=False)
+    return dtensor_of(local, spec)
 
 
 def dtensor_as(other: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -106,15 +106,10 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
 
 def _density(device: Device) -> float:
     """FLOP/s per watt, of that of an A100; 1 where the power is not known."""
-    return _peak(device) / device.kernels.watts / _A100 if device.kernels.watts else 1.0
+    return device.half_flops / device.kernels.watts / _A100 if device.kernels.watts else 1.0
 
 
 def _balance(device: Device) -> float:
     """FLOP that a device does while it moves a byte. To begin and to end, a tile reads and writes memory: the
     products that would take as long are as many as this times the bytes."""
-    return _peak(device) / device.memory_bandwidth
-
-
-def _peak(device: Device) -> float:
-    """FLOP/s in 16 bits, in 32 bits where there are no others."""
-    return device.peak_flops.get("bf16", device.peak_flops.get("f16", device.peak_flops["f32"]))
+    return device.half_flops / device.memory_bandwidth
