@@ -47,8 +47,10 @@ def shares_of(flow: Flow) -> dict[Place, Shares]:
 
     found: dict[Place, Shares] = {}
     for key, group in params.items():
-        if nbytes[key]:
-            gather = share(key, [used[s] for s in users[key]])
-            scatter = share(key, [made[segment] for segment, _ in group.grads])
-            found[key] = Shares(Share(gather, gather), Share(share(key, [message]), scatter))
+        if not nbytes[key]:
+            found[key] = Shares()
+            continue
+        gather = share(key, [used[s] for s in users[key]])
+        scatter = share(key, [made[segment] for segment, _ in group.grads])
+        found[key] = Shares(Share(gather, gather), Share(share(key, [message]), scatter))
     return found
