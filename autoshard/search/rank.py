@@ -7,7 +7,7 @@ costs), so the chord between two of them is a lower bound for every microbatch b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -411,6 +411,12 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
         return []
     each = total // ways
     return [ways * b for b in range(1, each + 1) if each % b == 0]
+
+
+def alike(where: Configuration) -> Hashable:
+    """What configurations share that only divide the data ranks otherwise."""
+    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
+    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
 
 
 def data_ways(mesh: Mesh) -> int:
