@@ -31,6 +31,8 @@ class Device:
     ``peak_flops`` that a large matrix product reaches. launch_overhead: seconds per op. overlap:
     share of the time of computing that can hide collectives of parameters, 0 if nothing runs beside it.
     kernels: how the shape of work tells on its kernels. host: the memory of its node, None where unknown.
+    alone: how many times as fast it is while all others of its node wait, as processes are that share the
+    cores of a CPU; the other figures are those while all compute.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Device:
     overlap: float = OVERLAP
     kernels: Kernels = field(default_factory=Kernels)
     host: Host | None = None
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
@@ -54,6 +57,8 @@ class Device:
             raise UsageError(what, where=where, why="it must be above 0 and at most 1")
         if not 0 <= self.overlap <= 1:
             raise UsageError(f"overlap is {self.overlap}", where=where, why="it is a share, from 0 to 1")
+        if not (isfinite(self.alone) and self.alone >= 1):
+            raise UsageError(f"alone is {self.alone}", where=where, why="it must be 1 or more")
         if not (isfinite(self.launch_overhead) and self.launch_overhead >= 0):
             what = f"launch_overhead is {self.launch_overhead}"
             raise UsageError(what, where=where, why="it must be 0 seconds or more")
@@ -254,6 +259,7 @@ def bounding(devices: Sequence[Device]) -> Device:
         min(device.overlap for device in devices),
         min(devices, key=lambda device: device.matmul_efficiency).kernels,
         bounding_host([device.host for device in devices]),
+        min(device.alone for device in devices),
     )
 
 

@@ -55,6 +55,7 @@ _DEVICE: Schema = {
     "matmul_efficiency": (_NUMBER, True),
     "launch_overhead": (_NUMBER, True),
     "overlap": (_NUMBER, False),
+    "alone": (_NUMBER, False),
     "kernels": ((dict,), False),
     "host": ((dict,), False),
     "source": _SOURCE,
@@ -81,6 +82,7 @@ _KERNELS: Schema = {
     "clock": (_NUMBER, False),
     "best": (_NUMBER, False),
     "watts": (_NUMBER, False),
+    "view": (_NUMBER, False),
     "cache": (_NUMBER, False),
     "cached": (_NUMBER, False),
     "source": _SOURCE,
@@ -235,6 +237,7 @@ def _device(table: Mapping[str, Any], where: str) -> Device:
         overlap=float(table.get("overlap", OVERLAP)),
         kernels=_kernels(table.get("kernels", {}), f"{where}.kernels"),
         host=_host(table["host"], f"{where}.host") if "host" in table else None,
+        alone=float(table.get("alone", 1.0)),
     )
 
 

@@ -78,6 +78,8 @@ def _lines(
     yield f"launch_overhead = {_number(device.launch_overhead)}"
     if device.overlap != OVERLAP or "overlap" in device_source:
         yield f"overlap = {_number(device.overlap)}"
+    if device.alone != 1 or "alone" in device_source:
+        yield f"alone = {_number(device.alone)}"
     yield from _table("\n[device.source]", device_source)
     yield from _kernels(device.kernels)
     if device.host is not None:
@@ -93,6 +95,12 @@ def _lines(
         if level.efficiency != 1 or "efficiency" in source:
             yield f"efficiency = {_number(level.efficiency)}"
         yield from _table("\n[level.source]", source)
+        for table in level.measured:
+            yield "\n[[level.measured]]"
+            yield f"kind = {_text(table.kind)}"
+            yield f"ranks = {table.ranks}"
+            yield f"bytes = {list(table.nbytes)}"
+            yield f"seconds = [{', '.join(map(_number, table.seconds))}]"
     if links:
         yield from _table("\n[links]", links)
 

@@ -29,6 +29,7 @@ from autoshard.runtime.profile_links import (
     sizes_to,
     slowest,
 )
+from autoshard.runtime.profile_sharing import measure_share
 
 T = TypeVar("T")
 
@@ -91,7 +92,9 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     per_node = node_size(hosts)
     say(f"measuring {world} {'device' if world == 1 else 'devices at once'}, {per_node} on each node")
     sizes = sizes_to(effort.largest or (256 if device.type == "cuda" else 16) * 2**20)
-    mine = measure_device(device, per_node, effort.repeats, say, list if alone else partial(slowest, device))
+    share = measure_share(device)
+    agree = list if alone else partial(slowest, device)
+    mine = measure_device(device, per_node, effort.repeats, say, agree, share)
     every: list[Measured] = [mine] if alone else _gathered(mine)
     bound = bounding([each.device for each in every])
     _check_kinds([each.device for each in every])
@@ -105,7 +108,7 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     if world == 1:
         cluster = Cluster(name, 1, bound, ())
         return Profile(cluster, f"{description}; one device, so that no links were measured", sources, ())
-    levels = measure_levels(device, per_node, sizes, effort.repeats, say)
+    levels = measure_levels(device, per_node, sizes, effort.repeats, say, share)
     cluster = Cluster(name, world, bound, tuple(each.level for each in levels))
     profile = Profile(cluster, description, sources, tuple(levels))
     if not effort.pairs:

@@ -35,7 +35,11 @@ _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
 #: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
 #: are, so that the caches do not hold them all
 _LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
-_LAUNCHES = 40
+#: launches are timed so many times, each after a layer that has filled the caches
+_LAUNCHES = 200
+_AFTER = MappingProxyType(
+    {"cpu": ", after a layer's product and activation", "cuda": ", each with a view of its result"}
+)
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ class Measured:
 
 
 def measure_device(
-    device: torch.device, sharing: int, repeats: int, say: Say, agree: Agree = list
+    device: torch.device, sharing: int, repeats: int, say: Say, agree: Agree = list, share: float = 1.0
 ) -> Measured:
     """Measure a device; this takes seconds. sharing: processes among which the memory of a CPU is divided.
+    share: seconds that pass over those that a core computes for a process (`profile_sharing`).
 
     agree: gives all ranks the times of the slowest, so that all work at the same time and find the same;
     alone, times stay as they are. Processes that share cores are measured as they run together.
@@ -68,7 +73,7 @@ def measure_device(
     sustained. Dtypes that torch cannot multiply on the device are left out, and said;
     UsageError if f32 is among them. On the CPU the kernels are measured, too.
     """
-    clock = Clock(device, repeats, agree)
+    clock = Clock(device, repeats, agree, share)
     products: dict[str, Products] = {}
     for name, dtype in DTYPES.items():
         found = _products(clock, dtype)
@@ -81,8 +86,9 @@ def measure_device(
         raise UsageError("matrix products in f32 do not run", where=str(device))
     copied = _COPIED[device.type]
     bandwidth = _memory_bandwidth(clock, copied)
-    overhead = _launch_overhead(clock)
-    say(f"memory {bandwidth / 1e9:.4g} GB/s, launch of an op {overhead * 1e6:.3g} us")
+    overhead, look = _launch_overhead(clock)
+    say(f"memory {bandwidth / 1e9:.4g} GB/s")
+    say(f"launch of an op {overhead * 1e6:.3g} us, of a view {look * 1e6:.3g} us")
     shapes = ", ".join(f"{name} {'x'.join(map(str, p.shape))}" for name, p in products.items())
     efficiency = median(p.sustained / p.peak for p in products.values())
     memory, memory_source = _memory_bytes(device, sharing)
@@ -94,14 +100,17 @@ def measure_device(
         f"{'layers with their gradients, such as' if device.type == 'cpu' else 'best shapes'}: {shapes}",
         "memory_bandwidth": f"measured: copy of {copied >> 20} MiB, read and written, {how}",
         "matmul_efficiency": f"measured: {how} of these products over the fastest of all, median of dtypes",
-        "launch_overhead": f"measured: five ops on 64 elements, each with a view of its result, {how}",
+        "launch_overhead": f"measured: five ops on 64 elements{_AFTER[device.type]}, {how}",
     }
     measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
     if device.type == "cpu":
         kernels, sources["kernels"] = measure_kernels(clock.seconds, peaks["f32"], bandwidth)
         say(f"elementwise ops reach {kernels.traffic:.2g} of it, {kernels.cached:.3g} times that in caches")
+        kernels = replace(kernels, view=look)
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
-        measured = replace(measured, kernels=kernels, overlap=0.0)
+        alone = min(float(sharing), max(1.0, share))
+        sources["alone"] = "measured: seconds that pass over those that a core computes for a process, means"
+        measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
     measured = replace(measured, host=host)
@@ -115,15 +124,27 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock:
-    """Times calls on a device, on all ranks at once."""
+    """Times calls on a device, on all ranks at once.
 
-    def __init__(self, device: torch.device, repeats: int, agree: Agree) -> None:
-        self.device, self.repeats, self.agree = device, repeats, agree
+    On the CPU a call takes the seconds that a core computes for it (of this thread, which is there all the
+    time), times what passes meanwhile: where processes share cores, it is chance when each has its turns.
+    """
+
+    def __init__(self, device: torch.device, repeats: int, agree: Agree, share: float = 1.0) -> None:
+        """share: seconds that pass over those that a core computes for a process, while all compute."""
+        self.device, self.repeats, self.agree, self.share = device, repeats, agree, share
 
     @property
     def how(self) -> str:
         """What `seconds` gives."""
         return f"{'mean' if self.device.type == 'cpu' else 'median'} of {self.repeats}"
+
+    def now(self) -> float:
+        """Seconds from some moment on, all that was begun being done."""
+        if self.device.type == "cpu":
+            return time.thread_time() * self.share
+        synchronize(self.device)
+        return time.perf_counter()
 
     def times(self, call: Callable[[], object]) -> list[float]:
         """Seconds per call, one entry per repeat; each repeats the call until the clock is good enough."""
@@ -133,7 +154,7 @@ class Clock:
         return self.agree([self._run(call, count) for _ in range(self.repeats)])
 
     def typical(self, times: Sequence[float]) -> float:
-        """The median; on the CPU the mean, as waiting for a turn on a core that others use, too, counts."""
+        """The median; on the CPU the mean, as all that disturbs a call counts."""
         return mean(times) if self.device.type == "cpu" else median(times)
 
     def seconds(self, call: Callable[[], object]) -> float:
@@ -141,12 +162,10 @@ class Clock:
         return self.typical(self.times(call))
 
     def _run(self, call: Callable[[], object], count: int) -> float:
-        synchronize(self.device)
-        start = time.perf_counter()
+        start = self.now()
         for _ in range(count):
             call()
-        synchronize(self.device)
-        return (time.perf_counter() - start) / count
+        return (self.now() - start) / count
 
 
 def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
@@ -212,22 +231,47 @@ def _memory_bandwidth(clock: Clock, nbytes: int) -> float:
     return 2 * nbytes / clock.seconds(lambda: target.copy_(source))
 
 
-def _launch_overhead(clock: Clock) -> float:
-    """Seconds of an op that has next to nothing to do, as programs run: with a new result, and a view of it,
-    as most ops have one; the mean over a few kinds of ops."""
+def _launch_overhead(clock: Clock) -> tuple[float, float]:
+    """Seconds of an op that has next to nothing to do, and of looking at a result in another way; the means
+    over a few kinds.
+
+    On the CPU, whose caches hold the code of ops only while nothing else needs the room, after some work.
+    """
     small = torch.ones(8, 8, device=clock.device)
     aten = torch.ops.aten
     turned, view = aten.t.default(small), aten.view.default
 
-    def launches() -> None:
-        for _ in range(_LAUNCHES):
-            view(aten.mul.Tensor(small, small), [64])
-            view(aten.mm.default(small, turned), [64])
-            view(aten.sum.dim_IntList(small, [1], True), [8])
-            view(aten.clone.default(turned, memory_format=torch.contiguous_format), [64])
-            view(aten.cat.default([small, small], 1), [128])
+    def launches() -> list[torch.Tensor]:
+        return [
+            aten.mul.Tensor(small, small),
+            aten.mm.default(small, turned),
+            aten.sum.dim_IntList(small, [1], True),
+            aten.clone.default(turned, memory_format=torch.contiguous_format),
+            aten.cat.default([small, small], 1),
+        ]
 
-    return clock.seconds(launches) / (5 * _LAUNCHES)
+    def views() -> list[torch.Tensor]:
+        return [view(result, [result.numel()]) for result in launches()]
+
+    if clock.device.type != "cpu":
+        return clock.seconds(lambda: [views() for _ in range(_LAUNCHES)]) / (5 * _LAUNCHES), 0.0
+    rows, inputs, outputs = _LAYERS[0]
+    layers = [(torch.randn(rows, inputs), torch.randn(inputs, outputs)) for _ in range(_COPIES)]
+
+    def after_work(call: Callable[[], object]) -> float:
+        taken = 0.0
+        for x, weight in layers * (_LAUNCHES // _COPIES):
+            torch.nn.functional.silu(torch.mm(x, weight))
+            start = clock.now()
+            call()
+            taken += clock.now() - start
+        return taken / (_LAUNCHES // _COPIES * _COPIES)
+
+    rounds = [
+        [after_work(call) for call in (launches, views, lambda: None)] for _ in range(clock.repeats + 1)
+    ]
+    ops, both, nothing = (mean(clock.agree(times)) for times in zip(*rounds[1:], strict=True))
+    return max(0.0, ops - nothing) / 5, max(0.0, both - ops) / 5
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:

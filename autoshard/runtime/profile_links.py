@@ -6,23 +6,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import median
+from statistics import mean, median
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from autoshard.cluster.cluster import Level
+from autoshard.cluster.measured import Measured
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
 from autoshard.runtime import transport
 from autoshard.runtime.pending import Finish
 from autoshard.runtime.profile_device import Say, synchronize
 
-#: a timing covers as many calls as take this long, in seconds
+#: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
-#: products of this side, and how many of them, come before each collective on the CPU
-_SIDE, _PRODUCTS = 256, 4
+_LONGER = 3
+#: products of this side come before each collective on the CPU, for so many seconds: programs compute a few
+#: milliseconds between messages
+_SIDE, _BETWEEN = 256, 6e-3
 _SMALLEST = 1024
 #: sizes grow by this factor
 _GROWTH = 8
@@ -74,32 +77,44 @@ def sizes_to(largest: int) -> list[int]:
 
 
 def measure_levels(
-    device: torch.device, per_node: int, sizes: Sequence[int], repeats: int, say: Say
+    device: torch.device, per_node: int, sizes: Sequence[int], repeats: int, say: Say, share: float = 1.0
 ) -> list[MeasuredLevel]:
     """The levels, innermost first, the same on every rank.
 
-    Inside nodes, all nodes work at once. Between nodes, first one rank of each node on its own, which gives
-    the link, then all ranks at once, each with its likes of the other nodes, which tells how many share it.
-    Collective: all ranks call it with the same arguments.
+    Inside nodes, all nodes work at once, in groups of all sizes that divide them: each has its times in
+    tables, the largest gives the link. Between nodes, first one rank of each node on its own, which gives the
+    link, then all ranks at once, each with its likes of the other nodes, which tells how many share it.
+    Collective: all ranks call it with the same arguments. share: seconds that pass over those that a core
+    computes for a process (`profile_sharing`).
     """
     world = dist.get_world_size()
     nodes = [list(range(at, at + per_node)) for at in range(0, world, per_node)]
     found: list[MeasuredLevel] = []
+    computing = _Computing(device, repeats, share)
+
+    def timed(members: Sequence[Sequence[int]]) -> list[Timing]:
+        return _timings(members, device, sizes, repeats, computing)
+
     if per_node > 1:
-        say(f"collectives inside nodes of {per_node}")
-        timings = _timings(nodes, device, sizes, repeats)
         size = per_node if len(nodes) > 1 else None
-        source = "measured: all ranks of a node were active"
-        found.append(_level("node", size, timings, repeats, {"shared_by": source}))
+        active = {"shared_by": "measured: all ranks of a node were active"}
+        tables: list[Measured] = []
+        for ranks in (n for n in range(2, per_node + 1) if per_node % n == 0):
+            say(f"collectives of {ranks} ranks inside nodes of {per_node}")
+            groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
+            timings = timed(groups)
+            tables += tables_of(timings)
+        found.append(_level("node", size, timings, repeats, active, tables=tables))
     if len(nodes) > 1:
         say(f"collectives between {len(nodes)} nodes")
         across = [[node[local] for node in nodes] for local in range(per_node)]
-        alone = _timings(across[:1], device, sizes, repeats)
-        together = _timings(across, device, sizes, repeats) if per_node > 1 else alone
+        alone = timed(across[:1])
+        together = timed(across) if per_node > 1 else alone
         slower = fit_link(alone, where="network").bandwidth / fit_link(together, where="network").bandwidth
         shared = min(per_node, max(1, round(slower)))
         source = f"measured: {slower:.3g} times slower with all {per_node} ranks of a node active"
-        found.append(_level("network", None, alone, repeats, {"shared_by": source}, shared))
+        tables = tables_of(together)
+        found.append(_level("network", None, alone, repeats, {"shared_by": source}, shared, tables))
     for each in found:
         level = each.level
         fit = f"{level.latency * 1e6:.4g} us, {level.bandwidth / 1e9:.4g} GB/s"
@@ -170,6 +185,7 @@ def _level(
     repeats: int,
     sources: dict[str, str],
     shared_by: int = 1,
+    tables: Sequence[Measured] = (),
 ) -> MeasuredLevel:
     fit = fit_link(timings, where=f"level {name}")
     lengths = sorted({t.nbytes for t in timings})
@@ -179,12 +195,29 @@ def _level(
         f"of what they add to computing; off by up to {fit.worst:.0%}"
     )
     by_size = {} if size is None else {"size": "ranks with the same host name"}
-    level = Level(name, size, fit.latency, fit.bandwidth, shared_by)
-    return MeasuredLevel(level, {**by_size, "latency": how, "bandwidth": how, **sources}, fit.worst)
+    level = Level(name, size, fit.latency, fit.bandwidth, shared_by, measured=tuple(tables))
+    sources = {**by_size, "latency": how, "bandwidth": how, **sources}
+    if tables:
+        sources["measured"] = "measured: the same, of groups of each size at once"
+    return MeasuredLevel(level, sources, fit.worst)
+
+
+def tables_of(timings: Sequence[Timing]) -> list[Measured]:
+    """Times of collectives of as many ranks, a table for each kind."""
+    found = []
+    for kind in dict.fromkeys(each.kind for each in timings):
+        own = {each.nbytes: each for each in timings if each.kind == kind}
+        times = tuple(own[n].seconds for n in sorted(own))
+        found.append(Measured(kind, timings[0].ranks, tuple(sorted(own)), times))
+    return found
 
 
 def _timings(
-    members: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], repeats: int
+    members: Sequence[Sequence[int]],
+    device: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    computing: _Computing,
 ) -> list[Timing]:
     """Collectives of groups of equal size that run at once: medians over repeats of the slowest rank.
 
@@ -199,7 +232,7 @@ def _timings(
         for asked in sizes:
             part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
             call = None if mine is None else _collective(kind, part, ranks, device, mine)
-            taken = _in_programs(call, device, repeats)
+            taken = computing.added(call)
             found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -225,33 +258,59 @@ def _arrived(arriving: transport.Arrival, finish: Finish) -> object:
     return finish(arriving())
 
 
-def _in_programs(call: Callable[[], object] | None, device: torch.device, repeats: int) -> float:
-    """Seconds that a call adds to a program.
+class _Computing:
+    """What comes before a collective on the CPU. Every rank makes one at the same time.
 
-    On the CPU it comes after computing, as in programs: ranks that share cores are then late for each other.
-    At least what it takes back to back, by which any disturbance of the difference is bounded.
+    share: seconds that pass over those that a core computes for a process, while all compute.
     """
-    plain = median(_world_times(call, device, repeats))
-    if device.type != "cpu":
-        return plain
-    square = torch.ones(_SIDE, _SIDE)
 
-    def computes() -> None:
-        for _ in range(_PRODUCTS):
-            torch.mm(square, square)
+    def __init__(self, device: torch.device, repeats: int, share: float) -> None:
+        self.device, self.repeats = device, repeats
+        self.square = torch.ones(_SIDE, _SIDE)
+        self.products, self.seconds = 1, 0.0
+        if device.type == "cpu":
+            once = share * self._computed(_WINDOW["cpu"])
+            self.products = max(1, round(_BETWEEN / once))
+            self.seconds = share * self.products * self._computed(_LONGER * _WINDOW["cpu"])
 
-    def both() -> None:
-        assert call is not None
-        computes()
-        call()
+    def _computed(self, window: float) -> float:
+        """Seconds of a core for a product, the mean over all ranks, which compute at once."""
+        dist.barrier()
+        count, start, computed = 0, time.perf_counter(), time.thread_time()
+        while time.perf_counter() - start < window:
+            torch.mm(self.square, self.square)
+            count += 1
+        taken = torch.tensor([time.thread_time() - computed, count], dtype=torch.float64)
+        dist.all_reduce(taken)
+        return float(taken[0] / taken[1])
 
-    alone = median(_world_times(computes, device, repeats))
-    together = median(_world_times(None if call is None else both, device, repeats))
-    return max(plain, together - alone)
+    def run(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self.square, self.square)
+
+    def added(self, call: Callable[[], object] | None) -> float:
+        """Seconds that a call adds to a program.
+
+        On the CPU it comes after computing, as in programs: ranks that share cores are then late for each
+        other. At least what it takes back to back, by which any disturbance of the difference is bounded.
+        """
+        plain = median(_world_times(call, self.device, self.repeats))
+        if self.device.type != "cpu":
+            return plain
+
+        def both() -> None:
+            assert call is not None
+            self.run()
+            call()
+
+        together = mean(_world_times(None if call is None else both, self.device, self.repeats, _LONGER))
+        return max(plain, together - self.seconds)
 
 
-def _world_times(call: Callable[[], object] | None, device: torch.device, repeats: int) -> list[float]:
-    """Seconds per call on the slowest rank, by repeat."""
+def _world_times(
+    call: Callable[[], object] | None, device: torch.device, repeats: int, longer: int = 1
+) -> list[float]:
+    """Seconds per call on the slowest rank, by repeat. longer: so many times than usual."""
 
     def run(times: int) -> float:
         dist.barrier()
@@ -266,7 +325,7 @@ def _world_times(call: Callable[[], object] | None, device: torch.device, repeat
 
     run(1)
     first = slowest(device, [run(1)])[0]
-    times = max(1, ceil(_WINDOW[device.type] / first))
+    times = max(1, ceil(longer * _WINDOW[device.type] / first))
     return slowest(device, [run(times) for _ in range(repeats)])
 
 

@@ -98,8 +98,12 @@ class Ops:
         values: of the graph that it stands in. inside: those that stay inside fused kernels. weights: those
         that are parameters.
         """
-        if node.op in VIEWS or collective_kind(node) == "slice":
+        if node.op in VIEWS:
             return []
+        if collective_kind(node) == "slice":
+            # a part that does not lie in one piece is copied (`runtime.collectives`)
+            part = sum(self.nbytes(values[name]) for name in node.outs)
+            return [Traffic(2.0 * part)] if self._strewn(node) else []
         if is_ring(node):
             return rings.apart(node, values, self)
         if node.op.startswith("comm."):
@@ -209,6 +213,8 @@ class Ops:
         message = Message(kind, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
         moved = 2.0 * total if self.copied(node) else 0.0
+        if moved and kind == "reduce_scatter" and _outer(node) != 1:
+            moved *= 2  # first part by part, then into one tensor
         if kind != "all_gather":
             if is_bucket(node):
                 width = DTYPES[values[counted[0]].type.dtype][1]
@@ -230,7 +236,11 @@ class Ops:
             return not (how.flat_parameters if gathers else how.flat_gradients)
         if len(node.outs if gathers else tuple(refs_of(node))) > 1:
             return True
-        return kind != "all_reduce" and bool(any(node.args[2:3]) and how.copied_messages)
+        return kind != "all_reduce" and self._strewn(node)
+
+    def _strewn(self, node: Node) -> bool:
+        """Whether what a rank has of a whole lies in more than one piece of its memory."""
+        return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
 
     def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
         """A bucket with less precision: packed, sent, unpacked (`runtime.quantised`).
@@ -272,6 +282,13 @@ class Ops:
         there = [Message("all_to_all", axis, self.nbytes(v)) for v in before]
         back = [Message("all_to_all", axis, self.nbytes(v)) for v in after]
         return [*there, *product, *back]
+
+
+def _outer(node: Node) -> int:
+    """Into how many parts the dim of a message is cut first, each of which is then divided over the ranks."""
+    given = dict(node.kwargs).get("outer", node.args[3] if len(node.args) > 3 else 1)
+    assert isinstance(given, int)
+    return given
 
 
 def kept_scores(scores: int, values: Mapping[str, Placed], node: Node, behaviour: Behaviour) -> float:

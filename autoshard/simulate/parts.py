@@ -58,6 +58,7 @@ class Parts:
             device.overlap,
             device.kernels.dispatch,
             how.late_waits,
+            device.kernels.view,
         )
         return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
 

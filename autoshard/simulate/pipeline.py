@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from autoshard.errors import UsageError, VerificationError
 from autoshard.schedules.schedule import Action, Schedule
+from autoshard.simulate.sharing import Sharing, share
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StageCosts:
     base: bytes per rank of everything else. update: seconds at the end of the step, per rank.
     made_weight: bytes that the input gradient makes and the weight one needs, kept from the end of the one to
     that of the other, per stage; () for none.
+    sharing: which ranks share processors, of which those that compute have more while others wait; seconds
+    are then those of all ranks computing. None: no rank does.
     """
 
     forward: tuple[float, ...]
@@ -39,6 +42,7 @@ class StageCosts:
     base: tuple[float, ...]
     update: tuple[float, ...]
     made_weight: tuple[float, ...] = ()
+    sharing: Sharing | None = None
 
     @classmethod
     def uniform(
@@ -82,6 +86,7 @@ class StageCosts:
             self.base,
             self.update,
             summed(self.made_weight),
+            self.sharing,
         )
 
 
@@ -108,7 +113,8 @@ class Timeline:
     """A simulated step.
 
     spans: what each rank computes, in order. sends: all transfers, each pair of ranks in order.
-    makespan: seconds until the last rank has updated. busy: seconds per rank of computing and updating.
+    makespan: seconds until the last rank has updated. busy: seconds per rank of computing and updating, where
+    ranks share processors at the speed of all computing.
     update: seconds at the end of the step, per rank. peak: bytes per rank.
     curve: per rank, (seconds, bytes held from then on).
     """
@@ -159,12 +165,13 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     for each other.
     """
     starts: list[list[float]] = [[] for _ in schedule.actions]
+    through: list[list[float]] = [[] for _ in schedule.actions]
     sends: list[Send] = []
-    ends = _play(schedule, costs, starts, sends)
+    ends = _play(schedule, costs, starts, through, sends)
     seconds = _seconds(costs)
     spans = tuple(
-        tuple(Span(a, t, t + seconds[a.kind][_at(schedule, a)]) for a, t in zip(row, at, strict=True))
-        for row, at in zip(schedule.actions, starts, strict=True)
+        tuple(Span(a, t, u) for a, t, u in zip(row, at, until, strict=True))
+        for row, at, until in zip(schedule.actions, starts, through, strict=True)
     )
     curves = tuple(_curve(schedule, row, costs, base) for row, base in zip(spans, costs.base, strict=True))
     return Timeline(
@@ -174,8 +181,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
         sends=tuple(sends),
         makespan=max(ends),
         busy=tuple(
-            sum(seconds[s.action.kind][_at(schedule, s.action)] for s in row) + update
-            for row, update in zip(spans, costs.update, strict=True)
+            sum(seconds[a.kind][_at(schedule, a)] for a in row) + update
+            for row, update in zip(schedule.actions, costs.update, strict=True)
         ),
         update=costs.update,
         peak=peak_bytes(schedule, costs),
@@ -185,7 +192,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
 
 def makespan(schedule: Schedule, costs: StageCosts) -> float:
     """Seconds of `simulate`, without its lists. Raises what `simulate` raises."""
-    return max(_play(schedule, costs, None, None))
+    return max(_play(schedule, costs, None, None, None))
 
 
 def step_seconds(schedule: Schedule, costs: StageCosts, apart: bool = False) -> float:
@@ -195,7 +202,7 @@ def step_seconds(schedule: Schedule, costs: StageCosts, apart: bool = False) -> 
     if not apart:
         return makespan(schedule, costs)
     starts: list[list[float]] = [[] for _ in schedule.actions]
-    ends = _play(schedule, costs, starts, None)
+    ends = _play(schedule, costs, starts, None, None)
     return max(end - (row[0] if row else 0.0) for end, row in zip(ends, starts, strict=True))
 
 
@@ -204,7 +211,8 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
 
     A rank computes all microbatches of its stages, which it cannot begin before the first one has come down
     to its first stage; from its last action on, unless that is a weight gradient, a gradient has to go up.
-    Of slices of a sequence nothing is known (0). Raises UsageError if the costs do not suit the schedule.
+    Of slices of a sequence nothing is known (0); ranks that share processors may be as fast as one alone.
+    Raises UsageError if the costs do not suit the schedule.
     """
     _check_costs(schedule, costs)
     if schedule.slices > 1:
@@ -228,7 +236,7 @@ def least_makespan(schedule: Schedule, costs: StageCosts) -> float:
         above = range(last.stage if last.kind in "BI" else 0)
         up = sum(back[s] + sent[s] * costs.send_backward[s] for s in above)
         found.append(down + work + up + costs.update[owner[0] if above else rank])
-    return max(found)
+    return max(found) / (costs.sharing.alone if costs.sharing is not None else 1.0)
 
 
 def peak_bytes(schedule: Schedule, costs: StageCosts) -> tuple[float, ...]:
@@ -311,13 +319,17 @@ def _play(
     schedule: Schedule,
     costs: StageCosts,
     starts: list[list[float]] | None,
+    through: list[list[float]] | None,
     sends: list[Send] | None,
 ) -> list[float]:
-    """Seconds at which each rank is done; start times and sends are written to the lists given.
+    """Seconds at which each rank is done; when actions start and end, and sends, are written to the lists
+    given.
 
     Every rank goes on until it needs something that has no time yet; whoever gives it wakes the rank.
     """
     _check_costs(schedule, costs)
+    if costs.sharing is not None:
+        return _play_shared(schedule, costs, costs.sharing, starts, through, sends)
     owner, last, slices = schedule.owner, schedule.stages - 1, schedule.slices
     m = schedule.microbatches * slices
     ranks, seconds = schedule.ranks, _seconds(costs)
@@ -336,6 +348,7 @@ def _play(
         blocked[rank] = 0
         row, k, now = schedule.actions[rank], at[rank], clock[rank]
         mine = starts[rank] if starts is not None else None
+        until = through[rank] if through is not None else None
         while k < len(row):
             action = row[k]
             kind, stage = action.kind, action.stage
@@ -359,6 +372,8 @@ def _play(
             now = start + seconds[kind][unit]
             if mine is not None:
                 mine.append(start)
+            if until is not None:
+                until.append(now)
             if kind == "F":
                 forwarded[here] = 1
             elif kind == "I":
@@ -380,6 +395,12 @@ def _play(
                 queue.append(other)
         at[rank], clock[rank] = k, now
         blocked[rank] = k < len(row)
+    _check_done(schedule, at)
+    return [end + update for end, update in zip(clock, costs.update, strict=True)]
+
+
+def _check_done(schedule: Schedule, at: Sequence[int]) -> None:
+    """VerificationError unless every rank has come to the end of its list. at: where each stands."""
     for rank, row in enumerate(schedule.actions):
         if at[rank] < len(row):
             raise VerificationError(
@@ -387,4 +408,66 @@ def _play(
                 where=f"schedule {schedule.name}, rank {rank}, {row[at[rank]]}",
                 why="what it needs comes later, or nowhere, in the lists of the schedule",
             )
-    return [end + update for end, update in zip(clock, costs.update, strict=True)]
+
+
+def _play_shared(
+    schedule: Schedule,
+    costs: StageCosts,
+    sharing: Sharing,
+    starts: list[list[float]] | None,
+    through: list[list[float]] | None,
+    sends: list[Send] | None,
+) -> list[float]:
+    """The same where ranks share processors."""
+    wires = _Wires(schedule, costs)
+    found = share(schedule, sharing, costs.update, wires)
+    _check_done(schedule, [len(row) for row in found.ends])
+    for given, made in ((starts, found.starts), (through, found.ends)):
+        if given is not None:
+            given[:] = map(list, made)
+    if sends is not None:
+        sends += wires.sends
+    return list(found.done)
+
+
+class _Wires:
+    """What joins the actions of a schedule, action by action."""
+
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.schedule, self.costs, self.all = schedule, costs, _seconds(costs)
+        self.sends: list[Send] = []
+        #: (stage, microbatch, slice) -> when what comes for its forward, and for its backward, is there
+        self.inputs: dict[tuple[int, int, int], float] = {}
+        self.grads: dict[tuple[int, int, int], float] = {}
+        self.over: set[Action] = set()
+        self.stream: dict[tuple[int, int], float] = {}
+
+    def seconds(self, action: Action) -> float:
+        return self.all[action.kind][_at(self.schedule, action)]
+
+    def ready(self, action: Action) -> float:
+        kind, stage, last = action.kind, action.stage, self.schedule.stages - 1
+        unit = stage, action.microbatch, action.slice
+        if kind == "F":
+            return self.inputs.get(unit, -1.0) if stage else 0.0
+        if kind == "W":
+            return 0.0 if replace(action, kind="I") in self.over else -1.0
+        whole = Action("F", stage, action.microbatch, self.schedule.slices - 1) in self.over
+        return (self.grads.get(unit, -1.0) if stage < last else 0.0) if whole else -1.0
+
+    def made(self, action: Action, now: float) -> None:
+        self.over.add(action)
+        stage, ahead = action.stage, action.kind == "F"
+        target = stage + 1 if ahead else stage - 1
+        if action.kind == "W" or not 0 <= target < self.schedule.stages:
+            return
+        unit, table = (target, action.microbatch, action.slice), self.inputs if ahead else self.grads
+        table[unit] = now
+        source, other = self.schedule.owner[stage], self.schedule.owner[target]
+        if source == other:
+            return
+        wire = self.costs.send_forward if ahead else self.costs.send_backward
+        leaves = max(self.stream.get((source, other), 0.0), now)
+        hop = min(stage, target) * self.schedule.slices + action.slice
+        table[unit] = self.stream[source, other] = leaves + wire[hop]
+        self.sends.append(Send(action, source, other, leaves, table[unit]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Call, Node, refs_of
@@ -13,7 +14,7 @@ from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import CHAINED, Keeping
 from autoshard.simulate.ops import VIEWS, Ops, kept_scores, placed_of
-from autoshard.simulate.work import Sheet, Task
+from autoshard.simulate.work import Message, Sheet, Task, Transfer
 
 
 class Sheets:
@@ -92,21 +93,24 @@ class Sheets:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
         kept = self.inside(nodes, outputs, dropped)
         tasks: list[Task] = []
+        views: dict[int, int] = {}  # of every task
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
-            if node.op in VIEWS or collective_kind(node) == "slice":
+            beats = self.ops.in_order(node, values, kept, weights)
+            if node.op in VIEWS or (not beats and collective_kind(node) == "slice"):
                 source = used[0] if used else None
                 if source is not None:
                     sources.update(dict.fromkeys(node.outs, source))
+                views[len(tasks)] = views.get(len(tasks), 0) + 1
                 continue
             outside, first = used, len(tasks)
-            for beat in self.ops.in_order(node, values, kept, weights):
+            for beat in beats:
                 used = [first + k for k in beat.after] or outside
                 after = tuple(sorted({u for u in used if u >= 0}))
                 given = tuple(sorted({~u for u in used if u < 0}))
                 tasks.append(Task(node.name, node.op.rpartition(".")[0], beat.work, after, given))
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
-        return Sheet(tuple(tasks), tuple(sources[name] for name in outputs))
+        return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
 
     def inside(
         self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
@@ -170,3 +174,15 @@ class Sheets:
                 q, k = (self.ops.shape(values[name]) for name in list(refs_of(node))[:2])
                 found += kept_scores(q[0] * q[1] * q[2] * k[2], values, node, self.behaviour)
         return found
+
+
+def _with_views(tasks: Sequence[Task], before: Mapping[int, int]) -> tuple[Task, ...]:
+    """Tasks with the views that are issued before each of them; those before a message, or after all, go to
+    another that computes. before: number of a task, or one beyond the last -> views."""
+    computing = [k for k, task in enumerate(tasks) if not isinstance(task.work, Message | Transfer)]
+    found: dict[int, int] = {}
+    for k, count in before.items():
+        if computing:
+            at = next((c for c in computing if c >= k), computing[-1])
+            found[at] = found.get(at, 0) + count
+    return tuple(replace(task, views=found[k]) if k in found else task for k, task in enumerate(tasks))

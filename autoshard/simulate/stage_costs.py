@@ -27,6 +27,7 @@ from autoshard.simulate.kept import Held, Kept, gathered_bytes, gathered_ports, 
 from autoshard.simulate.parts import Parts
 from autoshard.simulate.pipeline import StageCosts
 from autoshard.simulate.pricing import Pricer
+from autoshard.simulate.sharing import Sharing
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING
 
@@ -97,7 +98,7 @@ class StagePrices:
     def repriced(self, cluster: Cluster) -> StagePrices:
         """The same on another cluster; what does not depend on it is kept."""
         made = copy(self)
-        for name in ("costs", "ends", "sends", "waits", "_links"):
+        for name in ("costs", "ends", "sends", "waits", "_links", "_sharing"):
             made.__dict__.pop(name, None)
         made.cluster = cluster
         made.pricer = Pricer(self.program, cluster, self.rank, self.behaviour)
@@ -145,7 +146,21 @@ class StagePrices:
             send_forward=up,
             send_backward=down,
             update=tuple(end.total for end in self.ends),
+            sharing=self._sharing,
         )
+
+    @cached_property
+    def _sharing(self) -> Sharing | None:
+        """Which pipeline ranks share processors: those on the same node, where a device is faster while the
+        others of its node wait."""
+        alone, stages = self.cluster.device.alone, self.program.stages
+        if alone == 1 or stages is None:
+            return None
+        node = self.cluster.levels[0].size or self.whole.world_size
+        first = self.pricer.mesh.coords(0)
+        at = stages.position
+        devices = (self.whole.rank((*first[:at], r, *first[at:])) for r in range(self.schedule.ranks))
+        return Sharing(alone, tuple(device // node for device in devices))
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -123,7 +123,8 @@ class Habits:
     multiprocessors and bandwidth from it). dispatch: seconds that the host takes to issue a task, ahead of
     the device, from the start of a part on. late: messages are issued where they stand, and waited for where
     what they bring is needed, or the next reduce-scatter of their axis is issued
-    (`runtime.collectives`); the first three are then of no meaning.
+    (`runtime.collectives`); the first three are then of no meaning. view: seconds of an op that only looks at
+    a tensor in another way, which the device itself issues.
     """
 
     ahead: bool = True
@@ -132,6 +133,7 @@ class Habits:
     overlap: float = 1.0
     dispatch: float = 0.0
     late: bool = False
+    view: float = 0.0
 
 
 class Player:
@@ -177,7 +179,7 @@ class Player:
         return found[1]
 
     def _task(self, task: Task) -> _Timed:
-        work, cost = task.work, self.price(task.work)
+        work, cost = task.work, self.price(task.work) + task.views * self.habits.view
         if isinstance(work, Transfer):
             stream = 1 + len(self.sizes) + (not work.down)
             return _Timed(stream, cost, task.after, task.inputs, cost, cost, in_turn=work.down)

@@ -75,7 +75,8 @@ class Task:
     """One op of a sheet.
 
     name: of the first value that the op makes; op: without its overload. after: tasks of the sheet that it
-    waits for. inputs: arguments of the sheet that it takes.
+    waits for. inputs: arguments of the sheet that it takes. views: ops that only look at tensors in another
+    way, issued with it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Task:
     work: Work
     after: tuple[int, ...]
     inputs: tuple[int, ...]
+    views: int = 0
 
 
 @dataclass(frozen=True, slots=True)

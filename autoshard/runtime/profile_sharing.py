@@ -1,0 +1,31 @@
+"""Which share of a core a process of a CPU gets while the others of its node compute, too."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+#: seconds of computing: many turns of the system's scheduler
+_TURNS = 0.5
+_SIDE = 256
+
+
+def measure_share(device: torch.device) -> float:
+    """Seconds that pass while a core computes a second for a process, the mean over all ranks of the process
+    group, if there is one, which compute at once; 1 on other devices than CPUs. Collective.
+    """
+    if device.type != "cpu":
+        return 1.0
+    together = dist.is_initialized()
+    if together:
+        dist.barrier()
+    square = torch.ones(_SIDE, _SIDE)
+    start, computed = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start < _TURNS:
+        torch.mm(square, square)
+    taken = torch.tensor([time.perf_counter() - start, time.thread_time() - computed], dtype=torch.float64)
+    if together:
+        dist.all_reduce(taken)
+    return float(taken[0] / taken[1])
