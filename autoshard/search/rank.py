@@ -20,10 +20,12 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.reshard import Share, StepKind
 from autoshard.cost.step_time import Sums, step_time
 from autoshard.ir import DTYPES
 from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import Filling
+from autoshard.search.buckets import Shares
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.pipe import Pipe
@@ -107,8 +109,7 @@ class Parameters:
 
     count: members. whole: bytes of one member in use. base: as stored, were it not split over data ranks.
     split: over how many of the data ranks its use is split, which need no gather. width: bytes per element.
-    phases: how many of forward and backward use it. gather, scatter, whole_sum: shares of a member in the
-    messages it travels in (see `search.buckets`). shapes: of one member, as stored but for data ranks.
+    phases: how many of forward and backward use it. shapes: of one member, as stored but for data ranks.
     """
 
     count: Array
@@ -117,10 +118,8 @@ class Parameters:
     split: Array
     width: Array
     phases: Array
-    gather: Array
-    scatter: Array
-    whole_sum: Array
     shapes: tuple[tuple[int, ...], ...]
+    shares: tuple[Shares, ...]
 
 
 @dataclass(frozen=True)
@@ -224,6 +223,8 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
     """The parameters of a problem, in the layouts that its placements use."""
     rows = []
     shapes: list[tuple[int, ...]] = []
+    shares: list[Shares] = []
+    known = posed.model.shares(posed.prices.params.device)
     axes = posed.problem.axes
     groups = posed.model.flow.classes
     backward = posed.model.folded.is_backward()
@@ -237,7 +238,7 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
         type_ = group.first.type
         phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
         off_data = _off_data(life.stored, posed)
-        share = posed.model.shares[variable.place]
+        shares.append(known[variable.place])
         shapes.append(local_shape(type_.shape, off_data, axes.mesh_sizes, (0,) * len(axes.mesh_sizes)))
         rows.append(
             (
@@ -247,14 +248,11 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
                 _data_ways(life.use, posed),
                 DTYPES[type_.dtype][1],
                 len(phases),
-                share.gather.other,
-                share.reduce.other,
-                share.reduce.all_reduce,
             )
         )
-    table = np.array(rows, dtype=np.float64).reshape(-1, 9)
-    count, whole, base, split, width, both, gather, scatter, sums = table.T
-    return Parameters(count, whole, base, split, width, both, gather, scatter, sums, tuple(shapes))
+    table = np.array(rows, dtype=np.float64).reshape(-1, 6)
+    count, whole, base, split, width, both = table.T
+    return Parameters(count, whole, base, split, width, both, tuple(shapes), tuple(shares))
 
 
 def _off_data(stored: Layout, posed: Posed) -> Layout:
@@ -441,18 +439,22 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     zeros = np.zeros(len(own))
     inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
 
-    def one(kind: str, nbytes: Array, axes: Sequence[int], share: Array) -> Array:
+    def one(kind: StepKind, nbytes: Array, axes: Sequence[int], shares: Sequence[Share]) -> Array:
         """Of a member over some axes."""
+        share = np.array([s.of(kind) for s in shares])
         return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
 
-    def sharded(share: Array) -> Array:
+    def sharded(shares: Sequence[Share]) -> Array:
         """A gather of all members, or the reduce-scatter that mirrors it."""
-        over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, share), 0.0)
-        inside = np.where(given.whole > _MORE * part, one("all_gather", given.whole, inner, share), 0.0)
+        over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
+        inside = np.where(given.whole > _MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
         return given.count * (over_data + inside)
 
-    gather, gathered = sharded(given.gather), given.whole > _MORE * own
-    reduce = sharded(given.scatter) + given.count * one("all_reduce", own, spread, given.whole_sum)
+    def reduced(shares: Sequence[Share]) -> float:
+        return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
+
+    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > _MORE * own
+    last = {Time("last", True): reduced([s.late for s in given.shares])}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
     summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
@@ -467,17 +469,17 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     windows = float((np.minimum(given.count, GATHERED) * copies).sum())
     fixed = {Time("update"): update}
     if not gathered.any():
-        return [Profile({**fixed, Time("last", True): float(reduce.sum())}, _held(state, sums))]
+        return [Profile({**fixed, **last}, _held(state, sums))]
     forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
     ahead = {Time("gather"): forward, Time("gather", True): backward}
-    first = {Time("first"): forward}
-    each, once = {Time("reduce", True): float(reduce.sum())}, {Time("last", True): float(reduce.sum())}
+    first = {Time("first"): float(sharded([s.kept for s in given.shares]).sum())}
+    each = {Time("reduce", True): reduced([s.reduce for s in given.shares])}
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [
         Profile({**fixed, **ahead, **each}, _held(state + windows, sums)),
         Profile({**fixed, **first, **each}, _held(held, sums)),
-        Profile({**fixed, **first, **once}, _held(held, sums + whole_sums)),
+        Profile({**fixed, **first, **last}, _held(held, sums + whole_sums)),
     ]
 
 
