@@ -104,6 +104,8 @@ def measure_levels(
             groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
             timings = timed(groups)
             tables += tables_of(timings)
+            if ranks == 2:
+                tables += tables_of(_sends(groups, device, sizes, computing))
         found.append(_level("node", size, timings, repeats, active, tables=tables))
     if len(nodes) > 1:
         say(f"collectives between {len(nodes)} nodes")
@@ -237,6 +239,25 @@ def _timings(
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
+    return found
+
+
+def _sends(
+    pairs: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], computing: _Computing
+) -> list[Timing]:
+    """Messages between pairs of ranks, in both directions at once, as stages of a pipeline send them."""
+    rank = dist.get_rank()
+    other = next(b if a == rank else a for a, b in pairs if rank in (a, b))
+    found: list[Timing] = []
+    for size in sizes:
+        given, taken = (torch.zeros(size // _ELEMENT, device=device) for _ in range(2))
+
+        def exchange(given: torch.Tensor = given, taken: torch.Tensor = taken) -> None:
+            both = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        found.append(Timing("send", size, 2, computing.added(exchange)))
     return found
 
 
