@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _SIZES = MappingProxyType({"small": 2**18, "large": 2**24})
 #: (sequences, heads, positions, channels) of the attention that is timed
 _ATTENTION = (4, 8, 96, 32)
+#: bytes of the tensors of one size together: more than the allocator of a process keeps for itself
+_KEPT = 2**24
 #: of attention that has next to nothing to do
 _NOTHING = (1, 1, 8, 8)
 #: seconds of a call
@@ -26,8 +28,8 @@ Seconds = Callable[[Callable[[], object]], float]
 def measure_kernels(clock: Clock, peak: float, bandwidth: float, launch: float) -> tuple[Kernels, str]:
     """The kernels of a CPU in float32, and where their figures come from.
 
-    launch: seconds of any op. peak: FLOP/s that stand for 1 in `Kernels.attention`; bandwidth: bytes/s that stand
-    for 1 in `Kernels.traffic`. A CPU has no tiles that fill it in waves.
+    launch: seconds of any op. peak: FLOP/s that stand for 1 in `Kernels.attention`; bandwidth: bytes/s that
+    stand for 1 in `Kernels.traffic`. A CPU has no tiles that fill it in waves.
     """
     fast, slow = (_elementwise(clock.seconds, _SIZES[size]) for size in ("small", "large"))
     traffic = min(1.0, slow / bandwidth)
@@ -61,19 +63,30 @@ def _border() -> int:
 
 
 def _elementwise(seconds: Seconds, nbytes: int) -> float:
-    """Bytes/s that a mixture of the kernels of models reads and writes, results in new memory."""
-    x, y = torch.randn(nbytes // 1024, 256), torch.randn(nbytes // 1024, 256)
+    """Bytes/s that a mixture of the kernels of models reads and writes.
+
+    Results stay until all are made, as forward keeps them for backward: they are in memory that the system
+    gives anew.
+    """
+    copies = max(1, _KEPT // nbytes)
+    inputs = [(torch.randn(nbytes // 1024, 256), torch.randn(nbytes // 1024, 256)) for _ in range(copies)]
     weight = torch.ones(256)
     aten = torch.ops.aten
-    calls: Sequence[tuple[float, Callable[[], object]]] = (
-        (3.0, lambda: aten.mul.Tensor(x, y)),
-        (2.0, lambda: aten.silu.default(x)),
-        (3.0, lambda: aten.gelu_backward.default(y, x)),
-        (2.0, lambda: aten.native_layer_norm.default(x, [256], weight, weight, 1e-5)),
-        (2.0, lambda: aten._softmax.default(x, -1, False)),
-        (2.0, lambda: x.view(-1, 8, 8, 32).transpose(1, 2).contiguous()),
-    )
-    return sum(moved for moved, _ in calls) * nbytes / sum(seconds(call) for _, call in calls)
+
+    def run() -> None:
+        kept: list[object] = []
+        for x, y in inputs:
+            kept += [
+                aten.mul.Tensor(x, y),
+                aten.silu.default(x),
+                aten.gelu_backward.default(y, x),
+                aten.native_layer_norm.default(x, [256], weight, weight, 1e-5),
+                aten._softmax.default(x, -1, False),
+                x.view(-1, 8, 8, 32).transpose(1, 2).contiguous(),
+            ]
+
+    moved = 3.0 + 2.0 + 3.0 + 2.0 + 2.0 + 2.0
+    return moved * nbytes * copies / seconds(run)
 
 
 def _attention(seconds: Seconds, shape: tuple[int, int, int, int]) -> tuple[float, float]:

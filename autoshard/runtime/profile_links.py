@@ -22,7 +22,7 @@ from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
-_LONGER = 3
+_LONGER = 2
 #: products of this side come before each collective on the CPU, for so many seconds: programs compute a few
 #: milliseconds between messages
 _SIDE, _BETWEEN = 256, 6e-3
@@ -315,9 +315,9 @@ class _Computing:
         On the CPU it comes after computing, as in programs: ranks that share cores are then late for each
         other. At least what it takes back to back, by which any disturbance of the difference is bounded.
         """
-        plain = median(_world_times(call, self.device, self.repeats))
         if self.device.type != "cpu":
-            return plain
+            return median(_world_times(call, self.device, self.repeats))
+        plain = median(_world_times(call, self.device, 1))
 
         def both() -> None:
             assert call is not None
