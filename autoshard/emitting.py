@@ -140,7 +140,7 @@ def lowering_of(
         flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
-        cost_model(cluster, mesh, order).plain,
+        cost_model(cluster, mesh, order).reshard,
         analysis.table,
         saving=saving_of(cluster, mesh, plan),
         seconds=prices if wanted.overlap else None,
@@ -165,7 +165,7 @@ def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
     """What sending between stages in parts saves, None without a pipeline."""
     if plan.pipeline is None:
         return None
-    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).plain.links
+    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).reshard.links
 
     def saving(nbytes: float, axis: int) -> float:
         return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])

@@ -26,6 +26,7 @@ from autoshard.search.ask import Ask, Settled
 from autoshard.search.choose import retuned
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
+from autoshard.search.rank import alike
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks
@@ -316,7 +317,7 @@ class Fitter:
 def _kind(found: Settled) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
     again = {(name, r.policy) for name, r in found.placed.setting.recompute.items() if r.calls}
-    return frozenset(again), found.configuration.pipe.ranks > 1
+    return frozenset(again), alike(found.configuration)
 
 
 def _same(a: Settled, b: Settled) -> bool:

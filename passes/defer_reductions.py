@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
+from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 
-BUCKET_BYTES = 25 * 2**20
 _ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 #: (dim, outer, inner, size) of what a reduction scatters, None for one that does not

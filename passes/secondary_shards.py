@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
+from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
-from autoshard.passes.defer_reductions import BUCKET_BYTES
 from autoshard.passes.hierarchy import CannotRefineError, free_name
 from autoshard.passes.quantise_collectives import Gradients
 from autoshard.placement import Layout

@@ -418,7 +418,7 @@ def test_the_price_of_an_exchange() -> None:
     cluster = load_cluster("h100-dgx")
     prices = cost_model(cluster, Mesh.parse("fsdp=4"))
     types = [x, expert, weight]
-    link = prices.plain.links[0]
+    link = prices.reshard.links[0]
     sent = sum(seconds("all_to_all", t.nbytes / 4, link) for t in (x, expert, out))
     exchanged = prices.op_seconds(rule, types, [out], state, (4,))
     alone = prices.op_seconds(replace(rule, exchange=()), types, [out], state, (4,))

@@ -157,8 +157,8 @@ def test_prices_of_equal_axes_are_shared() -> None:
     machine = load_cluster("h100-dgx").used_by(8)
     models = CostModels(machine)
     one, other = models.of(Mesh.parse("fsdp=8")), models.of(Mesh.parse("dp=8"))
-    assert one.plain is other.plain and one is models.of(Mesh.parse("fsdp=8"))
-    assert models.of(Mesh.parse("fsdp=4,tp=2")).plain is not one.plain
+    assert one.reshard is other.reshard and one is models.of(Mesh.parse("fsdp=8"))
+    assert models.of(Mesh.parse("fsdp=4,tp=2")).reshard is not one.reshard
     assert one == cost_model(machine, Mesh.parse("fsdp=8"))
 
 
@@ -205,8 +205,8 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
     assert str(found.configuration.mesh) == "fsdp=32,tp=2"
     (rival,) = [r for r in found.rivals if r.name == "FSDP2"]
     assert rival.mesh == "fsdp=64" and not rival.why
-    # the padded rows cost about what whole ones do
-    assert rival.seconds == pytest.approx(ours.free.lower_bound, rel=0.05)
+    # padded rows travel layer by layer, whole ones in one message a step
+    assert rival.seconds == pytest.approx(ours.free.lower_bound, rel=0.15)
 
 
 # -- what is said of what was not taken --------------------------------------------------------------------

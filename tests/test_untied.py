@@ -183,7 +183,7 @@ def test_equals_a_model_whose_layers_are_not_folded(name: str, mesh: str) -> Non
 
 def test_layers_of_small_models_do_differ() -> None:
     """Else the comparison above would say little."""
-    folded, setting = posed("gpt2-4", "tp=4")
+    folded, setting = posed("gpt2-4", "dp=2,fsdp=2,tp=2")
     found = untied_bound(folded, setting, EXPOSURES[1], recompute=False, recover=True)
     tied = solve(setting.network(folded.problem.terms, EXPOSURES[1], folded.allowed))
     assert found.seconds is not None

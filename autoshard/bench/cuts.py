@@ -164,7 +164,7 @@ def _interleaving(analysis: Analysis, run: Published) -> Interleaving:
     settled, _ = settle(analysis.model, run, cluster, None)
     plan = explain(settled, cluster, analysis.fingerprint)
     mesh, model = settled.configuration.mesh, settled.posed.model
-    reshard = cost_model(cluster, mesh).plain
+    reshard = cost_model(cluster, mesh).reshard
 
     def cut(schedule: str, chunks: int) -> Staging:
         pipeline = Pipeline(run.pipe.ranks, 0, schedule, chunks, ())

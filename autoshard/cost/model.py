@@ -17,15 +17,10 @@ from autoshard.rules.states import OpState
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute by roofline, reshards by latency and bandwidth.
-
-    plain: reshards of activations. bucketed: of parameters and gradients, whose collectives are
-    issued together and so share the latency.
-    """
+    """Compute by roofline, reshards by latency and bandwidth."""
 
     device: Device
-    plain: ReshardCost
-    bucketed: ReshardCost
+    reshard: ReshardCost
 
     def local_bytes(self, type_: TensorType, layout: Layout, sizes: Sequence[int]) -> float:
         """Bytes on the fullest rank."""
@@ -75,7 +70,7 @@ class CostModel:
             *zip(rule.outputs, outs, state.outputs, strict=True),
         ]
         return sum(
-            float(seconds("all_to_all", self.local_bytes(type_, layout, sizes), self.plain.links[axis]))
+            float(seconds("all_to_all", self.local_bytes(type_, layout, sizes), self.reshard.links[axis]))
             for dims, type_, layout in tensors
             if dims is not None and type_ is not None and layout is not None
             if any(rows & set(dim) for dim in dims)

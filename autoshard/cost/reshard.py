@@ -7,7 +7,7 @@ layouts of one value are found together: a shortest-path closure over the layout
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Literal, TypeAlias
@@ -19,6 +19,8 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
 from autoshard.placement import Layout, Partial, Placement, Replicate, Shard, layout_ok, local_shape
 
+#: placements that every axis may have
+PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
 StepKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
 #: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
@@ -126,6 +128,24 @@ class ReshardTable:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Shares in (0, 1] that a value has in the messages it travels in; it pays as much of what these cost.
+
+    all_reduce: of those, which parameters of all layers may share. other: of all other messages.
+    """
+
+    all_reduce: float = 1.0
+    other: float = 1.0
+
+    def of(self, kind: StepKind) -> float:
+        return self.all_reduce if kind == "all_reduce" else self.other
+
+
+#: of a value that travels alone
+ALONE = Share()
+
+
+@dataclass(frozen=True)
 class ReshardCost:
     """Prices of steps on one mesh.
 
@@ -146,25 +166,59 @@ class ReshardCost:
         nbytes = local_numel(type_.shape, whole, self.sizes) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
-    def table(self, type_: TensorType, layouts: Iterable[Layout]) -> ReshardTable:
-        """The closure over all layouts that mix the axis placements of ``layouts`` and Replicate."""
+    def table(self, type_: TensorType, layouts: Iterable[Layout], share: Share = ALONE) -> ReshardTable:
+        """The closure over all layouts that mix the axis placements of ``layouts`` and Replicate.
+
+        share: of messages with other values. The ways are those that are cheapest for the value alone.
+        """
         per_axis = tuple(
             tuple(dict.fromkeys([Replicate(), *placed])) for placed in zip(*layouts, strict=True)
         ) or ((Replicate(),),) * len(self.sizes)
-        key = (type_, per_axis)
+        return self._known(type_, per_axis, share)
+
+    def _known(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
+        key = (type_, per_axis, share)
         if key not in self.known:
-            self.known[key] = self._closure(type_, per_axis)
+            make = self._closure if share == ALONE else self._shared
+            self.known[key] = make(type_, per_axis, share)
         return self.known[key]
 
-    def _closure(self, type_: TensorType, per_axis: tuple[tuple[Placement, ...], ...]) -> ReshardTable:
+    def _shared(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
+        """The ways of a value that travels alone, at the prices of a share."""
+        alone = self._known(type_, per_axis, ALONE)
+        edges = self._edges(type_, per_axis, share, alone.layouts)
+        goals = np.arange(len(alone.layouts))[None, :]
+        at = np.tile(goals.T, (1, len(alone.layouts)))
+        total = np.zeros(alone.seconds.shape)
+        while (at != goals).any():
+            following = alone.hop[at, goals]
+            total += edges[at, following]  # nothing from a layout to itself
+            at = following
+        return replace(alone, seconds=total)
+
+    def _closure(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
         """Floyd-Warshall over single steps."""
         nodes = tuple(c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes))
+        cost = self._edges(type_, per_axis, share, nodes)
+        hop = np.tile(np.arange(len(nodes)), (len(nodes), 1))
+        for k in range(len(nodes)):
+            via = cost[:, k : k + 1] + cost[k : k + 1, :]
+            better = via < cost
+            if better.any():
+                cost = np.where(better, via, cost)
+                hop = np.where(better, hop[:, k : k + 1], hop)
+        index = {layout: i for i, layout in enumerate(nodes)}
+        return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)
+
+    def _edges(
+        self, type_: TensorType, per_axis: PerAxis, share: Share, nodes: Sequence[Layout]
+    ) -> NDArray[np.float64]:
+        """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
         index = {layout: i for i, layout in enumerate(nodes)}
         width = type_.nbytes / max(1, type_.numel)
         held = {layout: local_numel(type_.shape, layout, self.sizes) * width for layout in nodes}
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
-        hop = np.tile(np.arange(len(nodes)), (len(nodes), 1))
         for i, source in enumerate(nodes):
             for axis, options in enumerate(per_axis):
                 own = source[axis]
@@ -179,24 +233,26 @@ class ReshardCost:
                         continue
                     kind = _kind(type_.shape, source, target, axis, self.sizes)
                     if kind is not None:
-                        cost[i, j] = self._price(kind, axis, whole, own, placed)
-        for k in range(len(nodes)):
-            via = cost[:, k : k + 1] + cost[k : k + 1, :]
-            better = via < cost
-            if better.any():
-                cost = np.where(better, via, cost)
-                hop = np.where(better, hop[:, k : k + 1], hop)
-        return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)
+                        cost[i, j] = self._price(kind, axis, whole, own, placed, share.of(kind))
+        return cost
 
-    def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
+    def _price(
+        self,
+        kind: StepKind,
+        axis: int,
+        whole: float,
+        source: Placement,
+        target: Placement,
+        share: float = 1.0,
+    ) -> float:
         """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
         if kind == "slice":
             return SLICE_SECONDS
         nbytes = whole / self.sizes[axis] if kind == "all_to_all" else whole
-        key = (kind, axis, nbytes)
+        key = (kind, axis, nbytes, share)
         time = self.priced.get(key)
         if time is None:
-            time = self.priced[key] = float(seconds(kind, nbytes, self.links[axis]))
+            time = self.priced[key] = share * float(seconds(kind, nbytes / share, self.links[axis]))
         for placed in (source, target):
             if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
                 time += 2 * nbytes / self.memory_bandwidth

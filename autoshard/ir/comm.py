@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from autoshard.ir.graph import Node
 
+#: reductions of gradients once a step go out in messages of so many bytes, as DistributedDataParallel's do
+BUCKET_BYTES = 25 * 2**20
 #: products whose chunks travel round the ranks of an axis meanwhile (`ir.rings`)
 GATHER_MM, MM_SCATTER = "comm.all_gather_mm.default", "comm.mm_reduce_scatter.default"
 

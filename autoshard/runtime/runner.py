@@ -35,6 +35,7 @@ from autoshard.torch_adapters.dtensor import (
     spec_of,
     torch_placements,
 )
+from autoshard.torch_adapters.local_ops import quick_of
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -90,6 +91,7 @@ class Runner:
         self.arguments = Arguments(type(module).forward, program.signature)
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
+        self._alike: dict[Spec, Spec] = {}
         self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
 
     def holds(self, port: Port) -> bool:
@@ -123,8 +125,16 @@ class Runner:
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
         if self.program.offload.parameters:
-            return host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape)
-        return as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape)
+            return self._quick(host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape))
+        return self._quick(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
+
+    def _quick(self, x: DTensor) -> DTensor:
+        """A parameter or gradient as optimizers work with it."""
+        return quick_of(x.to_local(), self._one(spec_of(x)))
+
+    def _one(self, spec: Spec) -> Spec:
+        """The same object for all that lie alike: optimizers compare them at every op."""
+        return self._alike.setdefault(spec, spec)
 
     def input_shard(self, x: Any, port: Port) -> torch.Tensor:
         """A rank's shard of an argument: of the global shape, of the local one, or a DTensor."""
@@ -295,19 +305,22 @@ class Runner:
 
     def placed(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of a value as a DTensor."""
-        if name in self._specs:
-            return dtensor_of(local, self._specs[name])
-        placed = self.program.lowered.values[name]
-        made = as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
-        self._specs[name] = spec_of(made)
-        return made
+        return dtensor_of(local, self._spec(local, name))
+
+    def _spec(self, local: torch.Tensor, name: str) -> Spec:
+        """How a value lies whose part on this rank is ``local``."""
+        if name not in self._specs:
+            placed = self.program.lowered.values[name]
+            made = as_dtensor(local, self.mesh, placed.layout, placed.type.shape)
+            self._specs[name] = self._one(spec_of(made))
+        return self._specs[name]
 
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""
         if not self.program.offload.parameters:
-            return self.placed(local, name)
+            return quick_of(local, self._spec(local, name))
         placed = self.program.lowered.values[name]
-        return host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape)
+        return self._quick(host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape))
 
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.

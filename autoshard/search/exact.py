@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Protocol
@@ -15,22 +14,12 @@ from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.poses import Poses
 from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
+from autoshard.search.race import Race
 from autoshard.search.rank import Configuration, Estimated, Shape, data_ways
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import profile
 from autoshard.search.tune import QUICK, proven, tune
-
-#: configurations solved exactly, and those among them that only divide the data ranks otherwise
-_MOST, _ALIKE = 3, 2
-#: of those with a pipeline, each of which is cut and simulated as well
-_PIPED = 2
-#: states of solved configurations together after which no other is solved
-_WORK = 8_000
-#: configurations whose estimate is this much over that of one that was solved are not solved
-_MARGIN = 1.03
-#: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
-_FAR = 1.2
 
 
 class Judge(Protocol):
@@ -68,66 +57,62 @@ class Exact:
         self.interrupted = False
 
     def best(self, ranked: Sequence[Estimated]) -> Settled:
-        """Solve the configurations that look best, until the others are ruled out or far behind."""
-        best: Settled | None = None
-        reached = inf
-        solved: dict[Configuration, float] = {}
-        limit, work = inf, 0
-        alike: Counter[object] = Counter()
+        """Solve the configurations that look best, until the others are ruled out or far behind.
+
+        What was solved becomes a program when nothing else is expected to be faster: fitting one takes
+        longer than solving it, and most of those that look too good do not fit.
+        """
         # with experts one more solution takes as long as all the rest
-        kinds: set[bool] = {False, True} if experts_of(self.poses.model) else set()
-        for estimated in ranked:
-            where = estimated.configuration
-            if best is not None and (
-                self.interrupted
-                or estimated.bound >= reached
-                or alike[_kind(where)] >= _ALIKE
-                or (
-                    # estimates with and without pipelines do not err alike: one of each is solved
-                    ((where.pipe.ranks > 1) in kinds or not estimated.seconds <= _FAR * reached)
-                    and (
-                        (isfinite(estimated.seconds) and estimated.seconds > limit)
-                        or _like(where, solved) >= (_MOST if where.pipe.ranks == 1 else _PIPED)
-                        or work > _WORK
-                    )
-                )
-            ):
-                continue
-            alike[_kind(where)] += 1
-            try:
-                found = self._solved(estimated, at_once=best is None)
-            except (InfeasibleError, UsageError) as error:
-                self.failures.append(error)
-                solved[where] = inf
-                continue
-            except KeyboardInterrupt:
-                if best is None:
-                    raise
-                self.interrupted = True
-                break
-            seconds = found.placed.seconds
-            judged = solved[where] = self._judged(found)
-            if judged < reached and self.judge is not None and not self.interrupted:
+        race = Race(one_kind=experts_of(self.poses.model) > 0)
+
+        def leaves_out(estimated: Estimated) -> bool:
+            return race.begun and (self.interrupted or race.leaves_out(estimated))
+
+        left = ranked
+        while left:
+            out = []
+            for estimated in left:
+                self._fit(race, estimated.seconds)
+                if leaves_out(estimated):
+                    out.append(estimated)
+                else:
+                    self._solve(race, estimated)
+            self._fit(race, inf)
+            # what was solved in the place of others may have come out slower than it looked
+            left = [e for e in out if not leaves_out(e)]
+        if race.best is None:
+            raise self.worst()
+        return self._finished(race.best, ranked, race.seconds)
+
+    def _solve(self, race: Race, estimated: Estimated) -> None:
+        """Solve one configuration, or note why it cannot be; an interruption ends the search."""
+        race.enter(estimated.configuration)
+        try:
+            found = self._solved(estimated, at_once=not race.begun)
+        except (InfeasibleError, UsageError) as error:
+            self.failures.append(error)
+            race.fail(estimated.configuration)
+        except KeyboardInterrupt:
+            if not race.begun:
+                raise
+            self.interrupted = True
+        else:
+            race.solve(estimated, found, self._judged(found))
+
+    def _fit(self, race: Race, expected: float) -> None:
+        """Make programs of the solutions that take no more seconds than is expected of all others."""
+        while (first := race.next(expected)) is not None:
+            found, judged = first
+            if judged < race.reached and self.judge is not None and not self.interrupted:
                 try:
-                    fits = self.judge.fit(found, reached)
+                    fits = self.judge.fit(found, race.reached)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
-                    solved[where] = inf
+                    race.fail(found.configuration)
                     continue
                 if fits.placed is not found.placed:
-                    found = fits
-                    judged = solved[where] = self._judged(found)
-            kinds.add(where.pipe.ranks > 1)
-            work += found.posed.problem.choices
-            if isfinite(estimated.seconds):
-                # estimates err alike, so they are compared with each other, unless this one was far off
-                far = _MARGIN * estimated.seconds < seconds
-                limit = min(limit, seconds / _MARGIN if far else _MARGIN * estimated.seconds)
-            if best is None or judged < reached:
-                best, reached = found, judged
-        if best is None:
-            raise self.worst()
-        return self._finished(best, ranked, solved)
+                    found, judged = fits, self._judged(fits)
+            race.finish(found, judged)
 
     def _judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""
@@ -214,18 +199,6 @@ class Exact:
         priced = sorted((c not in solved, solved.get(c, e.seconds), _name(c)) for c, e in others)
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
-
-
-def _like(where: Configuration, solved: Mapping[Configuration, float]) -> int:
-    """How many configurations were solved that have a pipeline, or none, as this one; one failure is free."""
-    alike = [isfinite(s) for c, s in solved.items() if (c.pipe.ranks > 1) == (where.pipe.ranks > 1)]
-    return max(sum(alike), len(alike) - 1)
-
-
-def _kind(where: Configuration) -> object:
-    """What configurations share that only divide the data ranks otherwise."""
-    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
-    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
 
 
 def _name(where: Configuration) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cost.reshard import ALONE, Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
@@ -40,14 +41,15 @@ def lives_of(
     phases: Collection[bool],
     axes: SearchAxes,
     prices: Prices,
+    share: Share = ALONE,
 ) -> Lives:
     """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
 
-    phases: whether forward, backward or both use it.
+    phases: whether forward, backward or both use it. share: of a member in the messages that gather it.
     """
     type_ = group.first.type
     trained = group.first.kind == "param" and bool(group.grads)
-    table = prices.params.bucketed.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)])
+    table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
     held: list[float] = []

@@ -35,6 +35,7 @@ from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
+from autoshard.search.buckets import Shares, shares_of
 from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.known import Known
 from autoshard.search.lives import SENT, lives_of
@@ -67,6 +68,11 @@ class Model:
     def kept(self) -> Kept:
         """What backward reads of forward; the same on every mesh."""
         return kept_activations(self.folded, self.flow, self.rules)
+
+    @cached_property
+    def shares(self) -> dict[Place, Shares]:
+        """Of parameters in the messages they travel in, by class."""
+        return shares_of(self.flow)
 
 
 def model_flop(model: Model) -> tuple[float, str]:
@@ -340,7 +346,9 @@ class _Builder:
                 uses.update(
                     dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
                 )
-        lives = lives_of(group, self._stored_layouts(group), list(uses), phases, self.axes, self.prices)
+        share = self.model.shares.get(group.key, Shares()).gather
+        stored = self._stored_layouts(group)
+        lives = lives_of(group, stored, list(uses), phases, self.axes, self.prices, share)
         number = self._add(group.key, ParamVar(group.key, lives.states))
         for key, seconds in lives.seconds.items():
             self.terms.add(key, number, seconds)
@@ -423,7 +431,7 @@ class _Builder:
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times."""
         given = self._source_layouts(source, position)
-        table = self.cost.plain.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
+        table = self.cost.reshard.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
         rows = [table.index[g] if g is not None else 0 for g in given]
         cols = [table.index[w] for w in wanted]
         self.terms.join(kind, source, target, count * table.seconds[np.ix_(rows, cols)])
@@ -467,7 +475,8 @@ class _Builder:
         stored = [life.stored for life in variable.states]
         # a parameter may be stored in a larger shape than it is used in (see `search.padded`)
         type_ = replace(self._type(grad), shape=group.first.type.shape)
-        table = self.prices.params.bucketed.table(type_, list(dict.fromkeys([*given, *stored])))
+        share = self.model.shares[group.key].reduce
+        table = self.prices.params.reshard.table(type_, list(dict.fromkeys([*given, *stored])), share)
         rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
         matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
         if grad[0] in self.layers:

@@ -7,7 +7,7 @@ costs), so the chord between two of them is a lower bound for every microbatch b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -107,7 +107,8 @@ class Parameters:
 
     count: members. whole: bytes of one member in use. base: as stored, were it not split over data ranks.
     split: over how many of the data ranks its use is split, which need no gather. width: bytes per element.
-    phases: how many of forward and backward use it. shapes: of one member, as stored but for data ranks.
+    phases: how many of forward and backward use it. gather, scatter, whole_sum: shares of a member in the
+    messages it travels in (see `search.buckets`). shapes: of one member, as stored but for data ranks.
     """
 
     count: Array
@@ -116,6 +117,9 @@ class Parameters:
     split: Array
     width: Array
     phases: Array
+    gather: Array
+    scatter: Array
+    whole_sum: Array
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -233,6 +237,7 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
         type_ = group.first.type
         phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
         off_data = _off_data(life.stored, posed)
+        share = posed.model.shares[variable.place]
         shapes.append(local_shape(type_.shape, off_data, axes.mesh_sizes, (0,) * len(axes.mesh_sizes)))
         rows.append(
             (
@@ -242,11 +247,14 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
                 _data_ways(life.use, posed),
                 DTYPES[type_.dtype][1],
                 len(phases),
+                share.gather.other,
+                share.reduce.other,
+                share.reduce.all_reduce,
             )
         )
-    table = np.array(rows, dtype=np.float64).reshape(-1, 6)
-    count, whole, base, split, width, both = table.T
-    return Parameters(count, whole, base, split, width, both, tuple(shapes))
+    table = np.array(rows, dtype=np.float64).reshape(-1, 9)
+    count, whole, base, split, width, both, gather, scatter, sums = table.T
+    return Parameters(count, whole, base, split, width, both, gather, scatter, sums, tuple(shapes))
 
 
 def _off_data(stored: Layout, posed: Posed) -> Layout:
@@ -405,6 +413,12 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
     return [ways * b for b in range(1, each + 1) if each % b == 0]
 
 
+def alike(where: Configuration) -> Hashable:
+    """What configurations share that only divide the data ranks otherwise."""
+    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
+    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
+
+
 def data_ways(mesh: Mesh) -> int:
     """How many ranks split the batch."""
     ways = 1
@@ -415,7 +429,7 @@ def data_ways(mesh: Mesh) -> int:
 
 def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> list[Profile]:
     """What parameters take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded."""
-    links = cost_model(cluster, mesh).bucketed.links
+    links = cost_model(cluster, mesh).reshard.links
     stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
     spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
     ways = int(np.prod([mesh.sizes[k] for k in stored]))
@@ -426,14 +440,19 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
     own, part = given.base / np.where(divides, ways, given.split), given.base / given.split
     zeros = np.zeros(len(own))
     inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
-    over_data = sum((seconds("all_gather", part, links[k]) for k in stored), zeros)
-    inside = sum((seconds("all_gather", given.whole, links[k]) for k in inner), zeros)
-    gather = given.count * (
-        np.where((given.split < ways) & divides, over_data, 0.0)
-        + np.where(given.whole > _MORE * part, inside, 0.0)
-    )
-    gathered = given.whole > _MORE * own
-    reduce = gather + given.count * sum((seconds("all_reduce", own, links[k]) for k in spread), zeros)
+
+    def one(kind: str, nbytes: Array, axes: Sequence[int], share: Array) -> Array:
+        """Of a member over some axes."""
+        return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
+
+    def sharded(share: Array) -> Array:
+        """A gather of all members, or the reduce-scatter that mirrors it."""
+        over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, share), 0.0)
+        inside = np.where(given.whole > _MORE * part, one("all_gather", given.whole, inner, share), 0.0)
+        return given.count * (over_data + inside)
+
+    gather, gathered = sharded(given.gather), given.whole > _MORE * own
+    reduce = sharded(given.scatter) + given.count * one("all_reduce", own, spread, given.whole_sum)
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
     summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width

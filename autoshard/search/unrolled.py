@@ -186,7 +186,7 @@ class Unrolled:
         given = _offered(self.posed.model, variables[reason.source], source)
         type_ = _type(self.posed.model, target)
         layouts = [layout for layout in dict.fromkeys([*given, *used.states]) if layout is not None]
-        table = self.posed.prices.ops.plain.table(type_, layouts)
+        table = self.posed.prices.ops.reshard.table(type_, layouts)
         rows = [0 if layout is None else table.index[layout] for layout in given]
         columns = [table.index[wanted] for wanted in used.states]
         key = Time("talk", self.posed.model.folded.is_backward()[target[0]])

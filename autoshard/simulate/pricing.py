@@ -60,7 +60,7 @@ class Pricer:
         self.program, self.cluster = program, cluster
         self.mesh = Mesh.parse(program.mesh)
         self.coords = self.mesh.coords(rank)
-        links = cost_model(cluster, Mesh.parse(program.whole_mesh)).plain.links
+        links = cost_model(cluster, Mesh.parse(program.whole_mesh)).reshard.links
         at = None if program.stages is None else program.stages.position
         self.links = tuple(link for k, link in enumerate(links) if k != at)
         self.ops = Ops(self.mesh, self.coords, behaviour or Behaviour())

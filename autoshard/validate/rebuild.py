@@ -185,7 +185,7 @@ def _program(
         model.flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
-        prices.of(mesh, None).plain,
+        prices.of(mesh, None).reshard,
         scaled.analysis.table,
         saving=saving,
     )
@@ -198,7 +198,7 @@ def _saving(
     """What sending between stages in parts saves, None where the run's code sends everything whole."""
     if run.pipeline == 1 or not behaviour.scattered_sends:
         return None
-    link, links = pipe_link(cluster, mesh, run.pipeline), prices.of(mesh, None).plain.links
+    link, links = pipe_link(cluster, mesh, run.pipeline), prices.of(mesh, None).reshard.links
 
     def saving(nbytes: float, axis: int) -> float:
         return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])

@@ -1,0 +1,121 @@
+"""Which configurations are solved, and which of their solutions becomes a program next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from autoshard.search.ask import Settled
+from autoshard.search.rank import Configuration, Estimated, alike
+
+#: configurations solved exactly, and those among them that only divide the data ranks otherwise
+_MOST, _ALIKE = 3, 2
+#: of those with a pipeline, each of which is cut and simulated as well
+_PIPED = 2
+#: states of solved configurations together after which no other is solved
+_WORK = 8_000
+#: configurations whose estimate is this much over that of one that was solved are not solved
+_MARGIN = 1.03
+#: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
+_FAR = 1.2
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """A configuration that was solved. estimated, seconds, judged: of a step, by the estimate, by the search
+    and with its stages cut."""
+
+    found: Settled
+    estimated: float
+    seconds: float
+    judged: float
+
+    @property
+    def limit(self) -> float:
+        """Estimates beyond this are not worth a solution.
+
+        Estimates err alike, so they are compared with each other, unless this one was far off.
+        """
+        if not isfinite(self.estimated):
+            return inf
+        far = _MARGIN * self.estimated < self.seconds
+        return self.seconds / _MARGIN if far else _MARGIN * self.estimated
+
+
+class Race:
+    """Configurations that were solved, best first.
+
+    one_kind: whether one solution will do, with a pipeline or without. best: the fastest that fits, and
+    reached, its seconds. seconds: of every configuration that was entered and solved, inf where nothing fits.
+    """
+
+    def __init__(self, *, one_kind: bool) -> None:
+        self.one_kind = one_kind
+        self.best: Settled | None = None
+        self.reached = inf
+        self.seconds: dict[Configuration, float] = {}
+        self._alike: Counter[object] = Counter()
+        self._standing: dict[Configuration, _Solved] = {}
+        self._waiting: list[_Solved] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was solved that fits, or may."""
+        return self.best is not None or bool(self._waiting)
+
+    def leaves_out(self, estimated: Estimated) -> bool:
+        """Whether a configuration is ruled out, far behind, or much like others that were solved."""
+        where = estimated.configuration
+        if estimated.bound >= self.reached or self._alike[alike(where)] >= _ALIKE:
+            return True
+        # estimates with and without pipelines do not err alike: one of each is solved
+        kinds = {_piped(c) for c in self._standing}
+        if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
+            return False
+        limit = min((s.limit for s in self._standing.values()), default=inf)
+        return (
+            (isfinite(estimated.seconds) and estimated.seconds > limit)
+            or self._like(where) >= (_PIPED if _piped(where) else _MOST)
+            or sum(s.found.posed.problem.choices for s in self._standing.values()) > _WORK
+        )
+
+    def _like(self, where: Configuration) -> int:
+        """How many were solved that have a pipeline, or none, as this one; one failure is free."""
+        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(where)]
+        return max(sum(fit), len(fit) - 1)
+
+    def enter(self, where: Configuration) -> None:
+        """One is about to be solved."""
+        self._alike[alike(where)] += 1
+
+    def solve(self, estimated: Estimated, found: Settled, judged: float) -> None:
+        """One was solved; judged: seconds of its step if it fits."""
+        entry = _Solved(found, estimated.seconds, found.placed.seconds, judged)
+        self.seconds[found.configuration] = judged
+        self._standing[found.configuration] = entry
+        self._waiting.append(entry)
+
+    def next(self, expected: float) -> tuple[Settled, float] | None:
+        """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
+        what is not solved yet."""
+        first = min(self._waiting, key=lambda s: s.judged, default=None)
+        if first is None or first.judged > expected:
+            return None
+        self._waiting.remove(first)
+        return first.found, first.judged
+
+    def fail(self, where: Configuration) -> None:
+        """Nothing of it fits."""
+        self.seconds[where] = inf
+        self._standing.pop(where, None)
+
+    def finish(self, found: Settled, judged: float) -> None:
+        """A solution that fits, or that is slower than the best one."""
+        self.seconds[found.configuration] = judged
+        if self.best is None or judged < self.reached:
+            self.best, self.reached = found, judged
+
+
+def _piped(where: Configuration) -> bool:
+    return where.pipe.ranks > 1

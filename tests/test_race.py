@@ -1,0 +1,71 @@
+"""What is solved, and which solution is made a program first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+from planned import analysed
+
+from autoshard.candidates import PipeAsk, searched
+from autoshard.cluster import load_cluster
+from autoshard.errors import InfeasibleError
+from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.rank import Configuration
+
+BATCH = 8
+
+
+class Programs:
+    """Solutions made programs, as a search asks for it. slow: how much slower one is with its stages cut."""
+
+    def __init__(self, fits: Callable[[Configuration], bool], slow: float = 1.0) -> None:
+        self.fits, self.slow = fits, slow
+        self.made: list[tuple[Configuration, float, float]] = []
+
+    def seconds(self, found: Settled) -> float:
+        return self.slow * found.placed.seconds
+
+    def fit(self, found: Settled, limit: float = inf) -> Settled:
+        where = found.configuration
+        seconds = found.placed.seconds if where.pipe.ranks == 1 else self.seconds(found)
+        self.made.append((where, seconds, limit))
+        if not self.fits(where):
+            raise InfeasibleError(f"{where.name} does not fit")
+        return found
+
+
+def chosen(judge: Programs) -> Settled:
+    machine = load_cluster("h100-dgx")
+    meshes = searched(machine, 4, 4, BATCH, PipeAsk())
+    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), judge=judge)
+
+
+@pytest.mark.parametrize("slow", [1.0, 100.0])
+def test_what_does_not_fit_makes_room_for_others(slow: float) -> None:
+    """Configurations that were left out for others are solved once those turn out not to fit."""
+    first = chosen(Programs(lambda where: True, slow)).configuration.mesh
+    for mesh in ("dp=4", "dp=2,fsdp=2", "dp=2,tp=2", "tp=4"):
+        if mesh != str(first):
+            judge = Programs(lambda where, only=mesh: where.name == only, slow)
+            assert chosen(judge).configuration.name == mesh
+
+
+def test_nothing_fits() -> None:
+    judge = Programs(lambda where: False)
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        chosen(judge)
+    assert len({where for where, _, _ in judge.made}) == len(judge.made) > 3
+
+
+@pytest.mark.parametrize("slow", [0.01, 0.5, 100.0])
+def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
+    """Pipelines that are slow once they are cut are not made programs before something without one was."""
+    judge = Programs(lambda where: True, slow)
+    found = chosen(judge)
+    assert all(seconds < limit for _, seconds, limit in judge.made)
+    kinds = [where.pipe.ranks > 1 for where, _, _ in judge.made]
+    assert kinds[-1] == (found.configuration.pipe.ranks > 1) == (slow < 1)
+    if slow > 1:
+        assert True not in kinds
