@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _SIZES = MappingProxyType({"small": 2**18, "large": 2**24})
 #: (sequences, heads, positions, channels) of the attention that is timed
 _ATTENTION = (4, 8, 96, 32)
-#: bytes of the tensors of one size together: more than the allocator of a process keeps for itself
-_KEPT = 2**24
+#: bytes of results that are kept, more than the allocator of a process holds back, and of half their inputs
+_KEPT, _INPUTS = 2**26, 2**22
 #: of attention that has next to nothing to do
 _NOTHING = (1, 1, 8, 8)
 #: seconds of a call
@@ -65,28 +65,28 @@ def _border() -> int:
 def _elementwise(seconds: Seconds, nbytes: int) -> float:
     """Bytes/s that a mixture of the kernels of models reads and writes.
 
-    Results stay until all are made, as forward keeps them for backward: they are in memory that the system
-    gives anew.
+    One result of six stays until the end, about as much of what forward and backward of a layer make as is
+    kept from the one to the other: these lie in memory that the system gives anew.
     """
-    copies = max(1, _KEPT // nbytes)
-    inputs = [(torch.randn(nbytes // 1024, 256), torch.randn(nbytes // 1024, 256)) for _ in range(copies)]
+    pairs = max(1, _INPUTS // nbytes)
+    inputs = [(torch.randn(nbytes // 1024, 256), torch.randn(nbytes // 1024, 256)) for _ in range(pairs)]
     weight = torch.ones(256)
     aten = torch.ops.aten
+    times = max(1, _KEPT // nbytes)
 
     def run() -> None:
-        kept: list[object] = []
-        for x, y in inputs:
-            kept += [
-                aten.mul.Tensor(x, y),
-                aten.silu.default(x),
-                aten.gelu_backward.default(y, x),
-                aten.native_layer_norm.default(x, [256], weight, weight, 1e-5),
-                aten._softmax.default(x, -1, False),
-                x.view(-1, 8, 8, 32).transpose(1, 2).contiguous(),
-            ]
+        kept: list[torch.Tensor] = []
+        for k in range(times):
+            x, y = inputs[k % pairs]
+            kept.append(aten.mul.Tensor(x, y))
+            aten.silu.default(x)
+            aten.gelu_backward.default(y, x)
+            aten.native_layer_norm.default(x, [256], weight, weight, 1e-5)
+            aten._softmax.default(x, -1, False)
+            x.view(-1, 8, 8, 32).transpose(1, 2).contiguous()
 
     moved = 3.0 + 2.0 + 3.0 + 2.0 + 2.0 + 2.0
-    return moved * nbytes * copies / seconds(run)
+    return moved * nbytes * times / seconds(run)
 
 
 def _attention(seconds: Seconds, shape: tuple[int, int, int, int]) -> tuple[float, float]:

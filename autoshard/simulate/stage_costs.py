@@ -55,9 +55,9 @@ class StepEnd:
     """Seconds of a rank beside its microbatches.
 
     reduce: of gathering parameters that stay gathered and of reducing gradients over the ranks of a stage,
-    beyond what computing hides, and of handing over parameters and gradients; axes: how much of it each mesh axis is exposed. shared: of gradients that
-    several stages add to, over
-    the ranks that hold those stages. update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
+    beyond what computing hides, and of handing over parameters and gradients; axes: how much of it each mesh
+    axis is exposed. shared: of gradients that several stages add to, over the ranks that hold those stages.
+    update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
     """
 
     reduce: float
@@ -166,7 +166,7 @@ class StagePrices:
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Seconds that every stage sends for instead of computing, in forward and in backward.
 
-        Where ranks share processors, these move the messages, too: half of the time of a message at either end.
+        Where ranks share processors, these move the messages, too: half of a message's time at either end.
         """
         count, slices = self.schedule.stages, self.schedule.slices
         up, down = self.sends
