@@ -148,6 +148,7 @@ def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_kernels, "_SIZES", {"small": 2**14, "large": 2**16})
     monkeypatch.setattr(profile_kernels, "_KEPT", 2**16)
     monkeypatch.setattr(profile_sharing, "_TURNS", 1e-2)
+    monkeypatch.setattr(profile_sharing, "_AROUND", 1e-3)
 
 
 def test_one_device_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
