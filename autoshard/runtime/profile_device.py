@@ -111,7 +111,9 @@ def measure_device(
         say(f"a parameter handed over in {kernels.hand * 1e6:.3g} us")
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
         alone = min(float(sharing), max(1.0, share))
-        sources["alone"] = "measured: seconds that pass over those that a core computes for a process, means"
+        sources["alone"] = (
+            "seconds that pass over those of a core: processes over cores by the system, or more if measured"
+        )
         measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
