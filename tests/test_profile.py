@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Device, Level, Mesh, load_cluster, mesh_candidates
 from autoshard.cluster.links import read_matrix
+from autoshard.cluster.measured import Measured
 from autoshard.cluster.write import cluster_text, matrix_text, write_all
 from autoshard.cost import AxisLink, link_of, seconds
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
-from autoshard.runtime import profile, profile_device, profile_kernels, profile_links
+from autoshard.runtime import profile, profile_device, profile_kernels, profile_links, profile_sharing
 from autoshard.runtime.launch import torchrun
 from autoshard.runtime.profile_links import node_size, sizes_to
 
@@ -100,7 +102,13 @@ def test_sizes_reach_the_largest() -> None:
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     levels = (Level("node", 2, 1e-6, 1.234e9, 2), Level("network \\ \x7f", None, 1.25e-5, 1e8))
-    cluster = Cluster("c\u00e9", 4, DEVICE, levels)
+    tables = (
+        Measured("send", 2, (1024, 65536), (1.5e-5, 1.234e-3)),
+        Measured("all_gather", 2, (1, 2), (1.0, 2.0)),
+    )
+    levels = (replace(levels[0], measured=tables), levels[1])
+    kernels = replace(DEVICE.kernels, attention_start=1e-4, view=2e-6, hand=3e-5)
+    cluster = Cluster("c\u00e9", 4, replace(DEVICE, kernels=kernels, alone=2.5), levels)
     path = tmp_path / "c.toml"
     path.write_text(cluster_text(cluster, "two\nlines", {"memory_bytes": "said"}, [{}, {"latency": "x"}]))
     assert load_cluster(path) == cluster
@@ -136,7 +144,11 @@ def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_device, "_WINDOW", {"cpu": 1e-4, "cuda": 1e-4})
     monkeypatch.setattr(profile_links, "_WINDOW", {"cpu": 2e-3, "cuda": 2e-3})
     monkeypatch.setattr(profile_links, "_SIDE", 8)
+    monkeypatch.setattr(profile_links, "_BETWEEN", 1e-4)
     monkeypatch.setattr(profile_kernels, "_SIZES", {"small": 2**14, "large": 2**16})
+    monkeypatch.setattr(profile_kernels, "_KEPT", 2**16)
+    monkeypatch.setattr(profile_sharing, "_TURNS", 1e-2)
+    monkeypatch.setattr(profile_sharing, "_AROUND", 1e-3)
 
 
 def test_one_device_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +215,10 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0
     cluster = load_cluster(path)
     assert (cluster.devices, [level.name for level in cluster.levels]) == (4, ["node", "network"])
+    timed = [{(table.kind, table.ranks) for table in level.measured} for level in cluster.levels]
+    assert timed == [{(kind, 2) for kind in (*FITTED, "send")}, {(kind, 2) for kind in FITTED}]
+    assert cluster.device.kernels.hand > 0 and cluster.device.kernels.view >= 0
+    assert 1 <= cluster.device.alone <= 2
     assert cluster.group_sizes == (2,)
     assert 1 <= cluster.levels[1].shared_by <= 2
     assert sorted(file.name for file in tmp_path.iterdir()) == ["four.csv", "four.latency.csv", "four.toml"]

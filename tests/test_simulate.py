@@ -26,11 +26,12 @@ from autoshard.cost.collective import _FORMULAS, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
+from autoshard.ir import Call
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import unfused
+from autoshard.simulate.ops import VIEWS, placed_of, unfused
 from autoshard.simulate.step import estimate_step, simulated
 from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients
@@ -217,6 +218,61 @@ def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
     # fp32: 6 bytes more of every element that is reduced than the two passes of 4 bytes
     made_ready = copied(flat_parameters=True, flat_gradients=True, ready_bytes=8.0) - neither
     assert made_ready == pytest.approx(parameters - neither)
+
+
+def test_parts_in_several_pieces_are_copied() -> None:
+    """Messages along another dim than the first, and of rows that are cut into blocks first."""
+    program = one_stage("llama", "tp=2", microbatches=1)
+    strewn = works_of(program)
+    lying = works_of(program, copied_messages=False)
+    extra = [sum(w.nbytes for _, w in works if isinstance(w, Traffic)) for works in (strewn, lying)]
+    assert extra[0] > extra[1]
+    nodes = {
+        n.name: n
+        for s in program.lowered.segments.values()
+        for n in s.graph.nodes
+        if n.op.startswith(("comm.reduce_scatter.", "comm.all_gather.", "comm.slice."))
+    }
+    cut = [n for n in nodes.values() if any(n.args[2:3]) or dict(n.kwargs).get("outer", 1) != 1]
+    assert cut  # a program without any would prove nothing
+    pricer = simulated(program, CPU)[1].pricer
+    for segment in program.lowered.segments.values():
+        values = placed_of(segment)
+        for node in segment.graph.nodes:
+            if node in cut:
+                works = pricer.ops.work(node, values)
+                assert any(isinstance(w, Traffic) and w.nbytes > 0 for w in works), node
+
+
+def test_looking_at_tensors_takes_time_where_the_device_issues_ops() -> None:
+    program = one_stage("llama", "dp=1", microbatches=1)
+    kernels = CPU.device.kernels
+    slow = replace(CPU, device=replace(CPU.device, kernels=replace(kernels, view=1e-3)))
+    plain, found = (estimate_step(program, c) for c in (CPU, slow))
+    lowered = program.lowered
+    views = sum(
+        sum(n.op in VIEWS for n in lowered.segments[i.segment].graph.nodes)
+        for i in lowered.main
+        if isinstance(i, Call)
+    )
+    assert views > 10
+    assert found.seconds - plain.seconds == pytest.approx(views * 1e-3)
+
+
+def test_parameters_are_handed_over_once_a_step() -> None:
+    program = one_stage("llama", "dp=1", microbatches=1)
+    kernels = replace(CPU.device.kernels, hand=1e-3)
+    slow = replace(CPU, device=replace(CPU.device, kernels=kernels))
+    plain, found = (estimate_step(program, c) for c in (CPU, slow))
+    trained = {r.target for r in program.signature.results if r.kind == "grad"}
+    assert found.seconds - plain.seconds == pytest.approx(len(trained) * 1e-3)
+    assert found.spent.total == pytest.approx(found.seconds)
+
+
+def test_attention_takes_its_start_beside_its_flop() -> None:
+    late = replace(PLAIN, kernels=replace(PLAIN.kernels, attention_start=1e-3))
+    plain, found = (attention_seconds(1e12, 0.0, "f32", False, device) for device in (PLAIN, late))
+    assert found == pytest.approx(plain + 1e-3)
 
 
 def test_attention_for_earlier_devices_is_slower() -> None:

@@ -22,8 +22,10 @@ class Kernels:
     products, as a part of what the peak is stated for, where less power than usual is allowed. best: part of
     the peak that the best product alone reaches, from which calibration starts; 0: not known.
     watts: power that the device may draw, of which `autoshard validate --fit` makes what it sustains; 0: not
-    known. view: seconds of an op that only looks at a tensor in another way, where ops are not issued ahead.
-    cache: bytes of what an op moves that stay in caches, which it moves ``cached`` times as fast.
+    known. attention_start: seconds that attention takes beside its FLOP and a launch. view: seconds of an op
+    that only looks at a tensor in another way, hand: seconds in which a parameter is handed to a call of the
+    model and its gradient back, both where ops are not issued ahead. cache: bytes of what an op moves that
+    stay in caches, which it moves ``cached`` times as fast.
     """
 
     multiprocessors: int = 0
@@ -39,7 +41,9 @@ class Kernels:
     clock: float = 1.0
     best: float = 0.0
     watts: float = 0.0
+    attention_start: float = 0.0
     view: float = 0.0
+    hand: float = 0.0
     cache: float = 0.0
     cached: float = 1.0
 
@@ -57,7 +61,18 @@ class Kernels:
                 raise UsageError(
                     f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
                 )
-        for name in ("multiprocessors", "depth", "small", "cache", "dispatch", "best", "watts", "view"):
+        for name in (
+            "multiprocessors",
+            "depth",
+            "small",
+            "cache",
+            "dispatch",
+            "best",
+            "watts",
+            "attention_start",
+            "view",
+            "hand",
+        ):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")

@@ -88,7 +88,7 @@ def attention_seconds(
     part *= 1.0 if native else kernels.attention_earlier
     peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
     busy = max(flop / (peak * part * kernels.clock), traffic_seconds(nbytes, device, launch=False))
-    return busy + device.launch_overhead
+    return busy + kernels.attention_start + device.launch_overhead
 
 
 def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> float:

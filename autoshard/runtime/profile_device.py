@@ -15,6 +15,7 @@ import torch
 
 from autoshard.cluster.cluster import Device
 from autoshard.errors import UsageError
+from autoshard.runtime.profile_handing import measure_handing
 from autoshard.runtime.profile_host import measure_host
 from autoshard.runtime.profile_kernels import measure_kernels
 
@@ -35,8 +36,8 @@ _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
 #: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
 #: are, so that the caches do not hold them all
 _LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
-#: launches are timed so many times, each after a layer that has filled the caches
-_LAUNCHES = 200
+#: launches of a call on a GPU; calls after a layer on the CPU, of each of the copies
+_LAUNCHES, _ROUNDS = 40, 8
 _AFTER = MappingProxyType(
     {"cpu": ", after a layer's product and activation", "cuda": ", each with a view of its result"}
 )
@@ -104,12 +105,15 @@ def measure_device(
     }
     measured = Device(_name(device), memory, peaks, bandwidth, efficiency, overhead)
     if device.type == "cpu":
-        kernels, sources["kernels"] = measure_kernels(clock.seconds, peaks["f32"], bandwidth)
+        kernels, sources["kernels"] = measure_kernels(clock, peaks["f32"], bandwidth, overhead)
         say(f"elementwise ops reach {kernels.traffic:.2g} of it, {kernels.cached:.3g} times that in caches")
-        kernels = replace(kernels, view=look)
+        kernels = replace(kernels, view=look, hand=measure_handing(clock))
+        say(f"a parameter handed over in {kernels.hand * 1e6:.3g} us")
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
         alone = min(float(sharing), max(1.0, share))
-        sources["alone"] = "measured: seconds that pass over those that a core computes for a process, means"
+        sources["alone"] = (
+            "seconds that pass over those of a core: processes over cores by the system, or more if measured"
+        )
         measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
@@ -160,6 +164,24 @@ class Clock:
     def seconds(self, call: Callable[[], object]) -> float:
         """Typical seconds per call."""
         return self.typical(self.times(call))
+
+    def after_work(self, call: Callable[[], object]) -> float:
+        """Seconds of a call on the CPU after a layer's product and activation, which fill the caches."""
+        rows, inputs, outputs = _LAYERS[0]
+        layers = [(torch.randn(rows, inputs), torch.randn(inputs, outputs)) for _ in range(_COPIES)]
+
+        def mean_of(call: Callable[[], object]) -> float:
+            taken = 0.0
+            for x, weight in layers * _ROUNDS:
+                torch.nn.functional.silu(torch.mm(x, weight))
+                start = self.now()
+                call()
+                taken += self.now() - start
+            return taken / len(layers * _ROUNDS)
+
+        mean_of(call)
+        times = [mean_of(call) - mean_of(lambda: None) for _ in range(self.repeats)]
+        return max(0.0, mean(self.agree(times)))
 
     def _run(self, call: Callable[[], object], count: int) -> float:
         start = self.now()
@@ -250,28 +272,17 @@ def _launch_overhead(clock: Clock) -> tuple[float, float]:
             aten.cat.default([small, small], 1),
         ]
 
-    def views() -> list[torch.Tensor]:
+    def viewed() -> list[torch.Tensor]:
         return [view(result, [result.numel()]) for result in launches()]
 
+    def views() -> None:
+        for result in viewed():
+            aten.slice.Tensor(aten.unsqueeze.default(result, 1), 0, 0, 8)
+
     if clock.device.type != "cpu":
-        return clock.seconds(lambda: [views() for _ in range(_LAUNCHES)]) / (5 * _LAUNCHES), 0.0
-    rows, inputs, outputs = _LAYERS[0]
-    layers = [(torch.randn(rows, inputs), torch.randn(inputs, outputs)) for _ in range(_COPIES)]
-
-    def after_work(call: Callable[[], object]) -> float:
-        taken = 0.0
-        for x, weight in layers * (_LAUNCHES // _COPIES):
-            torch.nn.functional.silu(torch.mm(x, weight))
-            start = clock.now()
-            call()
-            taken += clock.now() - start
-        return taken / (_LAUNCHES // _COPIES * _COPIES)
-
-    rounds = [
-        [after_work(call) for call in (launches, views, lambda: None)] for _ in range(clock.repeats + 1)
-    ]
-    ops, both, nothing = (mean(clock.agree(times)) for times in zip(*rounds[1:], strict=True))
-    return max(0.0, ops - nothing) / 5, max(0.0, both - ops) / 5
+        return clock.seconds(lambda: [viewed() for _ in range(_LAUNCHES)]) / (5 * _LAUNCHES), 0.0
+    ops, both = clock.after_work(launches), clock.after_work(views)
+    return ops / 5, max(0.0, both - ops) / 15
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from autoshard.runtime.profile_device import Say, synchronize
 
 #: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
-_LONGER = 3
+_LONGER = 2
 #: products of this side come before each collective on the CPU, for so many seconds: programs compute a few
 #: milliseconds between messages
 _SIDE, _BETWEEN = 256, 6e-3
@@ -104,6 +104,8 @@ def measure_levels(
             groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
             timings = timed(groups)
             tables += tables_of(timings)
+            if ranks == 2:
+                tables += tables_of(_sends(groups, device, sizes, computing))
         found.append(_level("node", size, timings, repeats, active, tables=tables))
     if len(nodes) > 1:
         say(f"collectives between {len(nodes)} nodes")
@@ -240,6 +242,25 @@ def _timings(
     return found
 
 
+def _sends(
+    pairs: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], computing: _Computing
+) -> list[Timing]:
+    """Messages between pairs of ranks, in both directions at once, as stages of a pipeline send them."""
+    rank = dist.get_rank()
+    other = next(b if a == rank else a for a, b in pairs if rank in (a, b))
+    found: list[Timing] = []
+    for size in sizes:
+        given, taken = (torch.zeros(size // _ELEMENT, device=device) for _ in range(2))
+
+        def exchange(given: torch.Tensor = given, taken: torch.Tensor = taken) -> None:
+            both = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+
+        found.append(Timing("send", size, 2, computing.added(exchange)))
+    return found
+
+
 def _collective(
     kind: str, part: int, ranks: int, device: torch.device, group: dist.ProcessGroup
 ) -> Callable[[], object]:
@@ -294,9 +315,9 @@ class _Computing:
         On the CPU it comes after computing, as in programs: ranks that share cores are then late for each
         other. At least what it takes back to back, by which any disturbance of the difference is bounded.
         """
-        plain = median(_world_times(call, self.device, self.repeats))
         if self.device.type != "cpu":
-            return plain
+            return median(_world_times(call, self.device, self.repeats))
+        plain = median(_world_times(call, self.device, 1))
 
         def both() -> None:
             assert call is not None

@@ -55,9 +55,9 @@ class StepEnd:
     """Seconds of a rank beside its microbatches.
 
     reduce: of gathering parameters that stay gathered and of reducing gradients over the ranks of a stage,
-    beyond what computing hides; axes: how much of it each mesh axis is exposed. shared: of gradients that
-    several stages add to, over
-    the ranks that hold those stages. update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
+    beyond what computing hides, and of handing over parameters and gradients; axes: how much of it each mesh
+    axis is exposed. shared: of gradients that several stages add to, over the ranks that hold those stages.
+    update: of AdamW, which is bound by memory (`Recipe.update_bytes`).
     """
 
     reduce: float
@@ -164,12 +164,22 @@ class StagePrices:
 
     @cached_property
     def waits(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Seconds that every stage sends for instead of computing, in forward and in backward."""
-        count = self.schedule.stages
-        if not self.behaviour.blocking_sends:
-            return (0.0,) * count, (0.0,) * count
+        """Seconds that every stage sends for instead of computing, in forward and in backward.
+
+        Where ranks share processors, these move the messages, too: half of a message's time at either end.
+        """
+        count, slices = self.schedule.stages, self.schedule.slices
         up, down = self.sends
-        return (*up, 0.0), (0.0, *down)
+        if self.behaviour.blocking_sends:
+            return (*up, 0.0), (0.0, *down)
+        if self._sharing is None:
+            return (0.0,) * count, (0.0,) * count
+
+        def halves(sends: Sequence[float]) -> tuple[float, ...]:
+            hops = [sum(sends[k : k + slices]) / slices / 2 for k in range(0, len(sends), slices)]
+            return tuple(a + b for a, b in zip((0.0, *hops), (*hops, 0.0), strict=True))
+
+        return halves(up), halves(down)
 
     @cached_property
     def ends(self) -> tuple[StepEnd, ...]:
@@ -186,7 +196,8 @@ class StagePrices:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
         around = [self.parts.around(stage) for stage in self.stages_of[rank]]
         whole = sum(around, NOTHING)
-        return StepEnd(whole.seconds, shared, self._update(rank, touched), whole.exposed)
+        handed = len(trained) * self.cluster.device.kernels.hand
+        return StepEnd(whole.seconds + handed, shared, self._update(rank, touched), whole.exposed)
 
     def _update(self, rank: int, touched: float) -> float:
         """Seconds of the optimizer. touched: bytes that it reads and writes, on the device or in its host.
