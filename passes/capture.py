@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from autoshard.passes.import_fx import SEED, Ends, import_joint
 from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import aot
+from autoshard.torch_adapters.absent import Absent, AbsentUsedError
 from autoshard.torch_adapters.checks import checks_pass
 from autoshard.torch_adapters.host_random import no_host_random
 from autoshard.torch_adapters.known import KnownValues
@@ -89,7 +90,7 @@ def _with_repeats(model: nn.Module, inputs: _Inputs, differentiate: Differentiat
     try:
         joint = _joint(model, inputs, differentiate, repeats)
         found = expand_repeats(joint, repeats.bodies, repeats.away)
-    except NotApart:
+    except (NotApart, AbsentUsedError):
         found = None
     if found is not None:
         return found
@@ -112,7 +113,11 @@ def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate)
     try:
         with _unchanged(model), torch.enable_grad(), aot.compiling(), mode:
             repeats.install(state.names)
-            function(*(aot.fake_like(t, mode) for t in [*state.tensors, *inputs.tensors, seed]))
+            # nothing looks at which tensor is which, so that one of each type will do for the parameters
+            types = {_type_of(t): t for t in state.tensors}
+            shared = {key: aot.fake_like(t, mode) for key, t in types.items()}
+            held = [shared[_type_of(t)] for t in state.tensors]
+            function(*held, *(aot.fake_like(t, mode) for t in [*inputs.tensors, seed]))
         with _unchanged(model):
             repeats.trace_bodies(
                 lambda layer, args, kwargs: _joint(layer, _inputs_of(args, kwargs), "all", None)
@@ -123,18 +128,24 @@ def _repeats_of(model: nn.Module, inputs: _Inputs, differentiate: Differentiate)
     return repeats
 
 
+def _type_of(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
 def _joint(model: nn.Module, inputs: _Inputs, differentiate: Differentiate, repeats: Repeats | None) -> Joint:
     """Trace a module whose surroundings are prepared."""
     with _unchanged(model):
         state = _state_of(model)
-        function = _Function(model, state, inputs, differentiate, repeats)
         if repeats is not None:
             repeats.install(state.names)
+        absent = state.absent(repeats.absent()) if repeats is not None else {}
+        function = _Function(model, state, inputs, differentiate, repeats, absent)
         seed = torch.empty((), dtype=torch.int64, device="meta")
-        traced = _trace(function, [*state.tensors, *inputs.tensors, seed])
+        given = [t for k, t in enumerate(state.tensors) if k not in absent]
+        traced = _trace(function, [*given, *inputs.tensors, seed])
     arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
     outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
-    imported = import_joint(traced, Ends(arguments, outputs), function.recorder.origins)
+    imported = import_joint(traced, Ends(arguments, outputs, absent), function.recorder.origins)
     return Joint(
         graph=imported.graph,
         ports=imported.ports,
@@ -198,6 +209,14 @@ class _State:
     def names(self) -> dict[tuple[int, str], str]:
         """(identity of a module's table, key in it) -> name of the argument."""
         return {(id(table), key): self.arguments[position][1] for table, key, position in self.slots}
+
+    def absent(self, names: Collection[str]) -> dict[int, Absent]:
+        """What stands for the parameters of these names, by position."""
+        return {
+            k: Absent(tensor)
+            for k, ((_, name, _), tensor) in enumerate(zip(self.arguments, self.tensors, strict=True))
+            if name in names
+        }
 
 
 def _state_of(model: nn.Module) -> _State:
@@ -291,7 +310,8 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
 class _Function:
     """The function that is traced: parameters, buffers, inputs and the dropout seed are arguments.
 
-    It is run more than once; what describes the output is that of the last run.
+    absent: parameters, by position, that are no arguments because nothing traced uses them. It is run more
+    than once; what describes the output is that of the last run.
     """
 
     def __init__(
@@ -301,9 +321,10 @@ class _Function:
         inputs: _Inputs,
         differentiate: Differentiate,
         repeats: Repeats | None,
+        absent: Mapping[int, Absent] | None = None,
     ) -> None:
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
-        self.repeats = repeats
+        self.repeats, self.absent = repeats, absent or {}
         names: dict[int, str] = {}
         for name, module in model.named_modules():
             names.setdefault(id(module), name)
@@ -314,6 +335,9 @@ class _Function:
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
+        given = iter(tensors)
+        held = [self.absent[k] if k in self.absent else next(given) for k in range(split)]
+        tensors = (*held, *given)
         known = KnownValues()
         with self.recorder.running(), aot.plain_model_code(), known, checks_pass():
             state = self._state(tensors)
@@ -414,7 +438,7 @@ def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _trace(function: _Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
     try:
         return _traced(function, tensors, compiling=True)
-    except (AutoshardError, NotRepeated):
+    except (AutoshardError, NotRepeated, AbsentUsedError):
         raise
     except Exception as error:
         explained = _explained(error)

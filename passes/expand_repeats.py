@@ -32,6 +32,10 @@ class Body:
     grads: tuple[tuple[int, str], ...]
     sites: int
 
+    def away(self) -> set[str]:
+        """Parameters, by their names in the layer, that `passed` leaves out of ops that are apart."""
+        return {self.feeds[k].target for k in set(range(len(self.feeds))) - set(self.passed(apart=True))}
+
     def passed(self, *, apart: bool) -> tuple[int, ...]:
         """Positions of the feeds that the op of a call is given.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -43,11 +44,18 @@ class Ends:
     """What the arguments and outputs of the traced function were.
 
     arguments: per argument (kind, target, name wished for). outputs: position of each traced output among
-    the flattened outputs of the model.
+    the flattened outputs of the model. absent: arguments that the function was traced without, by position,
+    none of them last.
     """
 
     arguments: Sequence[tuple[str, str, str]]
     outputs: Sequence[int]
+    absent: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def given(self) -> tuple[int, ...]:
+        """Positions of the arguments that the function was traced with."""
+        return tuple(k for k in range(len(self.arguments)) if k not in self.absent)
 
 
 @dataclass(frozen=True)
@@ -144,22 +152,30 @@ class _Importer:
             found = self.types[key] = TensorType(shape, _DTYPES[value.dtype])
         return found
 
-    def _port(self, node: fx.Node, kind: Any, target: str, wish: str) -> None:
-        name = self.names[node] = self._fresh(identifier(wish))
-        type_ = self._type(node.meta.get("val"))
+    def _port(self, value: object, kind: Any, target: str, wish: str) -> str:
+        """A port of the type of a value; its name."""
+        name = self._fresh(identifier(wish))
+        type_ = self._type(value)
         if type_ is None:
             raise CaptureError(f"the input {wish} of the graph is not a tensor")
         self.ports.append(Port(name, kind, target, type_))
+        return name
 
     def _placeholder(self, node: fx.Node, kind: str, position: int) -> None:
+        value = node.meta.get("val")
         if kind == "tangent":
             target = str(self.ends.outputs[position])
-            self._port(node, "tangent", target, f"tangent_{target}")
+            self.names[node] = self._port(value, "tangent", target, f"tangent_{target}")
             return
-        port_kind, target, wish = self.ends.arguments[position]
+        place = self.ends.given[position]
         if kind == "mutated":
-            raise _changed(port_kind, target)
-        self._port(node, port_kind, target, wish)
+            raise _changed(*self.ends.arguments[place][:2])
+        before = place
+        while before - 1 in self.ends.absent:
+            before -= 1
+        for missing in range(before, place):
+            self._port(self.ends.absent[missing], *self.ends.arguments[missing])
+        self.names[node] = self._port(value, *self.ends.arguments[place])
 
     def _constant(self, node: fx.Node) -> None:
         value: Any = self.traced.module
@@ -179,8 +195,7 @@ class _Importer:
             return
         key = f"const_{len(self.constants)}"
         self.constants[key] = tensor.detach().clone()
-        self._port(node, "const", key, key)
-        self.known[same] = self.names[node]
+        self.known[same] = self.names[node] = self._port(node.meta.get("val"), "const", key, key)
 
     def _call(self, node: fx.Node) -> None:
         target = node.target
@@ -318,7 +333,7 @@ class _Importer:
             if kind == "output":
                 results.append(Result(name, "output", str(self.ends.outputs[position])))
                 continue
-            port_kind, target, _ = self.ends.arguments[position]
+            port_kind, target, _ = self.ends.arguments[self.ends.given[position]]
             if kind == "grad" and port_kind in ("param", "input"):
                 results.append(Result(name, "grad" if port_kind == "param" else "input_grad", target))
             elif kind == "mutation" and port_kind == "buffer":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -130,6 +130,10 @@ def _differing(members: list[nn.Module]) -> list[tuple[str, str]]:
     return found
 
 
+#: number of the group, structure of the arguments, what is known of them
+CallKey: TypeAlias = tuple[int, str, tuple[Hashable, ...]]
+
+
 @dataclass(frozen=True)
 class _Call:
     """How a layer was called, and what it gave. outs: flattened output; out_types: of its tensors."""
@@ -156,9 +160,9 @@ class Repeats:
     """
 
     groups: list[Group]
-    calls: dict[Hashable, _Call] = field(default_factory=dict)
+    calls: dict[CallKey, _Call] = field(default_factory=dict)
     bodies: list[Body] = field(default_factory=list)
-    numbers: dict[Hashable, int] = field(default_factory=dict)
+    numbers: dict[CallKey, int] = field(default_factory=dict)
     tracing: bool = False
     lifter: Lifter | None = None
     count: int = 0
@@ -182,6 +186,19 @@ class Repeats:
                     if value is not None
                 }
 
+    def absent(self) -> set[str]:
+        """Names of parameters that no op of a call is given, whatever its body, once bodies are traced."""
+        if not (self.tracing and self.apart):
+            return set()
+        found: set[str] = set()
+        for group in self.groups:
+            bodies = [self.bodies[number] for key, number in self.numbers.items() if key[0] == group.number]
+            targets = [b.away() for b in bodies]
+            for module in group.members if targets else ():
+                names = self.parameters[module]
+                found |= {names[t] for t in set.intersection(*targets)}
+        return found
+
     def begin(self, lifter: Lifter) -> None:
         """A run of the model starts."""
         self.lifter, self.count = lifter, 0
@@ -204,7 +221,7 @@ class Repeats:
         module: nn.Module,
         group: Group,
         forward: Callable[..., Any],
-        key: Hashable,
+        key: CallKey,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -217,7 +234,7 @@ class Repeats:
         known = self.calls[key]
         return pytree.tree_unflatten([_same_type(leaf) for leaf in known.outs], known.out_spec)
 
-    def _traced(self, module: nn.Module, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _traced(self, module: nn.Module, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if key not in self.numbers or self.lifter is None:
             raise NotRepeated("a layer is called in a new way")
         number, known = self.numbers[key], self.calls[key]
@@ -301,7 +318,7 @@ def _without_data(leaf: Any) -> Any:
     return plain.requires_grad_(leaf.requires_grad)
 
 
-def _signature(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+def _signature(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey:
     """What a call's graph can depend on: types of tensors, which are the same one, all other values."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen: dict[int, int] = {}

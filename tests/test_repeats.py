@@ -10,11 +10,13 @@ import torch
 from families import FAMILIES
 from joint_eval import evaluate
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoshard.passes.capture as capturing
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import simplify
+from autoshard.torch_adapters.absent import Absent, AbsentUsedError
 
 LAYERS = 4
 _NAMES = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
@@ -191,6 +193,39 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
         traced.clear()
         capture(Stack(name), (torch.randn(3, 6),), {})
         assert traced == wanted
+
+
+def test_parameters_of_layers_are_no_arguments_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for one per call; all are ports of the graph, in their order, with their gradients."""
+    sizes = []
+    trace = capturing._trace
+
+    def watched(function: Any, tensors: Any) -> Any:
+        sizes.append(len(tensors))
+        return trace(function, tensors)
+
+    monkeypatch.setattr(capturing, "_trace", watched)
+    model = Stack("plain")
+    joint = capture(model, (torch.randn(3, 6),), {})
+    names = [name for name, _ in model.named_parameters()]
+    inside = sum(1 for name in names if name.startswith("layers."))
+    assert inside > len(model.layers)
+    assert sizes[-1] == len(names) - inside + len(model.layers) + 2  # the input and the seed
+    assert [p.target for p in joint.ports if p.kind == "param"] == names
+    assert [r.target for r in joint.results if r.kind == "grad"] == names
+
+
+def test_what_is_absent_has_a_type_and_nothing_else() -> None:
+    like = torch.empty(3, 4, dtype=torch.bfloat16, device="meta").t().requires_grad_()
+    absent = Absent(like)
+    assert (absent.shape, absent.stride(), absent.dtype) == ((4, 3), (1, 4), torch.bfloat16)
+    assert absent.requires_grad and absent.is_floating_point() and absent.device.type == "cpu"
+    uses = [torch.clone, torch.detach, torch.sum, lambda t: t + 1, lambda t: t[0].item()]
+    for use in uses:
+        with pytest.raises(AbsentUsedError):
+            use(absent)
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(AbsentUsedError):
+            use(absent)
 
 
 def test_hooks_are_honoured() -> None:
