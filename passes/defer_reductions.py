@@ -25,17 +25,19 @@ _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default"
 Where = tuple[object, ...] | None
 
 
-def defer_reductions(lowered: Lowered, grads: Collection[str], late: Collection[str] = ()) -> Lowered:
+def defer_reductions(
+    lowered: Lowered, grads: Collection[str], late: Collection[str] = (), message: int = BUCKET_BYTES
+) -> Lowered:
     """The program with the last reductions of gradients in a part of its own, ``reduce``, for every stage.
 
     grads: values that are gradients of parameters. late: those of them that stay whole until then although
-    they are scattered.
+    they are scattered. message: bytes after which one is sent; 0 to send each gradient alone.
     """
     stages = sorted({p.stage for p in lowered.parts})
     before: dict[int, list[Instruction]] = {stage: [] for stage in stages}
     waiting, scattered = frozenset(grads), frozenset(late)
     while True:
-        round_ = _Round(lowered, waiting, scattered)
+        round_ = _Round(lowered, waiting, scattered, message)
         lowered = round_.lowered
         if not round_.pairs:
             break
@@ -88,8 +90,10 @@ class _Round:
     pairs: (unreduced, reduced) main values of what was taken out; messages: per stage, what reduces them.
     """
 
-    def __init__(self, lowered: Lowered, ends: frozenset[str], scattered: frozenset[str]) -> None:
-        self.source, self.ends, self.scattered = lowered, ends, scattered
+    def __init__(
+        self, lowered: Lowered, ends: frozenset[str], scattered: frozenset[str], message: int
+    ) -> None:
+        self.source, self.ends, self.scattered, self.message = lowered, ends, scattered, message
         self.used = {a for i in lowered.main for a in (i.args if isinstance(i, Call) else refs_of(i))}
         self.values = dict(lowered.values)
         self.pairs: list[tuple[str, str]] = []
@@ -227,7 +231,7 @@ class _Round:
         bucket.pairs.append((source, reduced))
         bucket.wheres.append(deferred.where)
         bucket.bytes += type_.nbytes
-        if bucket.bytes >= BUCKET_BYTES:
+        if bucket.bytes >= self.message:
             self._send(key)
 
     def _send(self, key: tuple[int, str, str, bool]) -> None:

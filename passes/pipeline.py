@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Folded, Joint
+from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
@@ -160,7 +161,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
             lowered = _watched("062_gather_together", gather_together(lowered), watch)
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
-    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late), watch)
+    message = BUCKET_BYTES if how.bucket else 0
+    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late, message), watch)
     params, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
     if how.hierarchy or how.quantise is not None:
         lowered = _watched("071_keep_part", keep_part(lowered), watch)

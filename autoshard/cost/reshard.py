@@ -252,8 +252,15 @@ class ReshardCost:
         key = (kind, axis, nbytes, share)
         time = self.priced.get(key)
         if time is None:
-            time = self.priced[key] = share * float(seconds(kind, nbytes / share, self.links[axis]))
+            time = seconds(kind, nbytes / share, self.links[axis])
+            if kind == "reduce_scatter":
+                # half of an all-reduce, whatever was measured: else sums would be made whole to be cut again
+                time = min(time, seconds("all_reduce", nbytes / share, self.links[axis]))
+            time = self.priced[key] = share * float(time)
+        copy = 2 * nbytes / self.memory_bandwidth
+        if share < 1:
+            return time + copy  # into the message that it shares, or out of it
         for placed in (source, target):
             if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
-                time += 2 * nbytes / self.memory_bandwidth
+                time += copy
         return time
