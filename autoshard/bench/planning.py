@@ -48,8 +48,6 @@ def plan_case(case: Case) -> PlanningRow:
 
     Raises what `autoshard.plan` raises.
     """
-    import gc
-
     from autoshard.analysis import analyse
     from autoshard.api import plan_analysed
     from autoshard.candidates import PipeAsk, searched
@@ -70,7 +68,6 @@ def plan_case(case: Case) -> PlanningRow:
     )
     start = time.perf_counter()
     joint = capture(model, (), inputs)
-    gc.collect()  # what the trace left behind is part of its price
     captured = time.perf_counter()
     # as for `autoshard.plan`: a mesh alone has no limit of memory
     memory = None if case.mesh else usable_memory(cluster.used_by(case.devices).device)

@@ -69,6 +69,8 @@ class Race:
         where = estimated.configuration
         if estimated.bound >= self.reached or self._alike[alike(where)] >= _ALIKE:
             return True
+        if any(self._says_enough(other, estimated) for other in self._standing.values()):
+            return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
         if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
@@ -79,6 +81,18 @@ class Race:
             or self._like(where) >= (_PIPED if _piped(where) else _MOST)
             or sum(s.found.posed.problem.choices for s in self._standing.values()) > _WORK
         )
+
+    def _says_enough(self, other: _Solved, estimated: Estimated) -> bool:
+        """Whether one like it has to be made a program first, or was so much slower than estimated that this
+        one would be far behind, too: estimates with a pipeline err alike, and those without."""
+        where = estimated.configuration
+        if _piped(where) != _piped(other.found.configuration):
+            return False
+        if other in self._waiting:
+            return True
+        near = alike(where) == alike(other.found.configuration)
+        expected = estimated.seconds * other.judged / other.estimated
+        return expected > (_MARGIN if near else _FAR) * self.reached
 
     def _like(self, where: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; one failure is free."""
