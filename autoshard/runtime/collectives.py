@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +20,7 @@ from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric, transport
+from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
 from autoshard.runtime.pending import Finish, Issue, Message, as_it_is, wait
@@ -28,9 +29,6 @@ from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport import Arrival
 from autoshard.runtime.watch import Watch
 from autoshard.torch_adapters.groups import group_named
-
-#: (dim, outer, inner, size before the split or None if it divides evenly)
-Where: TypeAlias = tuple[int, int, int, "int | None"]
 
 _FUNCTIONAL = torch.ops._c10d_functional
 #: collectives whose results are pending
@@ -259,8 +257,11 @@ class GroupCollectives:
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         flat = torch.cat([_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
+        quick, own = in_one_kernel(xs, wheres), [x.shape for x in xs]
 
         def unpack(got: torch.Tensor) -> list[torch.Tensor]:
+            if quick:
+                return emptied(got, own, ways)
             rows = got.view(ways, -1)
             outs: list[torch.Tensor] = []
             start = 0
@@ -282,9 +283,12 @@ class GroupCollectives:
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
         ]
         shapes = [[p.shape for p in row] for row in parts]
-        flat = torch.cat(
-            [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
-        )
+        if in_one_kernel(xs, wheres):
+            flat = filled(xs, ways)
+        else:
+            flat = torch.cat(
+                [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
+            )
         arriving, sum_of = self._scatter(flat, ways, axis)
 
         def unpack(got: torch.Tensor) -> list[torch.Tensor]:
@@ -302,7 +306,7 @@ class GroupCollectives:
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
     ) -> Message:
         """Several all-reduces over one axis as one message."""
-        packed = torch.cat([x.reshape(-1) for x in xs])
+        packed = filled(xs) if in_one_kernel(xs) else torch.cat([x.reshape(-1) for x in xs])
         shapes = [x.shape for x in xs]
 
         # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
