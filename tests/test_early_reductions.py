@@ -12,7 +12,7 @@ from autoshard.cluster import load_cluster
 from autoshard.ir import Call
 from autoshard.ir.comm import is_message
 from autoshard.ir.lowered import Instruction
-from autoshard.passes import defer_reductions
+from autoshard.passes import pipeline
 from autoshard.program.program import Program
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
@@ -31,7 +31,7 @@ def _kinds(made: Program) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets that the gradients of a layer fill."""
-    monkeypatch.setattr(defer_reductions, "BUCKET_BYTES", 2**14)
+    monkeypatch.setattr(pipeline, "BUCKET_BYTES", 2**14)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "dp=2"), ("gpt2", "dp=2,tp=2"), ("bert", "dp=4")])
