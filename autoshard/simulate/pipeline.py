@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from autoshard.errors import UsageError, VerificationError
-from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.schedule import Action, Kind, Schedule
 from autoshard.simulate.sharing import Sharing, share
 
 
@@ -43,6 +44,18 @@ class StageCosts:
     update: tuple[float, ...]
     made_weight: tuple[float, ...] = ()
     sharing: Sharing | None = None
+
+    @cached_property
+    def changes(self) -> dict[Kind, list[float]]:
+        """Bytes that every kind of action adds to what is in flight, per stage or slice of one."""
+        made = self.made_weight or (0.0,) * len(self.held)
+        kept = [a + b for a, b in zip(self.held_weight, made, strict=True)]
+        return {
+            "F": list(self.held),
+            "B": [-h for h in self.held],
+            "I": [-(h - k) for h, k in zip(self.held, kept, strict=True)],
+            "W": [-k for k in kept],
+        }
 
     @classmethod
     def uniform(
@@ -256,20 +269,9 @@ def _at(schedule: Schedule, action: Action) -> int:
 
 def in_flight_bytes(schedule: Schedule, row: Sequence[Action], costs: StageCosts) -> Iterator[float]:
     """Bytes in flight after each change, in order: at the start of a forward, at the end of the others."""
-    held, now = costs.held, 0.0
-    made = costs.made_weight or (0.0,) * len(held)
-    kept = [a + b for a, b in zip(costs.held_weight, made, strict=True)]
-    for action in row:
-        at = _at(schedule, action)
-        if action.kind == "F":
-            now += held[at]
-        elif action.kind == "B":
-            now -= held[at]
-        elif action.kind == "I":
-            now -= held[at] - kept[at]
-        else:
-            now -= kept[at]
-        yield now
+    changes, slices = costs.changes, schedule.slices
+    steps = [changes[a.kind][a.stage * slices + a.slice] for a in row]
+    return islice(accumulate(steps, initial=0.0), 1, None)
 
 
 def _curve(
