@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ from autoshard.errors import UsageError
 from autoshard.runtime import profile, profile_device, profile_kernels, profile_links, profile_sharing
 from autoshard.runtime.launch import torchrun
 from autoshard.runtime.profile_links import node_size, sizes_to
+from autoshard.runtime.profile_sharing import share_of_core
 
 DEVICE = Device('a "quoted" device', 1000, {"f32": 1.5e9, "bf16": 2e10}, 1e9, 0.75, 1.25e-6)
 SIZES = (1024, 65536, 16 * 2**20)
@@ -147,8 +149,22 @@ def _make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_links, "_BETWEEN", 1e-4)
     monkeypatch.setattr(profile_kernels, "_SIZES", {"small": 2**14, "large": 2**16})
     monkeypatch.setattr(profile_kernels, "_KEPT", 2**16)
-    monkeypatch.setattr(profile_sharing, "_TURNS", 1e-2)
-    monkeypatch.setattr(profile_sharing, "_AROUND", 1e-3)
+
+
+def test_processes_share_the_cores_that_they_are_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, quota = torch.device("cpu"), tmp_path / "cpu.max"
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(profile_sharing, "_QUOTA", quota)  # there is no such file
+    monkeypatch.setattr(profile_sharing.os, "sched_getaffinity", lambda _: set(range(2 * threads)))
+    assert share_of_core(cpu, 8) == 4
+    assert share_of_core(cpu, 1) == 1  # a core of its own, and one to spare
+    assert share_of_core(torch.device("cuda"), 8) == 1
+    quota.write_text("max 100000\n")
+    assert share_of_core(cpu, 8) == 4
+    quota.write_text(f"{50_000 * threads} 100000\n")
+    assert share_of_core(cpu, 8) == 16
 
 
 def test_one_device_without_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from autoshard.runtime.profile_links import (
     sizes_to,
     slowest,
 )
-from autoshard.runtime.profile_sharing import measure_share
+from autoshard.runtime.profile_sharing import share_of_core
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     per_node = node_size(hosts)
     say(f"measuring {world} {'device' if world == 1 else 'devices at once'}, {per_node} on each node")
     sizes = sizes_to(effort.largest or (256 if device.type == "cuda" else 16) * 2**20)
-    share = measure_share(device, per_node)
+    share = share_of_core(device, per_node)
     agree = list if alone else partial(slowest, device)
     mine = measure_device(device, per_node, effort.repeats, say, agree, share)
     every: list[Measured] = [mine] if alone else _gathered(mine)

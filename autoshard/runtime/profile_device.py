@@ -110,10 +110,8 @@ def measure_device(
         kernels = replace(kernels, view=look, hand=measure_handing(clock))
         say(f"a parameter handed over in {kernels.hand * 1e6:.3g} us")
         sources["overlap"] = "0: gloo copies and reduces on the cores that compute"
-        alone = min(float(sharing), max(1.0, share))
-        sources["alone"] = (
-            "seconds that pass over those of a core: processes over cores by the system, or more if measured"
-        )
+        alone = min(float(sharing), share)
+        sources["alone"] = "reported by the system: threads of the processes of a node over its cores"
         measured = replace(measured, kernels=kernels, overlap=0.0, alone=alone)
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
