@@ -2,24 +2,32 @@
 
 Where nothing hides a message, what it costs beside its bytes is paid for each: the gathers of the part
 ``gather`` (`gather_once`) over one axis share messages, `BUCKET_BYTES` at a time, as the reductions at the
-end of a step do (`defer_reductions`). What is gathered over two axes goes out in two rounds.
+end of a step do (`defer_reductions`). What is gathered over two axes goes out in two rounds. A step of one
+microbatch has no use for a part of its own: there they stand at the begin of ``forward``, and what they make
+is dropped where it is used last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from autoshard.ir import Call, Node, Origin, Ref
 from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
 from autoshard.ir.statements import Statement, Statements, statements_of
 
+#: a part and what it runs
+_Piece: TypeAlias = "tuple[Part, Sequence[Instruction]]"
 _ONE, _SEVERAL = "comm.all_gather.default", "comm.all_gather_bucket.default"
 
 
-def gather_together(lowered: Lowered) -> Lowered:
-    """The program with the gathers of every part ``gather`` in as few messages as they may be."""
+def gather_together(lowered: Lowered, *, once: bool) -> Lowered:
+    """The program with the gathers of every part ``gather`` in as few messages as they may be.
+
+    once: whether the forward of every stage runs only once a step.
+    """
     if not any(part.phase == "gather" for part in lowered.parts):
         return lowered
     whole = statements_of(lowered)
@@ -27,17 +35,36 @@ def gather_together(lowered: Lowered) -> Lowered:
     for statement in whole.all:
         of_item.setdefault(statement.item, []).append(statement)
     values: dict[str, Placed] = dict(lowered.values)
-    pieces: list[tuple[Part, Sequence[Instruction]]] = []
+    pieces: list[_Piece] = []
     for part in lowered.parts:
         items = range(part.start, part.stop)
-        alone = [k for k in items if part.phase == "gather" and _only_gathers(of_item.get(k, ()))]
+        alone: list[int] = []
+        behind: set[str] = set()
+        for k in items if part.phase == "gather" else ():
+            statements = of_item.get(k, [])
+            if _only_gathers(statements) and not any(behind.intersection(s.uses) for s in statements):
+                alone.append(k)
+            else:
+                behind.update(o for s in statements for o in s.makes)
         gathers = [g for k in alone for s in of_item[k] for g in _gathers(s, whole)]
         values.update({g.out: whole.values[g.out] for g in gathers})
         rest = [lowered.main[k] for k in items if k not in alone]
         pieces.append((part, [*_messages(gathers, values), *rest]))
+    if once:
+        pieces = _in_forward(pieces)
     made = with_parts(replace(lowered, values=values), pieces)
     called = {i.segment for i in made.main if isinstance(i, Call)}
     return replace(made, segments={n: s for n, s in made.segments.items() if n in called})
+
+
+def _in_forward(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """What is gathered for a stage at the begin of its forward."""
+    gathered = {part.stage: items for part, items in pieces if part.phase == "gather"}
+    return [
+        (part, [*gathered.get(part.stage, ()), *items] if part.phase == "forward" else items)
+        for part, items in pieces
+        if part.phase != "gather"
+    ]
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,8 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
     if how.bucket:
         lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
         if how.at_once:
-            lowered = _watched("062_gather_together", gather_together(lowered), watch)
+            lowered = gather_together(lowered, once=how.plan.microbatches * slices == 1)
+            _watched("062_gather_together", lowered, watch)
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     message = BUCKET_BYTES if how.bucket else 0

@@ -26,7 +26,7 @@ from autoshard.cost.collective import _FORMULAS, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
-from autoshard.ir import Call
+from autoshard.ir import Call, Node
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan import Recompute
@@ -287,9 +287,11 @@ def test_attention_for_earlier_devices_is_slower() -> None:
 
 
 def works_of(program: Program, **how: Any) -> list[tuple[str, Work]]:
-    """(op, work) of all tasks of segments."""
-    sheets = simulated(program, CPU, behaviour=Behaviour(**how))[1].sheets
-    return [(t.op, t.work) for name in program.lowered.segments for t in sheets.of(name).tasks]
+    """(op, work) of all tasks of segments, and of main."""
+    prices, lowered = simulated(program, CPU, behaviour=Behaviour(**how))[1], program.lowered
+    found = [(t.op, t.work) for name in lowered.segments for t in prices.sheets.of(name).tasks]
+    nodes = [i for i in lowered.main if isinstance(i, Node)]
+    return found + [(n.op, w) for n in nodes for w in prices.pricer.ops.work(n, lowered.values)]
 
 
 def test_attention_of_the_first_version_is_slower() -> None:
