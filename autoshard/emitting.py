@@ -146,7 +146,6 @@ def lowering_of(
         seconds=prices if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
-        at_once=cluster.device.overlap == 0,
         # of chunks that go round while nothing else runs, there are only more messages
         ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
         hosting=_hosting(cluster, mesh, prices, wanted),

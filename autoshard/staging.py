@@ -334,7 +334,7 @@ class _Slots:
 
     def _copies(self) -> set[str]:
         """What gathering once a step makes of parameters."""
-        if not self.how.once_a_step:
+        if self.how.plan.microbatches == 1:
             return set()
         forward = [s for s in self.whole.all if not s.backward]
         return {v for s in gathers_of(forward, kept_ports(self.folded, self.how)) for v in s.makes}
@@ -366,7 +366,7 @@ class _Slots:
     def _gradient(self, port: Port, own: float, late: bool) -> float:
         """Bytes of a gradient as it is summed up over the microbatches."""
         width = DTYPES[port.type.dtype][1]
-        if self.how.plan.microbatches * self.slices == 1 and not self.how.once_a_step:
+        if self.how.plan.microbatches * self.slices == 1:
             return own / width * self.recipe.gradient_bytes(width)
         if late:
             used = self.how.plan.params[self.how.flow.class_of[port.name]].use

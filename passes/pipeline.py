@@ -21,7 +21,6 @@ from autoshard.passes.fold import fold
 from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
-from autoshard.passes.gather_together import gather_together
 from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.keep_part import keep_part
@@ -54,8 +53,7 @@ class Lowering:
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
     gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
     in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
-    bucket: whether collectives of parameters share messages. at_once: whether they do so across layers, even
-    in a step of one microbatch, since nothing hides them. ring: prices of nodes by which products go round
+    bucket: whether collectives of parameters share messages. ring: prices of nodes by which products go round
     in chunks, on the mesh before axes are taken apart; None for none of that. seconds: prices of nodes on the
     last mesh, by which ops are ordered beside messages; None to leave them as they are. quantise: with how
     few bits parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are
@@ -72,18 +70,12 @@ class Lowering:
     saving: Saving | None = None
     kernels: bool = False
     bucket: bool = True
-    at_once: bool = False
     ring: Seconds | None = None
     seconds: Seconds | None = None
     quantise: Quantising | None = None
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
     hosting: Hosting | None = None
-
-    @property
-    def once_a_step(self) -> bool:
-        """Whether what the plan keeps is gathered as a step begins, and what waits reduced at its end."""
-        return self.plan.microbatches > 1 or (self.bucket and self.at_once)
 
     @property
     def last_mesh(self) -> MeshShape:
@@ -140,7 +132,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
         _watched("054_scatter_sends", lowered, watch)
     kept = kept_ports(folded, how)
-    if kept and how.once_a_step:
+    if kept and how.plan.microbatches > 1:
         lowered = gather_once(lowered, kept)
         _watched("056_gather_once", lowered, watch)
     if how.split_backward:
@@ -157,9 +149,6 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         lowered = _watched("059b_ring_products", ring_products(lowered, ports, grads, how_to), watch)
     if how.bucket:
         lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
-        if how.at_once:
-            lowered = gather_together(lowered, once=how.plan.microbatches * slices == 1)
-            _watched("062_gather_together", lowered, watch)
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     message = BUCKET_BYTES if how.bucket else 0
@@ -214,15 +203,15 @@ def kept_ports(folded: Folded, how: Lowering) -> set[str]:
 
 
 def late_ports(folded: Folded, how: Lowering) -> set[str]:
-    """Parameters whose gradients the plan reduces once a step."""
+    """Parameters whose gradients the plan reduces once a step, if it has several microbatches."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
 
 
 def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
-    """Gradients that the plan keeps whole until the end of a step."""
-    if not how.once_a_step:
+    """Gradients that the plan keeps whole until the end of a step of several microbatches."""
+    if how.plan.microbatches == 1:
         return set()
     ports = late_ports(folded, how)
     late = {p.target for p in folded.joint.ports if p.name in ports}
@@ -248,7 +237,6 @@ PASSES = (
     "059_localize",
     "059b_ring_products",
     "060_bucket",
-    "062_gather_together",
     "070_defer_reductions",
     "071_keep_part",
     "072_hierarchy",

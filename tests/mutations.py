@@ -323,7 +323,9 @@ def _offsets(program: Program, change: Callable[[LocalOffset], Any]) -> Iterator
     for name, number, node in sites(program):
         wrong = replace(node, args=changed(node.args))
         if wrong.args != node.args:
-            yield Fault(replaced(program, name, number, wrong), rules("arguments"), (node.outs[0],))
+            yield Fault(
+                replaced(program, name, number, wrong), rules("arguments", "function"), (node.outs[0],)
+            )
 
 
 def wrong_exchange(program: Program) -> Iterator[Fault]:

@@ -32,7 +32,7 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "fsdp=2,tp=2",
         (
             *("010_fold", "020_decompose", "030_normalize", "040_insert_collectives", "045_recompute"),
-            *("050_localize", "060_bucket", "062_gather_together", "070_defer_reductions"),
+            *("050_localize", "060_bucket", "070_defer_reductions"),
         ),
     ),
     "two-stages": (
@@ -70,9 +70,7 @@ def planned(name: str) -> Plan:
     # messages that cost much to begin: few of them, and values are whole where stages end
     plan = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo")).plan
     if name == "beside-messages":
-        # ZeRO-3: what is gathered once a step has nothing to be ahead of
-        params = {k: replace(p, keep=False, late=p.stored == p.use) for k, p in plan.params.items()}
-        return replace(plan, params=params)
+        return plan
     if name == "one-stage":
         again = {s: Recompute("selective", 1) for s in ("layers_fwd",)}
         # ZeRO-1 for every other parameter, ZeRO-3 for the rest

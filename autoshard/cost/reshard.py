@@ -257,10 +257,7 @@ class ReshardCost:
                 # half of an all-reduce, whatever was measured: else sums would be made whole to be cut again
                 time = min(time, seconds("all_reduce", nbytes / share, self.links[axis]))
             time = self.priced[key] = share * float(time)
-        copy = 2 * nbytes / self.memory_bandwidth
-        if share < 1:
-            return time + copy  # into the message that it shares, or out of it
         for placed in (source, target):
             if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
-                time += copy
+                time += 2 * nbytes / self.memory_bandwidth
         return time

@@ -19,23 +19,17 @@ from autoshard.ir.flow import Flow, Place
 class Shares:
     """Of one member of a class of parameters.
 
-    gather: beside the other parameters of the segment that uses it, where it is most. kept: of gathers once a
-    step. reduce: beside the other gradients of the segment that makes its own; reductions that leave it whole
-    run once a step. late: where those that scatter it do, too.
+    gather: beside the other parameters of the segment that uses it, where it is most. reduce: beside the
+    other gradients of the segment that makes its own; reductions that leave it whole run once a step,
+    `BUCKET_BYTES` at a time.
     """
 
     gather: Share = ALONE
-    kept: Share = ALONE
     reduce: Share = ALONE
-    late: Share = ALONE
 
 
-def shares_of(flow: Flow, *, at_once: bool) -> dict[Place, Shares]:
-    """Of every class of parameters. Layouts are not known yet: all are taken to be split alike.
-
-    at_once: whether what is gathered or reduced once a step travels in messages of `BUCKET_BYTES` across
-    segments: where nothing hides messages. Else only reductions that leave gradients whole do.
-    """
+def shares_of(flow: Flow) -> dict[Place, Shares]:
+    """Of every class of parameters. Layouts are not known yet: all are taken to be split alike."""
     params = {key: group for key, group in flow.classes.items() if group.first.kind == "param"}
     nbytes = {key: float(group.first.type.nbytes) for key, group in params.items()}
     users = {key: {target[0] for source, target in flow.edges if source == key} for key in params}
@@ -46,8 +40,8 @@ def shares_of(flow: Flow, *, at_once: bool) -> dict[Place, Shares]:
             used[segment] += nbytes[key]
         for segment, _ in group.grads:
             made[segment] += nbytes[key]
-    whole = sum(len(group.ports) * nbytes[key] for key, group in params.items())
     trained = sum(len(group.ports) * nbytes[key] for key, group in params.items() if group.grads)
+    message = min(float(BUCKET_BYTES), trained)
 
     def share(key: Place, totals: Iterable[float]) -> float:
         return min(1.0, max((nbytes[key] / total for total in totals if total), default=1.0))
@@ -59,11 +53,5 @@ def shares_of(flow: Flow, *, at_once: bool) -> dict[Place, Shares]:
             continue
         gather = share(key, (used[s] for s in users[key]))
         scatter = share(key, (made[segment] for segment, _ in group.grads))
-        first, last = (share(key, [min(float(BUCKET_BYTES), total)]) for total in (whole, trained))
-        found[key] = Shares(
-            Share(gather, gather),
-            Share(first, first) if at_once else Share(gather, gather),
-            Share(last, scatter),
-            Share(last, last) if at_once else Share(last, scatter),
-        )
+        found[key] = Shares(Share(gather, gather), Share(share(key, [message]), scatter))
     return found

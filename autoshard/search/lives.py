@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cost.reshard import ALONE, Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
 from autoshard.search.axes import SearchAxes
-from autoshard.search.buckets import Shares
 from autoshard.search.network import Array
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Time
@@ -41,17 +41,15 @@ def lives_of(
     phases: Collection[bool],
     axes: SearchAxes,
     prices: Prices,
-    shares: Shares,
+    share: Share = ALONE,
 ) -> Lives:
     """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
 
-    phases: whether forward, backward or both use it. shares: of a member in the messages it travels in.
+    phases: whether forward, backward or both use it. share: of a member in the messages that gather it.
     """
     type_ = group.first.type
     trained = group.first.kind == "param" and bool(group.grads)
-    layouts = [*stored, *(axes.to_mesh(u) for u in uses)]
-    table = prices.params.reshard.table(type_, layouts, shares.gather)
-    kept = prices.params.reshard.table(type_, layouts, shares.kept)
+    table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
     held: list[float] = []
@@ -60,14 +58,13 @@ def lives_of(
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
         for u in uses:
-            way = table.index[s], table.index[axes.to_mesh(u)]
-            each, once = float(table.seconds[way]), float(kept.seconds[way])
-            if not np.isfinite(each):
+            once = float(table.seconds[table.index[s], table.index[axes.to_mesh(u)]])
+            if not np.isfinite(once):
                 continue
             whole = prices.ops.local_bytes(type_, u, axes.sizes)
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(once if keep else each)
+                gathers.append(once)
                 held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.cluster.axes import AxisMeaning
-from autoshard.cluster.cluster import Device
 from autoshard.errors import UsageError
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, PortClass
@@ -71,12 +70,9 @@ class Model:
         return kept_activations(self.folded, self.flow, self.rules)
 
     @cached_property
-    def _shares(self) -> dict[bool, dict[Place, Shares]]:
-        return {at_once: shares_of(self.flow, at_once=at_once) for at_once in (False, True)}
-
-    def shares(self, device: Device) -> dict[Place, Shares]:
+    def shares(self) -> dict[Place, Shares]:
         """Of parameters in the messages they travel in, by class."""
-        return self._shares[device.overlap == 0]
+        return shares_of(self.flow)
 
 
 def model_flop(model: Model) -> tuple[float, str]:
@@ -146,7 +142,7 @@ class _Builder:
         self.producer: dict[Place, tuple[int, int]] = {}
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
-        self.kept, self.shares = model.kept, model.shares(prices.params.device)
+        self.kept = model.kept
         self.users: dict[Place, list[tuple[str, int]]] = {}
         for name, graph in model.folded.segments.items():
             for number, node in enumerate(graph.nodes):
@@ -350,9 +346,9 @@ class _Builder:
                 uses.update(
                     dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
                 )
-        shares = self.shares.get(group.key, Shares())
+        share = self.model.shares.get(group.key, Shares()).gather
         stored = self._stored_layouts(group)
-        lives = lives_of(group, stored, list(uses), phases, self.axes, self.prices, shares)
+        lives = lives_of(group, stored, list(uses), phases, self.axes, self.prices, share)
         number = self._add(group.key, ParamVar(group.key, lives.states))
         for key, seconds in lives.seconds.items():
             self.terms.add(key, number, seconds)
@@ -479,21 +475,19 @@ class _Builder:
         stored = [life.stored for life in variable.states]
         # a parameter may be stored in a larger shape than it is used in (see `search.padded`)
         type_ = replace(self._type(grad), shape=group.first.type.shape)
-        layouts, shares = list(dict.fromkeys([*given, *stored])), self.shares[group.key]
+        share = self.model.shares[group.key].reduce
+        table = self.prices.params.reshard.table(type_, list(dict.fromkeys([*given, *stored])), share)
+        rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
+        matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
         if grad[0] in self.layers:
             sizes = self.axes.mesh_sizes
             sent = [self.prices.params.local_bytes(type_, g, sizes) if _is_partial(g) else 0.0 for g in given]
             self.terms.hold(Bytes("sent"), maker, SENT * np.array(sent))
         late = np.array([life.late for life in variable.states])
-        for kind, wanted, share in (
-            (Time("last", True), late, shares.late),
-            (Time("reduce", True), ~late, shares.reduce),
-        ):
+        infinite = np.isinf(matrix)
+        for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
             if wanted.any():
-                table = self.prices.params.reshard.table(type_, layouts, share)
-                rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
-                matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
-                self.terms.join(kind, maker, target, np.where(wanted | np.isinf(matrix), matrix, 0.0))
+                self.terms.join(kind, maker, target, np.where(wanted | infinite, matrix, 0.0))
 
     def _hold(self, key: Bytes, place: Place, count: int) -> None:
         var, position = self.producer[place]

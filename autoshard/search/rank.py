@@ -224,7 +224,7 @@ def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
     rows = []
     shapes: list[tuple[int, ...]] = []
     shares: list[Shares] = []
-    known = posed.model.shares(posed.prices.params.device)
+    known = posed.model.shares
     axes = posed.problem.axes
     groups = posed.model.flow.classes
     backward = posed.model.folded.is_backward()
@@ -454,7 +454,8 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
         return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
 
     gather, gathered = sharded([s.gather for s in given.shares]), given.whole > _MORE * own
-    last = {Time("last", True): reduced([s.late for s in given.shares])}
+    reduce = reduced([s.reduce for s in given.shares])
+    last = {Time("last", True): reduce}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
     summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
     optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
@@ -472,8 +473,7 @@ def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> l
         return [Profile({**fixed, **last}, _held(state, sums))]
     forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
     ahead = {Time("gather"): forward, Time("gather", True): backward}
-    first = {Time("first"): float(sharded([s.kept for s in given.shares]).sum())}
-    each = {Time("reduce", True): reduced([s.reduce for s in given.shares])}
+    first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [

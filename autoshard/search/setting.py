@@ -77,9 +77,7 @@ class Setting:
         if key.kind == "state":
             return 1 / self.pipe.ranks
         if key.kind == "sums":
-            # with nothing to hide behind, reductions wait for the end of even one microbatch
-            waits = self.microbatches * self.pipe.slices > 1 or self.overlap == 0
-            return 1 / self.pipe.ranks if waits else 0.0
+            return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
         if key.kind == "sent":
             return float(self.sending and self.pipe.ranks == 1)
         flight = self.flight

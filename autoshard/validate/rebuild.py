@@ -188,7 +188,6 @@ def _program(
         prices.of(mesh, None).reshard,
         scaled.analysis.table,
         saving=saving,
-        at_once=prices.cluster.device.overlap == 0,
     )
     return build_program(model.folded, how, plan, {}, None if stages is None else stages.schedule)
 
