@@ -52,7 +52,8 @@ class Message:
         """The same, with the errors of torch.distributed as they are."""
         if self._arriving is not None:
             self._results = self._finish(self._arriving())
-            self._arriving = self._held = None
+            # nothing that was sent or received lives on with the results
+            self._arriving, self._finish, self._held = None, as_it_is, None
         return self._results
 
 
