@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.reshard import ALONE, Share
+from autoshard.cost.reshard import Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
@@ -41,7 +41,7 @@ def lives_of(
     phases: Collection[bool],
     axes: SearchAxes,
     prices: Prices,
-    share: Share = ALONE,
+    share: Share,
 ) -> Lives:
     """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
 
