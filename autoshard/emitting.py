@@ -46,15 +46,15 @@ from autoshard.staging import in_parts, pipe_link
 class Emission:
     """Which optional passes a program is made with.
 
-    allow: with how few bits parameters and gradients may travel between ranks where that is faster, as
-    ``"int8-weights,int4-gradients"``; nothing is ever rounded without it. hierarchy: how collectives are laid
-    on the levels of wiring that their axis crosses, ``"auto"`` for the best by the simulated step (see
-    `hierarchies.ways`); the program's mesh then has an axis for each of them. kernels: whether chains of ops
-    that have a kernel of ours become one op. bucket: whether collectives of parameters share messages.
-    overlap: whether messages are on their way while something else is computed. ring: whether
-    products and the gathers before them, or the reduce-scatters after them, are done in chunks that go round
-    the ranks, where that is faster. offload: what waits in host memory, as ``"activations,optimizer"`` (see
-    `offload.Offload`).
+    allow: with how few bits parameters, gradients and activations may travel between ranks where that is
+    faster, as ``"int8-weights,int4-gradients,int8-activations"``; nothing is ever rounded without it.
+    hierarchy: how collectives are laid on the levels of wiring that their axis crosses, ``"auto"`` for the
+    best by the simulated step (see `hierarchies.ways`); the program's mesh then has an axis for each of them.
+    kernels: whether chains of ops that have a kernel of ours become one op. bucket: whether collectives of
+    parameters share messages. overlap: whether messages are on their way while something else is computed.
+    ring: whether products and the gathers before them, or the reduce-scatters after them, are done in chunks
+    that go round the ranks, where that is faster. offload: what waits in host memory, as
+    ``"activations,optimizer"`` (see `offload.Offload`).
     """
 
     allow: str = ""

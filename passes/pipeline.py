@@ -29,7 +29,8 @@ from autoshard.passes.normalize import normalize
 from autoshard.passes.offload import Hosting, offload
 from autoshard.passes.overlap import Seconds, overlap
 from autoshard.passes.prefetch import prefetch
-from autoshard.passes.quantise_collectives import Quantising, quantise_collectives
+from autoshard.passes.quantise_collectives import Quantising, Sent, quantise_collectives
+from autoshard.passes.quantise_norms import quantise_norms
 from autoshard.passes.recompute import recompute
 from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.passes.scatter_sends import Saving, scatter_sends
@@ -56,9 +57,9 @@ class Lowering:
     bucket: whether collectives of parameters share messages. ring: prices of nodes by which products go round
     in chunks, on the mesh before axes are taken apart; None for none of that. seconds: prices of nodes on the
     last mesh, by which ops are ordered beside messages; None to leave them as they are. quantise: with how
-    few bits parameters and gradients may travel; None for all of them. hierarchy: axes whose collectives are
-    done level by level. secondary: which parameters and gradients are split over fewer ranks within a step.
-    hosting: what waits in host memory, None for nothing.
+    few bits parameters, gradients and activations may travel; None for all of them. hierarchy: axes whose
+    collectives are done level by level. secondary: which parameters and gradients are split over fewer ranks
+    within a step. hosting: what waits in host memory, None for nothing.
     """
 
     flow: Flow
@@ -165,12 +166,15 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         lowered = secondary_shards(lowered, params, grads, how.secondary)
         _watched("074_secondary_shards", lowered, watch)
     if how.quantise is not None:
-        lowered = quantise_collectives(lowered, params, grads, how.last_mesh, how.quantise)
+        sent = Sent(params, grads, _ports(folded, "input"), _ports(folded, "tangent"))
+        lowered = quantise_collectives(lowered, sent, how.last_mesh, how.quantise)
         _watched("075_quantise_collectives", lowered, watch)
     lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
     if how.kernels:
         fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
         lowered = _watched("090_fuse_kernels", fused, watch)
+        if how.quantise is not None and how.quantise.precision.activations:
+            lowered = _watched("091_quantise_norms", quantise_norms(lowered, how.last_mesh), watch)
     if how.seconds is not None:
         lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
         if how.plan.microbatches * slices == 1 and pipeline is None:
@@ -244,6 +248,7 @@ PASSES = (
     "075_quantise_collectives",
     "080_fuse_bias",
     "090_fuse_kernels",
+    "091_quantise_norms",
     "092_prefetch",
     "092b_early_reductions",
     "093_offload",

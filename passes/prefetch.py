@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call
+from autoshard.ir.comm import GATHER_Q
 from autoshard.ir.lowered import Lowered, Part
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 
@@ -19,7 +20,7 @@ from autoshard.ir.statements import Statement, Statements, by_part, regrouped, s
 _GATHERS = (
     "comm.all_gather.default",
     "comm.all_gather_bucket.default",
-    "comm.all_gather_q_bucket.default",
+    GATHER_Q,
 )
 
 

@@ -1,10 +1,16 @@
-"""Weights are gathered, and gradients reduced, with fewer bits, where the user allows it and it is faster.
+"""Weights and activations are gathered, and gradients reduced, with fewer bits, where the user allows it and
+it is faster.
 
 A gather of parameters becomes: quantise the rank's shard in blocks, gather, dequantise (qwZ); a reduction
 of gradients: quantise, exchange, dequantise and add up in fp32 (qgZ), so that a gradient is rounded once per
 axis and not once per hop of a ring (G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for
 Giant Model Training", 2023, sections 3.1 and 3.3). Only matrices are quantised: norms and biases travel in
-the same message as they are. Activations never are.
+the same message as they are.
+
+A gather of rows of activations, as tensor parallel ranks do that work on parts of the sequence, is quantised
+like one of parameters, in groups that do not cross rows. What backward gathers again is the same value in the
+same groups, at the same price: it is rounded where the forward gather is, and to the same numbers. Gradients
+of activations keep all bits.
 """
 
 from __future__ import annotations
@@ -14,29 +20,38 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, Literal, TypeAlias
 
 from autoshard.cost.wire import packed_bytes
 from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
+from autoshard.ir.comm import GATHER_Q, SCATTER_Q
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.passes.activations import Activations
 from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
+from autoshard.wires import rows_of_rank
 
 GROUP = 256
+#: the smallest number of elements that may share a scale (`kernels.quant`)
+_LEAST = 32
 _GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
-_GATHER_Q = "comm.all_gather_q_bucket.default"
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 _REDUCTIONS = (*_SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
-_ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$")
+_ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$|^int(8)-(activations)$")
 _FLOATS = ("f32", "bf16", "f16")
+#: what a collective moves
+Kind: TypeAlias = Literal["weights", "gradients", "activations"]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """How few bits may travel: 8, 4, or 0 for all of them. group: elements that share a scale."""
+    """How few bits may travel: 8, 4 (but for activations), or 0 for all of them. group: the most elements
+    that share a scale."""
 
     weights: int = 0
     gradients: int = 0
+    activations: int = 0
     group: int = GROUP
 
     @classmethod
@@ -48,18 +63,38 @@ class Precision:
         found: dict[str, int] = {}
         for word in filter(None, (w.strip() for w in text.split(","))):
             match = _ALLOWED.match(word)
-            if match is None or match.group(2) in found:
+            bits, what = [g for g in match.groups() if g is not None] if match else ("0", "")
+            if match is None or what in found:
                 raise UsageError(
                     f"{word!r} cannot be allowed" + (" twice" if match else ""),
                     where=f"allow {text!r}",
-                    hint="int8-weights or int4-weights, int8-gradients or int4-gradients, or one of each",
+                    hint="int8-weights or int4-weights, int8-gradients or int4-gradients, int8-activations "
+                    "(no kernel makes 4 bits of them), or one of each",
                 )
-            found[match.group(2)] = int(match.group(1))
+            found[what] = int(bits)
         return cls(**found)
 
     def __str__(self) -> str:
-        named = (("weights", self.weights), ("gradients", self.gradients))
+        named = (
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("activations", self.activations),
+        )
         return ",".join(f"int{bits}-{what}" for what, bits in named if bits)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Names by which it is told what a collective moves.
+
+    params, batch, tangents: inputs that are parameters, of a batch, or gradients of outputs. grads: values
+    that are gradients of parameters.
+    """
+
+    params: Collection[str]
+    grads: Collection[str]
+    batch: Collection[str] = ()
+    tangents: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -73,33 +108,36 @@ class Quantising:
     copy: Callable[[float], float]
 
 
-def quantise_collectives(
-    lowered: Lowered, params: Collection[str], grads: Collection[str], mesh: MeshShape, how: Quantising
-) -> Lowered:
-    """The program with collectives of parameters and gradients in fewer bits where that is predicted to pay.
-
-    params: inputs that are parameters. grads: values that are gradients of parameters.
-    """
+def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Quantising) -> Lowered:
+    """The program with collectives in fewer bits where that is allowed, and predicted to pay."""
     chosen = _Chosen(mesh, how)
-    weights, reduced = Weights(lowered, params), Gradients(lowered, grads)
+    weights, reduced = Weights(lowered, sent.params), Gradients(lowered, sent.grads)
+    activations = Activations(lowered, sent.batch, sent.params, sent.tangents)
 
-    def fits(node: Node, inside: str) -> bool:
-        return weights.are_gathered(node, inside) or reduced.are_scattered(node, inside)
+    def kind(node: Node, inside: str) -> Kind | None:
+        if weights.are_gathered(node, inside):
+            return "weights"
+        if reduced.are_scattered(node, inside):
+            return "gradients"
+        return "activations" if activations.are_gathered(node, inside) else None
 
     segments: dict[str, LoweredSegment] = {}
     for name, segment in lowered.segments.items():
         types = segment.graph.types()
         values = {n: Placed(t, segment.layouts[n]) for n, t in types.items()}
         uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
-        found = chosen.among([n for n in segment.graph.nodes if fits(n, name)], uses, values)
+        kinds = {n.name: k for n in segment.graph.nodes if (k := kind(n, name)) is not None}
+        found = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
         nodes = tuple(made for n in segment.graph.nodes if (made := found.nodes.get(n.name, n)) is not None)
         left = {n for n, _ in segment.graph.inputs} | {o for n in nodes for o in n.outs}
         layouts = {n: layout for n, layout in segment.layouts.items() if n in left}
         graph = replace(segment.graph, nodes=nodes)
         segments[name] = LoweredSegment(graph, layouts, {**segment.why, **found.why})
     uses = Counter(r for i in lowered.main for r in (i.args if isinstance(i, Call) else refs_of(i)))
-    own = [i for i in lowered.main if isinstance(i, Node) and fits(i, "")]
-    found = chosen.among(own, uses + Counter(lowered.results), lowered.values)
+    nodes_of_main = [i for i in lowered.main if isinstance(i, Node)]
+    kinds = {n.name: k for n in nodes_of_main if (k := kind(n, "")) is not None}
+    own = [n for n in nodes_of_main if n.name in kinds]
+    found = chosen.among(own, kinds, uses + Counter(lowered.results), lowered.values)
     return replace(_with(lowered, found.nodes), segments=segments)
 
 
@@ -135,17 +173,28 @@ class _Chosen:
     def __init__(self, mesh: MeshShape, how: Quantising) -> None:
         self.mesh, self.how = mesh, how
 
-    def among(self, nodes: Collection[Node], uses: Mapping[str, int], values: Mapping[str, Placed]) -> _Found:
-        """Those of some nodes of a graph. uses: how often each value is read.
+    def among(
+        self,
+        nodes: Collection[Node],
+        kinds: Mapping[str, Kind],
+        uses: Mapping[str, int],
+        values: Mapping[str, Placed],
+    ) -> _Found:
+        """Those of some nodes of a graph. kinds: of each of them. uses: how often each value is read.
 
         Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
         """
         found = _Found({}, {})
+        gathered = {o for n in nodes if n.op in _GATHERS for o in n.outs}
         for chain in _chains(nodes, uses):
-            for links in (chain, *([n] for n in chain)) if len(chain) > 1 else (chain,):
+            kind = kinds[chain[0].name]
+            if kind == "activations" and not gathered.isdisjoint(refs_of(chain[0])):
+                continue  # rounded already, in other groups
+            apart = [[n] for n in chain] if len(chain) > 1 and kind != "activations" else []
+            for links in (chain, *apart):
                 if links[-1].name in found.nodes:
                     continue
-                made, reason = self._of(links, values)
+                made, reason = self._of(links, kind, values)
                 if made is not None:
                     found.nodes.update((n.name, None) for n in links[:-1])
                     found.nodes[links[-1].name] = made
@@ -154,34 +203,54 @@ class _Chosen:
                         break
         return found
 
-    def _of(self, chain: list[Node], values: Mapping[str, Placed]) -> tuple[Node | None, str]:
+    def _of(self, chain: list[Node], kind: Kind, values: Mapping[str, Placed]) -> tuple[Node | None, str]:
         """Gathers one after the other, or a reduction, as they are sent with fewer bits, and the reason; None
         if they had better have all of them."""
         first, last = chain[0], chain[-1]
-        gathers = first.op in _GATHERS
-        allowed = self.how.precision.weights if gathers else self.how.precision.gradients
+        gathers = kind != "gradients"
+        precision = self.how.precision
+        allowed = int(getattr(precision, kind))
         types = [t for t in first.types if t is not None]
         bits = tuple(allowed if len(t.shape) > 1 else 0 for t in types)
         if not any(bits) or any(t.dtype not in _FLOATS for t in types):
             return None, ""
         sources = list(refs_of(first))
         parts = [values[n] for n in (sources if gathers else first.outs)]
+        group = self._row_group(chain, parts) if kind == "activations" else precision.group
+        if not group:
+            return None, ""
         axes = tuple(str(n.args[1]) for n in chain)
-        exact, fewer, volume = self._seconds(gathers, axes, parts, bits)
+        exact, fewer, volume = self._seconds(gathers, axes, parts, bits, group)
         if fewer >= exact:
             return None, ""
-        kind = "all_gather_q_bucket" if gathers else "reduce_scatter_q_bucket"
         over = axes if len(axes) > 1 else axes[0]
-        args = (self._sources(first), over, self._wheres(first), bits, self.how.precision.group)
-        made = Node(f"comm.{kind}.default", args, (), last.outs, last.types, last.origin, last.backward)
+        args = (self._sources(first), over, self._wheres(first), bits, group)
+        made = replace(last, op=GATHER_Q if gathers else SCATTER_Q, args=args, kwargs=())
         reason = (
-            f"int{allowed} {'weights' if gathers else 'gradients'}: {fewer * 1e6:.0f} us, exact "
-            f"{exact * 1e6:.0f} us; {volume:.2g} x less to send"
+            f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
+            f"{volume:.2g} x less to send"
         )
         return made, reason
 
+    def _row_group(self, chain: list[Node], parts: list[Placed]) -> int:
+        """The most elements that may share a scale such that rows are whole groups, 0 if there are none, or
+        if ranks hold shards of unlike sizes."""
+        rows = [rows_of_rank(p, self.mesh) for p in parts]
+        uneven = any(where[2:] != (1, None) for node in chain for where in self._wheres(node))
+        if uneven or not all(rows):
+            return 0
+        group = self.how.precision.group
+        while group >= _LEAST and any(shape[-1] % group for shape in rows if shape):
+            group //= 2
+        return group if group >= _LEAST else 0
+
     def _seconds(
-        self, gathers: bool, axes: tuple[str, ...], parts: list[Placed], bits: tuple[int, ...]
+        self,
+        gathers: bool,
+        axes: tuple[str, ...],
+        parts: list[Placed],
+        bits: tuple[int, ...],
+        group: int,
     ) -> tuple[float, float, float]:
         """(seconds with all bits, with fewer, how many times fewer bytes)."""
         copy, message = self.how.copy, self.how.message
@@ -190,7 +259,7 @@ class _Chosen:
         numels = [prod(local_shape(p.type.shape, p.layout, self.mesh.sizes, first)) for p in parts]
         width = DTYPES[parts[0].type.dtype][1]
         own = float(sum(numels) * width)
-        packed = float(packed_bytes(numels, bits, self.how.precision.group, width))
+        packed = float(packed_bytes(numels, bits, group, width))
         exact, ways = 0.0, 1
         fewer = copy(3 * own + packed)
         if gathers:
@@ -211,7 +280,7 @@ class _Chosen:
         return first if isinstance(first, tuple) else (first,)
 
     @staticmethod
-    def _wheres(node: Node) -> tuple[object, ...]:
+    def _wheres(node: Node) -> tuple[Any, ...]:
         if isinstance(node.args[0], tuple):
             return tuple(node.args[2])
         rest = (node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None)))
@@ -276,7 +345,7 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in (*_GATHERS, _GATHER_Q):
+            if node.op in (*_GATHERS, GATHER_Q):
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:

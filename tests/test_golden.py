@@ -51,6 +51,7 @@ ELSEWHERE = {
     "072_hierarchy": "test_hierarchy.py",
     "074_secondary_shards": "test_hierarchy.py",
     "075_quantise_collectives": "test_quantised.py",
+    "091_quantise_norms": "test_quantised_activations.py",
     "092b_early_reductions": "test_early_reductions.py",
     "093_offload": "test_offload.py",
 }

@@ -133,7 +133,7 @@ def test_activations_keep_all_bits() -> None:
         assert all(set(refs_of(n)) <= inputs for n in segment.graph.nodes if n.op == GATHER)
 
 
-@pytest.mark.parametrize("text", ["int2-weights", "int8", "int8-weights,int4-weights", "int8-activations"])
+@pytest.mark.parametrize("text", ["int2-weights", "int8", "int8-weights,int4-weights", "int4-activations"])
 def test_precisions_that_do_not_exist(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be allowed"):
         Precision.parse(text)
@@ -141,6 +141,7 @@ def test_precisions_that_do_not_exist(text: str) -> None:
 
 def test_precision_prints_as_it_is_written() -> None:
     assert str(Precision.parse("int4-gradients, int8-weights")) == "int8-weights,int4-gradients"
+    assert str(Precision.parse("int8-activations,int4-weights")) == "int4-weights,int8-activations"
     assert Precision.parse("") == Precision()
 
 

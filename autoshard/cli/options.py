@@ -71,7 +71,8 @@ AllowOption = Annotated[
     typer.Option(
         "--allow",
         metavar="int8-weights,int4-gradients",
-        help="with how few bits parameters and gradients may travel where that is faster [default: all bits]",
+        help="with how few bits parameters, gradients and activations (int8-activations) may travel where "
+        "that is faster [default: all bits]",
     ),
 ]
 OffloadOption = Annotated[

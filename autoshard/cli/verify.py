@@ -289,6 +289,7 @@ def _document(outcome: Verification) -> dict[str, object]:
         "quantised": [
             {
                 "collective": r.kind,
+                "of": r.what,
                 "bits": r.bits,
                 "values": r.values,
                 "mean_error": r.mean,
@@ -318,10 +319,10 @@ def _print(outcome: Verification) -> None:
         made.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
     print_table(made)
     for r in outcome.rounded:
-        what = "parameters gathered" if r.kind == "all_gather" else "gradients reduced"
+        done = "gathered" if r.kind == "all_gather" else "reduced"
         console.print(
-            f"int{r.bits}    {r.values} {what}: relative error {r.mean:.1e} on average, {r.worst:.1e} "
-            f"at worst ({r.name}), in the 2-norm",
+            f"int{r.bits}    {r.values} {r.what} {done}: relative error {r.mean:.1e} on average, "
+            f"{r.worst:.1e} at worst ({r.name}), in the 2-norm",
             markup=False,
         )
     if outcome.losses:

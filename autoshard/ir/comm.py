@@ -8,6 +8,10 @@ from autoshard.ir.graph import Node
 BUCKET_BYTES = 25 * 2**20
 #: products whose chunks travel round the ranks of an axis meanwhile (`ir.rings`)
 GATHER_MM, MM_SCATTER = "comm.all_gather_mm.default", "comm.mm_reduce_scatter.default"
+#: with fewer bits than the values have
+GATHER_Q, SCATTER_Q = "comm.all_gather_q_bucket.default", "comm.reduce_scatter_q_bucket.default"
+#: rows that are quantised already (`autoshard.wires`)
+GATHER_WIRE = "comm.all_gather_wire.default"
 
 
 def collective_kind(node: Node) -> str:
@@ -39,3 +43,10 @@ def goes_in_turn(op: str) -> bool:
 def is_message(node: Node) -> bool:
     """Whether ranks exchange anything; a slice of what a rank has sends nothing."""
     return collective_kind(node) not in ("", "slice")
+
+
+def sent_bits(node: Node) -> tuple[int, ...]:
+    """With how few bits each tensor of a quantised collective travels, 0 for all of them; () for others."""
+    if node.op == GATHER_WIRE:
+        return (8,)
+    return tuple(node.args[3]) if node.op in (GATHER_Q, SCATTER_Q) else ()

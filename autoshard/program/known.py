@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoshard.ir.comm import GATHER_MM, MM_SCATTER
+from autoshard.ir.comm import GATHER_MM, GATHER_Q, GATHER_WIRE, MM_SCATTER, SCATTER_Q
 from autoshard.offload import HOST_OPS
 from autoshard.rules.registry import RULES
 
@@ -13,6 +13,7 @@ _LOWERED = (
     "aten.alias.default",
     "autoshard.add_layer_norm.default",
     "autoshard.add_rms_norm.default",
+    "autoshard.add_rms_norm_quantise.default",
     "autoshard.embedding_part.default",
     "autoshard.embedding_part_backward.default",
     "autoshard.expert_mm_part.default",
@@ -22,13 +23,11 @@ _LOWERED = (
     "autoshard.layer_norm_backward.default",
     "autoshard.rms_norm.default",
     "autoshard.rms_norm_backward.default",
+    "autoshard.rms_norm_quantise.default",
     "autoshard.scatter_add_part.default",
 )
 #: with fewer bits than the values have
-QUANTISED = (
-    "comm.all_gather_q_bucket.default",
-    "comm.reduce_scatter_q_bucket.default",
-)
+QUANTISED = (GATHER_Q, SCATTER_Q, GATHER_WIRE)
 COLLECTIVES = (
     "comm.all_gather.default",
     "comm.all_reduce.default",

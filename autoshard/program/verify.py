@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Port
-from autoshard.program.known import QUANTISED as QUANTISED_OPS
+from autoshard.ir.comm import sent_bits
+from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.program import Program
-from autoshard.runtime.lockstep import Rounding
 from autoshard.runtime.microbatch import calls_of
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.rounding import Rounding
 from autoshard.runtime.step_lockstep import Held, StepLockstep
 
 LR = 1e-3
@@ -51,7 +52,7 @@ class Tolerance:
 FLOAT32 = Tolerance(1e-4, 1e-2)
 #: half precision only shows gross mistakes: verify a float32 model of the same architecture too
 HALF = Tolerance(5e-2, 1e-1)
-#: bits in which parameters or gradients travel -> what that does to the tensors of a small model
+#: bits in which parameters, gradients or activations travel -> what that does to the tensors of a small model
 QUANTISED: Mapping[int, Tolerance] = MappingProxyType({8: Tolerance(5e-2, 1e-1), 4: Tolerance(3e-1, 3e-1)})
 
 
@@ -67,12 +68,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Rounded:
-    """What quantising did to all messages of a kind: see `runtime.lockstep.Rounding`.
+    """What quantising did to all messages of a kind: see `runtime.rounding.Rounding`.
 
-    name: the value with the worst error; worst, mean: of the errors of all values.
+    what: parameters, activations or gradients. name: the value with the worst error; worst, mean: of the
+    errors of all values.
     """
 
     kind: str
+    what: str
     bits: int
     values: int
     mean: float
@@ -167,17 +170,23 @@ def verify(
         tolerance = tolerance_of(program)
         checks, losses = _compare(subject, reference, steps, tolerance, say)
     ranks = Mesh.parse(program.whole_mesh).world_size
-    rounded = tuple(_rounded(subject.lockstep.rounding))
+    rounded = tuple(_rounded(program, subject.lockstep.rounding))
     return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded)
 
 
-def _rounded(errors: Sequence[Rounding]) -> Iterator[Rounded]:
-    """By kind of message and bits, in the order in which they first came up."""
-    for kind, bits in dict.fromkeys((r.kind, r.bits) for r in errors):
-        own = [r for r in errors if (r.kind, r.bits) == (kind, bits)]
+def _rounded(program: Program, errors: Sequence[Rounding]) -> Iterator[Rounded]:
+    """By kind of message, what is in it, and bits, in the order in which they first came up."""
+    weights = Weights(program.lowered, [p.name for p in program.signature.ports if p.kind == "param"])
+
+    def group(r: Rounding) -> tuple[str, str, int]:
+        gathered = "parameters" if r.name in weights.inside[r.segment] else "activations"
+        return r.kind, gathered if r.kind == "all_gather" else "gradients", r.bits
+
+    for kind, what, bits in dict.fromkeys(map(group, errors)):
+        own = [r for r in errors if group(r) == (kind, what, bits)]
         worst = max(own, key=lambda r: r.error)
         names = len({r.name for r in own})
-        yield Rounded(kind, bits, names, sum(r.error for r in own) / len(own), worst.error, worst.name)
+        yield Rounded(kind, what, bits, names, sum(r.error for r in own) / len(own), worst.error, worst.name)
 
 
 def fewest_bits(program: Program) -> int:
@@ -185,7 +194,7 @@ def fewest_bits(program: Program) -> int:
     lowered = program.lowered
     nodes = [n for s in lowered.segments.values() for n in s.graph.nodes]
     nodes += [i for i in lowered.main if isinstance(i, Node)]
-    sent = [bits for n in nodes if n.op in QUANTISED_OPS for bits in n.args[3] if bits]
+    sent = [bits for n in nodes for bits in sent_bits(n) if bits]
     return min(sent, default=0)
 
 

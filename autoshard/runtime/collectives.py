@@ -27,6 +27,7 @@ from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport import Transport
 from autoshard.runtime.watch import Watch
+from autoshard.wires import BITS
 
 #: collectives whose results are pending
 ISSUED = frozenset(
@@ -40,6 +41,7 @@ ISSUED = frozenset(
         "all_reduce_bucket",
         "all_gather_q_bucket",
         "reduce_scatter_q_bucket",
+        "all_gather_wire",
     )
 )
 
@@ -311,6 +313,27 @@ class GroupCollectives:
             ]
 
         return Message(self.over[axes[-1]].gather(sent), join, sent)
+
+    def all_gather_wire(
+        self,
+        view: RankView,
+        wire: torch.Tensor,
+        axis: str,
+        where: Where,
+        group: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Message:
+        """A gather of one tensor whose rank's part, of this shape, is quantised already: see
+        `autoshard.wires`."""
+        ways, (dim, outer, _, _) = view.size_of(axis), where
+        how = Packing.of([prod(shape)], (BITS,), group, dtype)
+
+        def join(got: torch.Tensor) -> torch.Tensor:
+            (rows,) = unpack(got.view(ways, -1), how)
+            return joined(rows, [shape] * ways, dim, outer)
+
+        return Message(self.over[axis].gather(wire), join, wire)
 
     def reduce_scatter_q_bucket(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -16,22 +17,10 @@ from autoshard.program.program import Program
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
-from autoshard.runtime.resolve import RankView, find_op
+from autoshard.runtime.resolve import RankView, find_op, torch_dtype
+from autoshard.runtime.rounding import Rounding, of_message, of_norm
 from autoshard.runtime.steps import Env, PreparedSegment, Step
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """What quantising did to a value: |changed - exact| / |exact|, both in the 2-norm.
-
-    name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather or
-    reduce_scatter.
-    """
-
-    kind: str
-    name: str
-    bits: int
-    error: float
+from autoshard.wires import BITS, NORMS, wire_gather
 
 
 class Lockstep:
@@ -120,22 +109,27 @@ class Lockstep:
             segment.start([env[a][k] for a in call.args]) for k, segment in enumerate(prepared)
         ]
         for steps in zip(*(s.steps for s in prepared), strict=True):
-            self._step(steps, envs, call.site)
+            self._step(steps, envs, call)
         finished = [s.finish(e) for s, e in zip(prepared, envs, strict=True)]
         for position, out in enumerate(call.outs):
             env[out] = [f[position] for f in finished]
 
-    def _step(self, steps: Sequence[Step], envs: Sequence[Env], site: int) -> None:
-        node = steps[0].node
+    def _step(self, steps: Sequence[Step], envs: Sequence[Env], call: Call) -> None:
+        node, site = steps[0].node, call.site
         if not node.op.startswith("comm."):
+            norm = NORMS.get(node.op)
+            given = [step.arguments(env, site) for step, env in zip(steps, envs, strict=True)] if norm else []
             for step, env in zip(steps, envs, strict=True):
                 step.run(env, site)
+            if norm is not None:
+                slot = steps[0].outs[norm[0]]
+                self.rounding.append(of_norm(node, given, [env[slot] for env in envs], call.segment))
             return
         inputs = [step.arguments(env, site)[:1] for step, env in zip(steps, envs, strict=True)]
-        for step, env, out in zip(steps, envs, self._apply(node, inputs), strict=True):
+        for step, env, out in zip(steps, envs, self._apply(node, inputs, call.segment), strict=True):
             step.store(env, out)
 
-    def _apply(self, node: Node, inputs: Sequence[Sequence[Any]]) -> list[Any]:
+    def _apply(self, node: Node, inputs: Sequence[Sequence[Any]], segment: str = "") -> list[Any]:
         """A collective over all groups of its axis."""
         kind = node.op.split(".")[1]
         results: list[Any] = [None] * len(self.views)
@@ -143,7 +137,8 @@ class Lockstep:
             views, given = [self.views[r] for r in group], [inputs[r][0] for r in group]
             outs = COLLECTIVES[kind](node, views, given)
             if kind in QUANTISED:
-                self.rounding += _rounding(node, outs, QUANTISED[kind](node, views, given))
+                exact = QUANTISED[kind](node, views, given)
+                self.rounding += of_message(node, outs, exact, segment)
             for rank, out in zip(group, outs, strict=True):
                 results[rank] = out
         return results
@@ -301,17 +296,15 @@ def _reduce_scatter_q(node: Node, views: Sequence[RankView], xs: Sequence[Any]) 
     return found
 
 
-def _rounding(node: Node, outs: Sequence[Any], exact: Sequence[Any]) -> list[Rounding]:
-    """Per quantised tensor of a bucket, over the ranks of a group."""
-    found = []
-    for t, (name, bits) in enumerate(zip(node.outs, node.args[3], strict=True)):
-        if bits:
-            pairs = [(a[t].double(), b[t].double()) for a, b in zip(outs, exact, strict=True)]
-            lost = sum(float((a - b).square().sum()) for a, b in pairs)
-            whole = sum(float(b.square().sum()) for _, b in pairs)
-            kind = node.op.split(".")[1].removesuffix("_q_bucket")
-            found.append(Rounding(kind, name, bits, (lost / whole) ** 0.5 if whole else 0.0))
-    return found
+def _all_gather_wire(node: Node, views: Sequence[RankView], xs: Sequence[torch.Tensor]) -> list[Any]:
+    """Every rank's rows out of its wire, and joined."""
+    said = wire_gather(node)
+    assert said is not None
+    how = Packing.of([prod(said.shape)], (BITS,), said.group, torch_dtype(said.dtype))
+    (rows,) = unpack(torch.stack(list(xs)), how)
+    dim, outer, _, _ = said.where
+    whole = joined(rows, [said.shape] * len(xs), dim, outer)
+    return [whole.clone() for _ in xs]
 
 
 COLLECTIVES: dict[str, Collective] = {
@@ -329,8 +322,9 @@ COLLECTIVES: dict[str, Collective] = {
     "reduce_scatter_bucket": _bucket(_reduce_scatter),
     "all_gather_q_bucket": _all_gather_q,
     "reduce_scatter_q_bucket": _reduce_scatter_q,
+    "all_gather_wire": _all_gather_wire,
 }
-#: collectives with less precision -> what they would give with all of it
+#: buckets with less precision -> what they would give with all of it
 QUANTISED: dict[str, Collective] = {
     "all_gather_q_bucket": COLLECTIVES["all_gather_bucket"],
     "reduce_scatter_q_bucket": COLLECTIVES["reduce_scatter_bucket"],

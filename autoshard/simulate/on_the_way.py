@@ -46,7 +46,7 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
                 held, finish = held + taken - given, given
         case "all_to_all":
             held, finish = taken, given
-        case "all_gather_q":
+        case "all_gather_q" | "all_gather_wire":
             held, finish = ops.packed(node, values) - given, 2.0 * given
         case "reduce_scatter_q":
             held, finish = 2.0 * ops.packed(node, values) - given, given + taken

@@ -27,8 +27,8 @@ EXCHANGES = {
     "expert_mm": "autoshard.expert_mm.default",
     "expert_outer": "autoshard.expert_outer.default",
 }
-#: buckets with less precision
-QUANTISED = frozenset(("all_gather_q", "reduce_scatter_q"))
+#: collectives with less precision
+QUANTISED = frozenset(("all_gather_q", "reduce_scatter_q", "all_gather_wire"))
 #: ops that only look at their input in another way
 VIEWS = frozenset(
     f"aten.{name}"
@@ -243,32 +243,37 @@ class Ops:
         return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
 
     def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
-        """A bucket with less precision: packed, sent, unpacked (`runtime.quantised`).
+        """A message with less precision: packed, unless it is a wire already, sent, unpacked
+        (`runtime.quantised`).
 
         Gathers that join along rows are unpacked to where they stay; others are copied once more.
         """
-        gathers = collective_kind(node) == "all_gather_q"
+        kind = collective_kind(node)
         ins, outs = [values[n] for n in refs_of(node)], [values[n] for n in node.outs]
         axes = [self.mesh.index(name) for name in axes_of(node)]
         packed = float(self.packed(node, values))
         taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
-        if not gathers:
+        if kind == "reduce_scatter_q":
             first, last = Traffic(3 * taken + packed), Traffic(packed + given)
             return [first, Message("all_to_all", axes[0], packed), last]
-        again = sum(self.nbytes(v) for v, w in zip(outs, node.args[2], strict=True) if w[0] or w[1] > 1)
+        wheres = (node.args[2],) if kind == "all_gather_wire" else node.args[2]
+        again = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
         sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
-        works: list[Work] = [Traffic(3 * taken + sent)]
+        works: list[Work] = [] if kind == "all_gather_wire" else [Traffic(3 * taken + sent)]
         for axis in axes:
             sent *= self.mesh.sizes[axis]
             works.append(Message("all_gather", axis, sent))
         return [*works, Traffic(packed + given + 2 * again)]
 
     def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
-        """Bytes of the buffers of all ranks of an axis together, for a quantised bucket."""
-        parts = list(refs_of(node)) if collective_kind(node) == "all_gather_q" else node.outs
+        """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
+        size = prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
+        kind = collective_kind(node)
+        if kind == "all_gather_wire":
+            return size * int(self.nbytes(values[next(refs_of(node))]))
+        parts = list(refs_of(node)) if kind == "all_gather_q" else node.outs
         numels = [prod(self.shape(values[n])) for n in parts]
         width = DTYPES[values[node.outs[0]].type.dtype][1]
-        size = prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
         return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
     def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:

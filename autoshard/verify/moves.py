@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
+from autoshard.ir.comm import GATHER_WIRE
 from autoshard.ir.lowered import Placed
 from autoshard.offload import HOST_OPS
 from autoshard.passes.insert_collectives import collective_node
@@ -20,6 +21,7 @@ from autoshard.rules.local import MeshShape
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 from autoshard.verify.relaid import wrong_precision, wrong_step
 from autoshard.verify.result import Rule
+from autoshard.wires import wire_gather
 
 _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
 #: what changes where a value lies, and not what it is
@@ -49,6 +51,9 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
         if len(sources) != len(node.outs) or not all(isinstance(s, Ref) for s in sources):
             return None
         return tuple(Move(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
+    if node.op == GATHER_WIRE:
+        said = wire_gather(node)
+        return None if said is None else (Move(said.wire, node.outs[0], said.where),)
     if kind.endswith("_bucket"):
         sources = args[0] if args and isinstance(args[0], tuple) else ()
         wheres = args[2] if len(args) > 2 else ((),) * len(sources)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from autoshard.ir import Call, Node, TensorType, refs_of
-from autoshard.ir.comm import is_ring
+from autoshard.ir.comm import GATHER_WIRE, is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.placement import Layout
 from autoshard.program.ends import wires_of
@@ -24,6 +24,8 @@ from autoshard.verify.pieces import Pieces
 from autoshard.verify.result import At, Finding, Rule
 from autoshard.verify.rings import opened
 from autoshard.verify.terms import ADD, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
+from autoshard.verify.wires import Wires
+from autoshard.wires import NORMS
 
 #: the term of a value that could not be followed
 LOST = -1
@@ -34,7 +36,7 @@ _FUSED = "aten.addmm.default"
 KERNELS = frozenset(
     f"autoshard.{name}.default"
     for name in ("add_layer_norm", "add_rms_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
-)
+) | frozenset(NORMS)
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
@@ -103,15 +105,27 @@ class Walk:
     def _prepared(self, name: str, segment: LoweredSegment) -> tuple[_Ready, ...]:
         types = segment.graph.types()
         values = {v: Placed(t, segment.layouts[v]) for v, t in types.items()}
+        wires = Wires.of(segment.graph, values)
         found = []
         for number, node in enumerate(segment.graph.nodes):
             at = At(node.outs[0], segment=name, number=number)
-            found.append(self._checked(node, values, at))
+            found.append(self._checked(node, values, at, wires))
+        for wire in wires.made.keys() & set(segment.graph.outputs):
+            self._tell("collective", f"{name} hands out {wire}", At(wire, segment=name), "it is a wire")
         return tuple(found)
 
-    def _checked(self, node: Node, values: Mapping[str, Placed], at: At) -> _Ready:
-        """A node, ready to be followed; what is wrong with it as a collective is told."""
+    def _checked(self, node: Node, values: Mapping[str, Placed], at: At, wires: Wires) -> _Ready:
+        """A node, ready to be followed; what is wrong with it as a collective is told. wires: around it."""
         ready = self._node(node, values)
+        for value, why in wires.broken(node, values, self.judge.mesh):
+            self._tell("collective", f"{_short(node.op)} does not make {value}", at, why)
+        if node.op == GATHER_WIRE:
+            rows = wires.gather_of_rows(node, values, self.judge.mesh)
+            if isinstance(rows, str):
+                self._tell("collective", f"{_short(node.op)} does not make {at.value}", at, rows)
+            else:
+                self._check_move(self._node(*rows), rows[1], at)
+            return ready
         if not is_ring(node):
             self._check_move(ready, values, at)
             return ready
@@ -205,7 +219,7 @@ class Walk:
 
     def _main_node(self, node: Node, own: dict[str, int], at: At) -> None:
         values = self.lowered.values
-        ready = self._checked(node, values, at)
+        ready = self._checked(node, values, at, Wires())
         env = {r: self._value(r, at) for r in ready.refs}
         self._follow(ready, env, 0, at, "", -1)
         own.update({out: self._summed(own, out, env[out]) for out in node.outs})
