@@ -87,6 +87,8 @@ class Neighbours:
         #: key -> a block of this rank, and how many have yet to let go of it, itself among them
         self._blocks: dict[int, tuple[Block, int]] = {}
         self._rooms: dict[int, Block] = {}
+        #: rank -> answers for which its pipe had no room
+        self._owed: dict[int, list[bytes]] = {k: [] for k in memories}
         self._count = 0
         self._polls = {rank: _poll([inlet]) for rank, inlet in self._inlets.items()}
         self._poll = _poll(self._inlets.values())
@@ -138,6 +140,8 @@ class Neighbours:
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to put a message together in, [count]; to be posted, whole."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
         block = self._block(count * dtype.itemsize)
         room = self._arena.mapped.view(block.offset, count, dtype)
         self._rooms[room.data_ptr()] = block
@@ -145,7 +149,7 @@ class Neighbours:
 
     def post(self, x: torch.Tensor, readers: int) -> Posted:
         """Lay a message where others can read it, until so many have, and `release`. x: contiguous."""
-        block = self._rooms.pop(x.data_ptr(), None) if x.numel() else None
+        block = self._rooms.pop(x.data_ptr(), None)
         if block is None:
             block = self._block(x.nbytes)
             lies = self._arena.mapped.view(block.offset, x.numel(), x.dtype)
@@ -161,8 +165,7 @@ class Neighbours:
         block, _ = self._blocks[message.key]
         size = message.lies.itemsize
         where = (block.offset + start * size, count * size)
-        if not self._write(rank, _RECORD.pack(_LIES, number, message.key, *where)):
-            raise self._gone(rank)
+        self._write(rank, _RECORD.pack(_LIES, number, message.key, *where))
 
     def release(self, posted: Posted) -> None:
         """This rank does not look at its own message any more."""
@@ -197,8 +200,7 @@ class Neighbours:
             start = start or time.monotonic()
             left = self.patience - (time.monotonic() - start)
             if not self._take_in(left, self._polls[rank]):
-                who = f"rank {self._names[rank]}"
-                raise PeerError(f"timed out: nothing came from {who} for {self.patience:.0f} s")
+                raise self._late(rank, "came from")
         key, offset, nbytes = self._announced.pop((rank, number))
         if nbytes != count * dtype.itemsize:
             raise PeerError(
@@ -209,23 +211,35 @@ class Neighbours:
 
     def done(self, seen: Seen) -> None:
         """What was seen is not looked at any more."""
-        # a rank that has ended in the meantime needs no answer
-        self._write(seen.rank, _RECORD.pack(_READ, 0, seen.key, 0, 0))
+        owed = self._owed[seen.rank]
+        owed.append(_RECORD.pack(_READ, 0, seen.key, 0, 0))
+        # one who has stopped reading needs no answer now, and one who has ended none at all
+        while owed and self._wrote(seen.rank, owed[-1]) is not None:
+            owed.pop()
 
     # -- pipes ---------------------------------------------------------------------------------------
 
-    def _write(self, rank: int, record: bytes) -> bool:
-        """Whether there is still somebody to read it."""
-        while True:
-            try:
-                os.write(self._outlets[rank], record)
-            except BlockingIOError:
-                # the other rank may be waiting, in the same way, for this one to read
-                self._take_in(0.01)
-            except BrokenPipeError:
-                return False
-            else:
-                return True
+    def _write(self, rank: int, record: bytes) -> None:
+        """Raises PeerError if the rank has ended, or reads nothing for too long."""
+        start: float | None = None
+        while (wrote := self._wrote(rank, record)) is None:
+            start = start or time.monotonic()
+            if time.monotonic() - start > self.patience:
+                raise self._late(rank, "was read by")
+            # the other rank may be waiting, in the same way, for this one to read
+            self._take_in(0.01)
+        if not wrote:
+            raise self._gone(rank)
+
+    def _wrote(self, rank: int, record: bytes) -> bool | None:
+        """Whether there is somebody to read it; None if the pipe is full."""
+        try:
+            os.write(self._outlets[rank], record)
+        except BlockingIOError:
+            return None
+        except BrokenPipeError:
+            return False
+        return True
 
     def _take_in(self, patience: float, poll: select.poll | None = None) -> bool:
         """Read what others have written, after waiting for it so many seconds; whether anything came."""
@@ -245,6 +259,9 @@ class Neighbours:
                 self._announced[rank, number] = (key, offset, nbytes)
             else:
                 self._let_go(key)
+
+    def _late(self, rank: int, what: str) -> PeerError:
+        return PeerError(f"timed out: nothing {what} rank {self._names[rank]} for {self.patience:.0f} s")
 
     def _gone(self, rank: int) -> PeerError:
         return PeerError(f"connection closed: rank {self._names[rank]} has ended")
