@@ -70,7 +70,7 @@ class Neighbours:
         patience: float,
     ) -> None:
         self.rank, self.ways, self.patience = rank, len(memories) + 1, patience
-        self._names, self._arena, self._memories = dict(names), arena, dict(memories)
+        self.names, self._arena, self._memories = dict(names), arena, dict(memories)
         self._inlets, self._outlets = dict(inlets), dict(outlets)
         self._numbers = dict.fromkeys(memories, 0)
         #: (rank, number) -> (key, offset, bytes) of what was announced
@@ -166,7 +166,7 @@ class Neighbours:
         key, offset, nbytes = self._announced.pop((rank, number))
         if nbytes != count * dtype.itemsize:
             raise PeerError(
-                f"rank {self._names[rank]} sent {nbytes} bytes where {count * dtype.itemsize} are expected: "
+                f"rank {self.names[rank]} sent {nbytes} bytes where {count * dtype.itemsize} are expected: "
                 "the process group runs different programs"
             )
         return Seen(rank, key, self._memories[rank].view(offset, count, dtype))
@@ -223,10 +223,10 @@ class Neighbours:
                 self._let_go(key)
 
     def _late(self, rank: int, what: str) -> PeerError:
-        return PeerError(f"timed out: nothing {what} rank {self._names[rank]} for {self.patience:.0f} s")
+        return PeerError(f"timed out: nothing {what} rank {self.names[rank]} for {self.patience:.0f} s")
 
     def _gone(self, rank: int) -> PeerError:
-        return PeerError(f"connection closed: rank {self._names[rank]} has ended")
+        return PeerError(f"connection closed: rank {self.names[rank]} has ended")
 
 
 def _poll(fds: Iterable[int]) -> select.poll:
