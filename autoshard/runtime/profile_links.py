@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.measured import Measured
-from autoshard.cost.fit import FITTED, Timing, fit_link
+from autoshard.cost.fit import FITTED, FittedLink, Timing, fit_link
 from autoshard.errors import UsageError
 from autoshard.runtime.pending import Finish
 from autoshard.runtime.profile_device import Say, synchronize
@@ -105,15 +105,13 @@ def measure_levels(
             groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
             timings = timed(groups)
             tables += tables_of(timings)
-            if ranks == 2:
-                tables += tables_of(_sends(groups, device, sizes, computing))
         found.append(_level("node", size, timings, repeats, active, tables=tables))
     if len(nodes) > 1:
         say(f"collectives between {len(nodes)} nodes")
         across = [[node[local] for node in nodes] for local in range(per_node)]
         alone = timed(across[:1])
         together = timed(across) if per_node > 1 else alone
-        slower = fit_link(alone, where="network").bandwidth / fit_link(together, where="network").bandwidth
+        slower = _fit(alone, "network").bandwidth / _fit(together, "network").bandwidth
         shared = min(per_node, max(1, round(slower)))
         source = f"measured: {slower:.3g} times slower with all {per_node} ranks of a node active"
         tables = tables_of(together)
@@ -190,7 +188,7 @@ def _level(
     shared_by: int = 1,
     tables: Sequence[Measured] = (),
 ) -> MeasuredLevel:
-    fit = fit_link(timings, where=f"level {name}")
+    fit = _fit(timings, f"level {name}")
     lengths = sorted({t.nbytes for t in timings})
     how = (
         f"measured: least squares of a + n/b over {', '.join(FITTED)}, {lengths[0]} to {lengths[-1]} bytes, "
@@ -203,6 +201,10 @@ def _level(
     if tables:
         sources["measured"] = "measured: the same, of groups of each size at once"
     return MeasuredLevel(level, sources, fit.worst)
+
+
+def _fit(timings: Sequence[Timing], where: str) -> FittedLink:
+    return fit_link([t for t in timings if t.kind in FITTED], where=where)
 
 
 def tables_of(timings: Sequence[Timing]) -> list[Measured]:
@@ -232,7 +234,8 @@ def _timings(
     over = None if mine is None else transport_of(mine.group_name, device)
     ranks = len(members[0])
     found: list[Timing] = []
-    for kind in FITTED:
+    # between two, messages in both directions at once, as stages of a pipeline send them
+    for kind in (*FITTED, *(("send",) if ranks == 2 else ())):
         for asked in sizes:
             part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
             call = None if over is None else _collective(kind, part, ranks, device, over)
@@ -244,31 +247,14 @@ def _timings(
     return found
 
 
-def _sends(
-    pairs: Sequence[Sequence[int]], device: torch.device, sizes: Sequence[int], computing: _Computing
-) -> list[Timing]:
-    """Messages between pairs of ranks, in both directions at once, as stages of a pipeline send them."""
-    rank = dist.get_rank()
-    other = next(b if a == rank else a for a, b in pairs if rank in (a, b))
-    found: list[Timing] = []
-    for size in sizes:
-        given, taken = (torch.zeros(size // _ELEMENT, device=device) for _ in range(2))
-
-        def exchange(given: torch.Tensor = given, taken: torch.Tensor = taken) -> None:
-            both = [dist.P2POp(dist.isend, given, other), dist.P2POp(dist.irecv, taken, other)]
-            for work in dist.batch_isend_irecv(both):
-                work.wait()
-
-        found.append(Timing("send", size, 2, computing.added(exchange)))
-    return found
-
-
 def _collective(
     kind: str, part: int, ranks: int, device: torch.device, over: Transport
 ) -> Callable[[], object]:
     """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
     whole = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
+    if kind == "send":
+        return lambda: over.pass_on(whole, torch.empty_like(whole))()
     if kind == "all_reduce":
         return lambda: _arrived(*over.all_reduce(whole, "sum", own=True))
     if kind == "all_gather":

@@ -24,8 +24,10 @@ from autoshard.runtime.executor import Values
 from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
 from autoshard.runtime.p2p import Channels
+from autoshard.runtime.p2p_memory import MemoryChannels
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
+from autoshard.runtime.transports import neighbours_of
 from autoshard.schedules.schedule import Action
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class Stepper:
         self.watch = runner.guard.watch if runner.guard is not None else None
         self.accumulated = {s: accumulated(self.program, s) for s in runner.place.stages}
         self.made = makers_of(self.program)
-        self.channels: Channels | None = None
+        self.channels: Channels | MemoryChannels | None = None
         self.shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.pipe: dist.ProcessGroup | None = None
         if self.program.stages is not None:
@@ -52,8 +54,11 @@ class Stepper:
             up = pipe_group(runner) if dist.get_backend() == "nccl" else None
             self.shared = shared_groups(runner)
             place = runner.place
-            self.channels = Channels(
-                self.moves, place.peers, self._describe, place.device, up, None, self.watch
+            near = neighbours_of(self.pipe, place.device)
+            self.channels = (
+                Channels(self.moves, place.peers, self._describe, place.device, up, None, self.watch)
+                if near is None
+                else MemoryChannels(near, self._describe, self.watch)
             )
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
         #: how many terms a gradient has in a step

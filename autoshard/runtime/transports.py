@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 from autoshard.errors import UsageError
+from autoshard.runtime.meeting import meet
 from autoshard.runtime.neighbours import Neighbours
 from autoshard.runtime.network import Network
 from autoshard.runtime.shared_memory import SharedMemory
@@ -18,17 +20,20 @@ VARIABLE = "AUTOSHARD_SHARED_MEMORY"
 
 
 def transport_of(name: str, device: torch.device) -> Transport:
-    """For the group of a name: shared memory if its ranks are CPU processes that can read each other's, the
-    network otherwise. Collective: all ranks of the group, in the same order of groups."""
-    network = Network(name)
-    if device.type != "cpu" or network.ways == 1:
-        return network
-    near = Neighbours.meet(group_named(name), willing=_willing())
-    return network if near is None else SharedMemory(near, name)
+    """For the group of a name: shared memory where that can be, the network otherwise. Collective: all ranks
+    of the group, in the same order of groups."""
+    near = neighbours_of(group_named(name), device)
+    return Network(name) if near is None else SharedMemory(near, name)
 
 
-def _willing() -> bool:
+def neighbours_of(group: dist.ProcessGroup, device: torch.device) -> Neighbours | None:
+    """The ranks of a group if they are several CPU processes that can read each other's memory. Collective.
+
+    Raises UsageError if the variable is neither 0 nor 1.
+    """
+    if device.type != "cpu" or dist.get_world_size(group) == 1:
+        return None
     text = os.environ.get(VARIABLE, "1").strip()
     if text not in ("0", "1"):
         raise UsageError(f"{VARIABLE} is {text!r}", hint="0 for messages over the network alone, 1 otherwise")
-    return text == "1"
+    return meet(group, willing=text == "1")
