@@ -62,6 +62,7 @@ class Activations:
         while any([self._forwards(lowered, item) for item in lowered.main]):
             pass
         self.read[""].update(lowered.results)
+        self._looked_at: set[str] = set()
         while any([self._backwards(lowered, item) for item in reversed(lowered.main)]):
             pass
 
@@ -85,10 +86,12 @@ class Activations:
         if isinstance(item, Node):
             return self._reads(item, "")
         graph, own = lowered.segments[item.segment].graph, self.read[item.segment]
-        before = len(main) + len(own)
+        before, known = len(main) + len(own), len(own)
         own.update(i for o, i in zip(item.outs, graph.outputs, strict=True) if o in main)
-        for node in reversed(graph.nodes):
-            self._reads(node, item.segment)
+        if len(own) > known or item.segment not in self._looked_at:
+            self._looked_at.add(item.segment)
+            for node in reversed(graph.nodes):
+                self._reads(node, item.segment)
         main.update(a for (n, _), a in zip(graph.inputs, item.args, strict=True) if n in own)
         return len(main) + len(own) > before
 

@@ -112,14 +112,17 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
     """The program with collectives in fewer bits where that is allowed, and predicted to pay."""
     chosen = _Chosen(mesh, how)
     weights, reduced = Weights(lowered, sent.params), Gradients(lowered, sent.grads)
-    activations = Activations(lowered, sent.batch, sent.params, sent.tangents)
+    activations = None
+    if how.precision.activations:
+        activations = Activations(lowered, sent.batch, sent.params, sent.tangents)
 
     def kind(node: Node, inside: str) -> Kind | None:
         if weights.are_gathered(node, inside):
             return "weights"
         if reduced.are_scattered(node, inside):
             return "gradients"
-        return "activations" if activations.are_gathered(node, inside) else None
+        found = activations is not None and activations.are_gathered(node, inside)
+        return "activations" if found else None
 
     segments: dict[str, LoweredSegment] = {}
     for name, segment in lowered.segments.items():

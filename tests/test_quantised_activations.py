@@ -351,6 +351,14 @@ def test_a_wrong_gather_is_refused(op: str, change: Callable[[Node], Node], why:
     assert any(why in f"{f.finding.what} {f.finding.why}" for f in report.findings), report.findings
 
 
+def test_a_gather_over_another_axis_is_refused() -> None:
+    """Two ranks of data parallelism would join their unlike batches as if they were parts of a sequence."""
+    made = compile_analysed(sequence_llama.planned("dp=2,tp=4"), allow=ALLOW, kernels=True)
+    assert verify_static(made).ok
+    report = verify_static(_with(made, GATHER_WIRE, _argument(1, "dp")))
+    assert not report.ok and "that is all_gather over tp" in str(report.findings)
+
+
 def test_a_wire_that_lies_elsewhere_is_refused() -> None:
     name, segment, node = segment_with(program(), GATHER_WIRE)
     broken = replace(segment, layouts={**segment.layouts, node.args[0].name: (R,)})
