@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from math import inf, isnan
 
 import numpy as np
 
@@ -56,18 +57,16 @@ def least(network: CostNetwork, limits: Limits, orders: Orders) -> Direct | None
     order = orders.of(network) if _sound(network) else None
     if order is None or not fits(order, limits):
         return None
-    value, states = Elimination(_Folded(network), order).solve()
-    return Direct(value, tuple(states), order)
+    with np.errstate(invalid="ignore"):
+        value, states = Elimination(_Folded(network), order).solve()
+    # one nan or -inf among the seconds makes the least of all one of these
+    return None if isnan(value) or value == -inf else Direct(value, tuple(states), order)
 
 
 def _sound(network: CostNetwork) -> bool:
-    """Whether there is no nan, no -inf and no variable without a state; `solve` says which is in the way."""
-    if not all(map(len, network.unary)):
-        return False
-    costs = [*network.unary, *(t.ravel() for t in network.edges.values())]
-    least = np.concatenate(costs).min(initial=np.inf) if costs else np.inf  # nan stays nan
+    """Whether all bytes are finite and every variable has a state; else `solve` says what is wrong."""
     held = np.concatenate(network.memory) if network.memory else np.empty(0)
-    return bool(least > -np.inf and np.isfinite(held).all())
+    return all(map(len, network.unary)) and bool(np.isfinite(held).all())
 
 
 class _Folded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from time import perf_counter
@@ -13,16 +13,17 @@ from autoshard.search.direct import Orders, least
 from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
 from autoshard.search.minimise import ELIMINATED, ROUNDING, minimise
-from autoshard.search.network import CostNetwork, Limits, NoFiniteAssignment, SearchStats, Solution
+from autoshard.search.network import (
+    CostNetwork,
+    InfeasibleNetwork,
+    Limits,
+    NoFiniteAssignment,
+    SearchStats,
+    Solution,
+)
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 __all__ = ["min_marginals", "solve"]
-
-
-@dataclass(frozen=True)
-class _Reduced:
-    net: Residual
-    order: Order
 
 
 @dataclass(frozen=True)
@@ -100,35 +101,51 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
             raise NoFiniteAssignment(find_conflict(network))
         left = sum(len(u) for u in network.unary)
         return _Answer(direct.states, direct.cost, ELIMINATED, direct.order, left)
-    reduced = _reduce(_whole(network).weighted(0.0))
-    found = minimise(reduced.net, reduced.order, limits)
+    net = _pruned(_whole(network).weighted(0.0))
+    order = find_order(net.sizes, net.rows)
+    found = minimise(net, order, limits)
     if found.states is None:
         raise NoFiniteAssignment(find_conflict(network))
-    states = reduced.net.original(found.states)
-    return _Answer(states, found.lower_bound, found.method, reduced.order, sum(reduced.net.sizes))
+    return _Answer(net.original(found.states), found.lower_bound, found.method, order, sum(net.sizes))
 
 
 def _within(network: CostNetwork, budget: float, limits: Limits) -> _Answer:
-    """Within the budget."""
-    reduced = _reduce(_whole(network))
-    held = minimise_within(reduced.net, reduced.order, budget, limits)
+    """Within the budget; most variables are decided by pruning, and left out of the search."""
+    net = _pruned(_whole(network))
+    small, numbers = net.undecided()
+    chosen = [k.item(0) for k in net.kept]
+    decided = [i for i, size in enumerate(net.sizes) if size == 1]
+    seconds = sum([net.unary[i].item() for i in decided])
+    used = sum([net.memory[i].item() for i in decided])
+
+    def whole(states: Iterable[int]) -> tuple[int, ...]:
+        for i, state in zip(numbers, states, strict=True):
+            chosen[i] = state
+        return tuple(chosen)
+
+    order = find_order(small.sizes, small.rows)
+    try:
+        held = minimise_within(small, order, budget - used, limits)
+    except InfeasibleNetwork as error:
+        states = whole(error.states)
+        raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None
     return _Answer(
-        reduced.net.original(held.states),
-        held.lower_bound,
+        whole(small.original(held.states)),
+        held.lower_bound + seconds,
         held.method,
-        reduced.order,
-        sum(reduced.net.sizes),
+        order,
+        sum(net.sizes),
         held.steps,
         held.multiplier,
         held.is_fastest,
     )
 
 
-def _reduce(net: Residual) -> _Reduced:
-    """Pruned (``net`` itself stays whole), with an order of elimination."""
+def _pruned(net: Residual) -> Residual:
+    """A copy; ``net`` itself stays whole."""
     small = net.copy()
     prune(small)
-    return _Reduced(small, find_order(small.sizes, small.rows))
+    return small
 
 
 def _solution(
