@@ -18,7 +18,7 @@ from autoshard.runtime.shared_memory import SharedMemory
 
 
 def neighbours(ways: int, patience: float = 30.0) -> list[Neighbours]:
-    """Ranks that have met, as `Neighbours.meet` lets processes."""
+    """Ranks that have met, as `runtime.meeting.meet` lets processes."""
     arenas = [Arena() for _ in range(ways)]
     pipes = {(a, b): os.pipe() for a in range(ways) for b in range(ways) if a != b}
     for _, door in pipes.values():
