@@ -19,7 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.runtime import transport
+from autoshard.runtime.network import Network
+from autoshard.runtime.shared_memory import SharedMemory
+from autoshard.runtime.transport import Transport
+from autoshard.runtime.transports import transport_of
 
 
 class Tower(nn.Module):
@@ -287,18 +290,58 @@ def wrong_worlds(folder: Path) -> None:
 def large_and_small_messages() -> None:
     """They go different ways over gloo, and may be on their way together."""
     rank, name = dist.get_rank(), dist.group.WORLD.group_name  # type: ignore[union-attr]
-    for rows in (3, 1 << 15):  # 384 bytes, 4 MiB of each rank
-        parts = [torch.arange(rows * 32.0).view(rows, 32) + 7 * k for k in range(4)]
-        gathered = [transport.gather(parts[rank] + n, 4, name) for n in range(3)]
-        whole = torch.cat(parts)
-        arriving, part_of = transport.scatter(whole * (rank + 1), 4, name)
-        total, finish = transport.all_reduce(parts[rank], "sum", 4, name)
-        largest, kept = transport.all_reduce(parts[rank], "max", 4, name)
-        check(torch.equal(part_of(arriving()), parts[rank] * 10), f"scatter of {rows} rows")
-        for n in (2, 0, 1):  # in any order
-            check(torch.equal(gathered[n](), whole + n), f"gather {n} of {rows} rows")
-        check(torch.equal(finish(total()), sum(parts)), f"sum of {rows} rows")  # type: ignore[arg-type]
-        check(torch.equal(kept(largest()), parts[3]), f"largest of {rows} rows")
+    network, memory = Network(name), transport_of(name, torch.device("cpu"))
+    check(isinstance(memory, SharedMemory), "the ranks are of one machine")
+    for over in (network, memory):
+        for rows in (3, 1 << 15):  # 384 bytes, 4 MiB of each rank
+            messages_over(over, rows, rank)
+        for dtype in (torch.bfloat16, torch.int64):
+            types_over(over, dtype, rank)
+        uneven_over(over, rank)
+
+
+def messages_over(over: Transport, rows: int, rank: int) -> None:
+    kind = f"{type(over).__name__}, {rows} rows"
+    parts = [torch.arange(rows * 32.0).view(rows, 32) + 7 * k for k in range(4)]
+    gathered = [over.gather(parts[rank] + n) for n in range(3)]
+    whole = torch.cat(parts)
+    arriving, part_of = over.scatter(whole * (rank + 1))
+    total, finish = over.all_reduce(parts[rank], "sum")
+    largest, kept = over.all_reduce(parts[rank], "max")
+    swapped = over.all_to_all(torch.cat([(p + rank).view(-1) for p in parts]))
+    check(torch.equal(part_of(arriving()), parts[rank] * 10), f"scatter of {kind}")
+    for n in (2, 0, 1):  # in any order
+        check(torch.equal(gathered[n](), whole + n), f"gather {n} of {kind}")
+    check(torch.equal(finish(total()), sum(parts)), f"sum of {kind}")  # type: ignore[arg-type]
+    check(torch.equal(kept(largest()), parts[3]), f"largest of {kind}")
+    expected = torch.cat([(parts[rank] + k).view(-1) for k in range(4)])
+    check(torch.equal(swapped(), expected), f"all-to-all of {kind}")
+    # put together where it is sent from, in memory that is used again
+    for n in range(3):
+        room = over.room(whole.numel(), whole)
+        flat = whole.view(-1) + n if room is None else torch.add(whole.view(-1), n, out=room)
+        first, second = over.gather(flat), over.all_reduce(whole + n, "sum")
+        check(torch.equal(first(), torch.cat([whole.view(-1) + n] * 4)), f"gather of a room of {kind}")
+        check(torch.equal(second[1](second[0]()), 4 * (whole + n)), f"sum after it of {kind}")
+
+
+def types_over(over: Transport, dtype: torch.dtype, rank: int) -> None:
+    for count in (5, 1 << 16):
+        values = (torch.arange(count) % 7 + rank).to(dtype)
+        arriving, finish = over.all_reduce(values, "sum")
+        check(torch.equal(finish(arriving()), (torch.arange(count) % 7 * 4 + 6).to(dtype)), f"{dtype}")
+
+
+def uneven_over(over: Transport, rank: int) -> None:
+    """Rank r sends k rows of r to rank k, and none to itself; and passes a row on."""
+    sent = [k if k != rank else 0 for k in range(4)]
+    received = [rank if k != rank else 0 for k in range(4)]
+    got = over.exchange(torch.full((sum(sent), 3), float(rank)), sent, received)()
+    expected = torch.tensor([float(k) for k in range(4) for _ in range(received[k])])
+    check(torch.equal(got, expected[:, None].expand(-1, 3)), "rows to each")
+    out = torch.empty(2, 3)
+    over.pass_on(torch.full((2, 3), float(rank)), out)()
+    check(torch.equal(out, torch.full((2, 3), float((rank - 1) % 4))), "from the rank before")
 
 
 def main() -> None:

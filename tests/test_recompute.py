@@ -235,7 +235,7 @@ def test_a_rank_holds_what_the_estimate_says() -> None:
     alive = []
     for policy in ("none", "selective", "full"):
         made = _program(name, mesh, policy)
-        rank = RankProgram(made, 0, {"dp": ""}, torch.device("cpu"))
+        rank = RankProgram(made, 0, {}, torch.device("cpu"))
         given = _ends(made, model, inputs)
         env = rank.start()
         env.update(given)

@@ -253,7 +253,7 @@ class _Run:
         self.given = _ports(program, model, batch)
         for stages, moves in zip(prices.stages_of, self.moves, strict=True):
             sent = [v for move in moves for v in dict.fromkeys(m.value for m in move.sends)]
-            made = RankProgram(program, 0, {"dp": ""}, torch.device("cpu"), stages, sent)
+            made = RankProgram(program, 0, {}, torch.device("cpu"), stages, sent)
             env = made.start()
             uses = {v for p in lowered.parts if p.stage in stages for v in ends_of(lowered, p).uses}
             env.update({n: x for n, x in self.given.items() if n in uses})

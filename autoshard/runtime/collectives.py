@@ -1,4 +1,4 @@
-"""Collectives of a program on torch.distributed, through the functional ops.
+"""Collectives of a program between the ranks of its axes.
 
 Most are only issued, and waited for by whoever needs the result (`runtime.pending`). Uneven parts travel
 padded to the largest.
@@ -13,24 +13,21 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 
 from autoshard.ir import Node
 from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import chunk
-from autoshard.runtime import exchange, rings, symmetric, transport
+from autoshard.runtime import exchange, rings, symmetric
 from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.guard import collective
 from autoshard.runtime.parts import join_parts, take_part
-from autoshard.runtime.pending import Finish, Issue, Message, as_it_is, wait
+from autoshard.runtime.pending import Issue, Message, as_it_is
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
-from autoshard.runtime.transport import Arrival
+from autoshard.runtime.transport import Transport
 from autoshard.runtime.watch import Watch
-from autoshard.torch_adapters.groups import group_named
 
-_FUNCTIONAL = torch.ops._c10d_functional
 #: collectives whose results are pending
 ISSUED = frozenset(
     (
@@ -50,17 +47,17 @@ ISSUED = frozenset(
 class GroupCollectives:
     """The collectives of one rank.
 
-    groups: axis name -> name of its process group. names: (segment, value) -> how errors call what makes it.
+    transports: of the axes. names: (segment, value) -> how errors call what makes it.
     watch: told of every collective, None in a plain run.
     """
 
     def __init__(
         self,
-        groups: Mapping[str, str],
+        transports: Mapping[str, Transport],
         names: Mapping[tuple[str, str], object] | None = None,
         watch: Watch | None = None,
     ) -> None:
-        self.groups, self.names, self.watch = dict(groups), dict(names or {}), watch
+        self.over, self.names, self.watch = dict(transports), dict(names or {}), watch
         #: axis -> the last message that was issued over it of those that go in turn
         self._last: WeakValueDictionary[str, Message] = WeakValueDictionary()
 
@@ -103,19 +100,11 @@ class GroupCollectives:
 
         return after
 
-    def _gather(self, x: torch.Tensor, ways: int, axis: str) -> Arrival:
-        """The tensors of all ranks, not waited for."""
-        return transport.gather(x, ways, self.groups[axis])
-
-    def _scatter(self, x: torch.Tensor, ways: int, axis: str) -> tuple[Arrival, Finish]:
-        """What arrives, not waited for, and how this rank's part of the sum is made of it."""
-        return transport.scatter(x, ways, self.groups[axis])
-
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
-        own, ways = x.contiguous(), view.size_of(axis)
+        own, over = x.contiguous(), self.over[axis]
         if op == "lse":
-            return Message(self._gather(own, ways, axis), lambda got: merge_stats(got.chunk(ways)), own)
-        return Message(*transport.all_reduce(own, op, ways, self.groups[axis]), own)
+            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)), own)
+        return Message(*over.all_reduce(own, op), own)
 
     def all_gather(
         self,
@@ -137,11 +126,11 @@ class GroupCollectives:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
                 return join_parts(parts, dim, outer)
 
-            return Message(self._gather(sent, ways, axis), join, sent)
+            return Message(self.over[axis].gather(sent), join, sent)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         whole = dim == 0 and outer == 1
         finish = as_it_is if whole else lambda got: join_parts(got.chunk(ways), dim, outer)
-        return Message(self._gather(sent, ways, axis), finish, sent)
+        return Message(self.over[axis].gather(sent), finish, sent)
 
     def reduce_scatter(
         self,
@@ -156,13 +145,13 @@ class GroupCollectives:
         ways = view.size_of(axis)
         if size is None and dim == 0 and outer == 1:
             sent = x.contiguous()
-            arriving, own = self._scatter(sent, ways, axis)
+            arriving, own = self.over[axis].scatter(sent)
             return Message(arriving, own, sent)
         parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = [p.shape for p in parts]
         shape = shapes[view.coord_of(axis)]
         sent = torch.cat([_padded(p, shapes) for p in parts])
-        arriving, own = self._scatter(sent, ways, axis)
+        arriving, own = self.over[axis].scatter(sent)
         return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
 
     def all_to_all(
@@ -182,58 +171,34 @@ class GroupCollectives:
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
 
-        return Message(transport.all_to_all(sent, ways, self.groups[axis]), join, sent)
+        return Message(self.over[axis].all_to_all(sent), join, sent)
 
-    def _transport(self, axis: str) -> exchange.Transport:
-        def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-            name = self.groups[axis]
-            return wait(_FUNCTIONAL.all_to_all_single(x.contiguous(), list(received), list(sent), name))
-
-        return send
+    def _rows(self, axis: str) -> exchange.Send:
+        over = self.over[axis]
+        return lambda x, sent, received: over.exchange(x.contiguous(), sent, received)()
 
     def expert_mm(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
     ) -> torch.Tensor:
         """Rows times the matrices of their experts, which the ranks of an axis hold in parts."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return exchange.expert_mm(xs, transposed, num_experts, ways, rank, self._transport(axis))
+        return exchange.expert_mm(xs, transposed, num_experts, ways, rank, self._rows(axis))
 
     def expert_outer(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, transposed: bool, num_experts: int
     ) -> torch.Tensor:
         """The gradient of the matrices that this rank holds, from the rows of all ranks of an axis."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return exchange.expert_outer(xs, transposed, num_experts, ways, rank, self._transport(axis))
-
-    def _pass(self, view: RankView, axis: str) -> rings.Pass:
-        """To the next rank of an axis, from the one before."""
-        group = group_named(self.groups[axis])
-        ways, rank = view.size_of(axis), view.coord_of(axis)
-
-        def start(sent: torch.Tensor, received: torch.Tensor) -> Callable[[], None]:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ways),
-                    dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ways),
-                ]
-            )
-
-            def finish() -> None:
-                for work in works:
-                    work.wait()
-
-            return finish
-
-        return start
+        return exchange.expert_outer(xs, transposed, num_experts, ways, rank, self._rows(axis))
 
     def all_gather_mm(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, dim: int, outer: int = 1
     ) -> list[torch.Tensor]:
         """Rows of all ranks of an axis, and their products, each chunk multiplied as it comes by."""
-        if symmetric.usable(xs, dim, outer, self.groups[axis]):
-            return symmetric.all_gather_mm(xs, dim, self.groups[axis])
+        if symmetric.usable(xs, dim, outer, self.over[axis].name):
+            return symmetric.all_gather_mm(xs, dim, self.over[axis].name)
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return rings.all_gather_mm(xs, dim, outer, ways, rank, self._pass(view, axis))
+        return rings.all_gather_mm(xs, dim, outer, ways, rank, self.over[axis].pass_on)
 
     def mm_reduce_scatter(
         self,
@@ -245,10 +210,10 @@ class GroupCollectives:
         outer: int = 1,
     ) -> torch.Tensor:
         """This rank's rows of a sum of products over an axis, each chunk added up as it comes by."""
-        if len(xs) == 2 and symmetric.usable(xs, dim, outer, self.groups[axis]):
-            return symmetric.mm_reduce_scatter(xs, dim, shape, view.size_of(axis), self.groups[axis])
+        if len(xs) == 2 and symmetric.usable(xs, dim, outer, self.over[axis].name):
+            return symmetric.mm_reduce_scatter(xs, dim, shape, view.size_of(axis), self.over[axis].name)
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, self._pass(view, axis))
+        return rings.mm_reduce_scatter(xs, dim, shape, outer, ways, rank, self.over[axis].pass_on)
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
@@ -256,7 +221,7 @@ class GroupCollectives:
         """Several gathers over one axis as one message."""
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
-        flat = torch.cat([_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
+        flat = _together(self.over[axis], [_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
         quick, own = in_one_kernel(xs, wheres), [x.shape for x in xs]
 
         def unpack(got: torch.Tensor) -> list[torch.Tensor]:
@@ -271,7 +236,7 @@ class GroupCollectives:
                 start += max(prod(s) for s in parts)
             return outs
 
-        return Message(self._gather(flat, ways, axis), unpack, flat)
+        return Message(self.over[axis].gather(flat), unpack, flat)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
@@ -286,10 +251,9 @@ class GroupCollectives:
         if in_one_kernel(xs, wheres):
             flat = filled(xs, ways)
         else:
-            flat = torch.cat(
-                [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
-            )
-        arriving, sum_of = self._scatter(flat, ways, axis)
+            rows = [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
+            flat = _together(self.over[axis], rows)
+        arriving, sum_of = self.over[axis].scatter(flat)
 
         def unpack(got: torch.Tensor) -> list[torch.Tensor]:
             own = sum_of(got)
@@ -306,12 +270,10 @@ class GroupCollectives:
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
     ) -> Message:
         """Several all-reduces over one axis as one message."""
-        packed = filled(xs) if in_one_kernel(xs) else torch.cat([x.reshape(-1) for x in xs])
-        shapes = [x.shape for x in xs]
-
+        over, shapes = self.over[axis], [x.shape for x in xs]
+        packed = filled(xs) if in_one_kernel(xs) else _together(over, [x.reshape(-1) for x in xs])
         # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
-        ways, group = view.size_of(axis), self.groups[axis]
-        arriving, reduced = transport.all_reduce(packed, op, ways, group, own=True)
+        arriving, reduced = over.all_reduce(packed, op, own=True)
 
         def unpack(got: torch.Tensor) -> list[torch.Tensor]:
             pieces = reduced(got).split([prod(s) for s in shapes])
@@ -337,8 +299,8 @@ class GroupCollectives:
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         how = Packing.of([max(map(prod, s)) for s in shapes], bits, group, xs[0].dtype)
         sent = pack([xs], how)
-        for size, name in zip(sizes[:-1], axes[:-1], strict=True):
-            sent = self._gather(sent, size, name)()
+        for name in axes[:-1]:
+            sent = self.over[name].gather(sent)()
 
         def join(got: torch.Tensor) -> list[torch.Tensor]:
             # the last axis came last, and so stands first
@@ -348,7 +310,7 @@ class GroupCollectives:
                 for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
             ]
 
-        return Message(self._gather(sent, sizes[-1], axes[-1]), join, sent)
+        return Message(self.over[axes[-1]].gather(sent), join, sent)
 
     def reduce_scatter_q_bucket(
         self,
@@ -373,7 +335,7 @@ class GroupCollectives:
             flat = sums(got.view(ways, -1), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
-        return Message(transport.all_to_all(sent, ways, self.groups[axis]), add, sent)
+        return Message(self.over[axis].all_to_all(sent), add, sent)
 
     def slice(
         self,
@@ -400,6 +362,12 @@ def _part_shapes(
     middle = size // (outer * inner)
     lengths = [outer * chunk(middle, ways, k)[1] * inner for k in range(ways)]
     return [(*shape[:dim], n, *shape[dim + 1 :]) for n in lengths]
+
+
+def _together(over: Transport, xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat tensors of one type, one after the other, from where a message needs no copy."""
+    room = over.room(sum(x.numel() for x in xs), xs[0])
+    return torch.cat(list(xs)) if room is None else torch.cat(list(xs), out=room)
 
 
 def _padded(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment, Step
+from autoshard.runtime.transport import Transport
 from autoshard.runtime.watch import Watch
 
 #: (stage, phase, slice)
@@ -45,7 +46,7 @@ class Values(dict[str, Any]):
 class RankProgram:
     """A program bound to one rank of a stage's mesh.
 
-    groups: axis name -> name of the rank's process group of that axis. stages: those that the rank runs.
+    transports: of the axes, for this rank. stages: those that the rank runs.
     sent: values that are sent to other ranks, which counts as one more use. Results are never dropped here.
     watch: told of every call and collective, None in a plain run.
     """
@@ -54,7 +55,7 @@ class RankProgram:
         self,
         program: Program,
         rank: int,
-        groups: Mapping[str, str],
+        transports: Mapping[str, Transport],
         device: torch.device,
         stages: Collection[int] = (0,),
         sent: Collection[str] = (),
@@ -65,7 +66,7 @@ class RankProgram:
         self.view = RankView(self.mesh.names, self.mesh.sizes, self.mesh.coords(rank))
         self.device = device
         self.watch = watch
-        self.collectives = GroupCollectives(groups, collectives_of(program), watch)
+        self.collectives = GroupCollectives(transports, collectives_of(program), watch)
         self.host = host_for(device)
         lowered = program.lowered
         parts = [p for p in lowered.parts if p.stage in stages]

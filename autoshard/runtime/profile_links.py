@@ -16,9 +16,10 @@ from autoshard.cluster.cluster import Level
 from autoshard.cluster.measured import Measured
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
-from autoshard.runtime import transport
 from autoshard.runtime.pending import Finish
 from autoshard.runtime.profile_device import Say, synchronize
+from autoshard.runtime.transport import Arrival, Transport
+from autoshard.runtime.transports import transport_of
 
 #: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
@@ -228,12 +229,13 @@ def _timings(
     rank = dist.get_rank()
     groups = [dist.new_group(list(ranks)) for ranks in members]  # every rank makes every group
     mine = next((group for group, ranks in zip(groups, members, strict=True) if rank in ranks), None)
+    over = None if mine is None else transport_of(mine.group_name, device)
     ranks = len(members[0])
     found: list[Timing] = []
     for kind in FITTED:
         for asked in sizes:
             part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
-            call = None if mine is None else _collective(kind, part, ranks, device, mine)
+            call = None if over is None else _collective(kind, part, ranks, device, over)
             taken = computing.added(call)
             found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
     for group in groups:
@@ -262,20 +264,19 @@ def _sends(
 
 
 def _collective(
-    kind: str, part: int, ranks: int, device: torch.device, group: dist.ProcessGroup
+    kind: str, part: int, ranks: int, device: torch.device, over: Transport
 ) -> Callable[[], object]:
     """A call of the collective as programs make it; the whole tensor has ``part * ranks`` elements of f32."""
     whole = torch.zeros(part * ranks, device=device)
     piece = torch.zeros(part, device=device)
-    name = group.group_name
     if kind == "all_reduce":
-        return lambda: _arrived(*transport.all_reduce(whole, "sum", ranks, name, own=True))
+        return lambda: _arrived(*over.all_reduce(whole, "sum", own=True))
     if kind == "all_gather":
-        return lambda: transport.gather(piece, ranks, name)()
-    return lambda: _arrived(*transport.scatter(whole, ranks, name))
+        return lambda: over.gather(piece)()
+    return lambda: _arrived(*over.scatter(whole))
 
 
-def _arrived(arriving: transport.Arrival, finish: Finish) -> object:
+def _arrived(arriving: Arrival, finish: Finish) -> object:
     return finish(arriving())
 
 

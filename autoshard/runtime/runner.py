@@ -27,6 +27,7 @@ from autoshard.runtime.guard import guard_of
 from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.transports import transport_of
 from autoshard.torch_adapters.dtensor import (
     Spec,
     as_dtensor,
@@ -68,12 +69,13 @@ class Runner:
         self.coords = self.shape.coords(place.inner_rank)
         self.device = place.device
         groups = {n: self.mesh.get_group(n).group_name for n in self.shape.names}
+        transports = {axis: transport_of(name, self.device) for axis, name in groups.items()}
         self.moves = moves_of(program)[place.pipe_rank]
         sent = {m.value for move in self.moves for m in move.sends}
         self.guard = guard_of(self)
         watch = self.guard.watch if self.guard is not None else None
         self.rank_program = RankProgram(
-            program, place.inner_rank, groups, self.device, place.stages, sent, watch
+            program, place.inner_rank, transports, self.device, place.stages, sent, watch
         )
         self.constants = {
             p.name: self._shard(program.constants[p.target], p)  # type: ignore[arg-type]

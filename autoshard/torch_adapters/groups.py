@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 
@@ -9,3 +12,9 @@ def group_named(name: str) -> dist.ProcessGroup:
     """The process group of a name."""
     group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a group of CPU processes waits for a rank that is late."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())

@@ -1,0 +1,279 @@
+"""Ranks of a process group on one machine, which read each other's messages where they lie.
+
+A message stays in the memory of its sender (`runtime.arena`). Its readers are told where through a pipe from
+each rank to each other, and answer when they have read it. Whoever waits sleeps in the kernel until something
+comes, and sees the end of a pipe when the rank at its other side is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime.arena import Arena, Block, Mapped
+from autoshard.torch_adapters.groups import timeout_of
+
+#: what, number of the message between the two ranks, block of the sender, its offset in bytes, its bytes
+_RECORD = struct.Struct("<5Q")
+_LIES, _READ = 1, 2
+#: records that are read at once
+_MANY = 128
+
+
+class PeerError(RuntimeError):
+    """A rank of the same machine is late or gone."""
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What others need to know to read this rank's memory and to write to it. doors: rank -> its pipe."""
+
+    pid: int
+    memory: int
+    name: bytes
+    doors: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A message of this rank. key: of its block; lies: the message itself, [elements]."""
+
+    key: int
+    lies: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A message of another rank, or a part of it, in its memory. key: of its block there."""
+
+    rank: int
+    key: int
+    lies: torch.Tensor
+
+
+class Neighbours:
+    """The ranks of a group, seen from one of them. Made by `meet`.
+
+    Messages between two ranks are numbered, in the order of the program, which is the same on both: `numbers`
+    gives the next to and from each. A message that is announced may be looked at in any order.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Mapping[int, int],
+        arena: Arena,
+        memories: Mapping[int, Mapped],
+        inlets: Mapping[int, int],
+        outlets: Mapping[int, int],
+        patience: float,
+    ) -> None:
+        self.rank, self.ways, self.patience = rank, len(memories) + 1, patience
+        self._names, self._arena, self._memories = dict(names), arena, dict(memories)
+        self._inlets, self._outlets = dict(inlets), dict(outlets)
+        self._numbers = dict.fromkeys(memories, 0)
+        #: (rank, number) -> (key, offset, bytes) of what was announced
+        self._announced: dict[tuple[int, int], tuple[int, int, int]] = {}
+        #: key -> a block of this rank, and how many have yet to let go of it, itself among them
+        self._blocks: dict[int, tuple[Block, int]] = {}
+        self._rooms: dict[int, Block] = {}
+        self._count = 0
+        self._polls = {rank: _poll([inlet]) for rank, inlet in self._inlets.items()}
+        self._poll = _poll(self._inlets.values())
+        files = [arena.mapped, *memories.values()]
+        weakref.finalize(self, _close, (self._inlets, self._outlets), files)
+
+    @classmethod
+    def meet(cls, group: dist.ProcessGroup, willing: bool = True) -> Neighbours | None:
+        """The ranks of a group; None, on each of them, if one is not willing or cannot read another's memory,
+        because it is on another machine, in another container or of another user. Collective."""
+        rank, ways = dist.get_rank(group), dist.get_world_size(group)
+        pipes = {k: os.pipe() for k in range(ways) if k != rank}
+        arena = Arena() if willing and hasattr(os, "memfd_create") else None
+        doors = {k: door for k, (_, door) in pipes.items()}
+        own = _Hello(os.getpid(), arena.mapped.fd, arena.name, doors) if arena is not None else None
+        hellos: list[Any] = [None] * ways
+        dist.all_gather_object(hellos, own, group=group)
+        memories: dict[int, Mapped] = {}
+        outlets: dict[int, int] = {}
+        met = True
+        for k, hello in enumerate(hellos):
+            if k != rank:
+                met = met and hello is not None and _open(k, hello, rank, memories, outlets)
+        agreed = torch.tensor(int(met))
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)  # also: everybody has opened what it needs
+        for _, door in pipes.values():
+            os.close(door)  # only the other rank has it now, and its end is seen
+        inlets = {k: inlet for k, (inlet, _) in pipes.items()}
+        if arena is None or not int(agreed):
+            files = [*memories.values(), *([arena.mapped] if arena is not None else [])]
+            _close((inlets, outlets), files)
+            return None
+        names = {k: dist.get_global_rank(group, k) for k in range(ways)}
+        return cls(rank, names, arena, memories, inlets, outlets, timeout_of(group))
+
+    def others(self) -> list[int]:
+        """All ranks but this one, the next first: no rank is the first choice of all."""
+        return [(self.rank + k) % self.ways for k in range(1, self.ways)]
+
+    def numbers(self, ranks: Iterable[int]) -> dict[int, int]:
+        """The number of the next message to and from each of some ranks, which then is taken."""
+        taken = {}
+        for rank in ranks:
+            taken[rank] = self._numbers[rank]
+            self._numbers[rank] += 1
+        return taken
+
+    # -- what this rank sends ------------------------------------------------------------------------
+
+    def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory to put a message together in, [count]; to be posted, whole."""
+        block = self._block(count * dtype.itemsize)
+        room = self._arena.mapped.view(block.offset, count, dtype)
+        self._rooms[room.data_ptr()] = block
+        return room
+
+    def post(self, x: torch.Tensor, readers: int) -> Posted:
+        """Lay a message where others can read it, until so many have, and `release`. x: contiguous."""
+        block = self._rooms.pop(x.data_ptr(), None) if x.numel() else None
+        if block is None:
+            block = self._block(x.nbytes)
+            lies = self._arena.mapped.view(block.offset, x.numel(), x.dtype)
+            lies.copy_(x.view(-1))
+        else:
+            lies = x.view(-1)
+        self._count += 1
+        self._blocks[self._count] = (block, readers + 1)
+        return Posted(self._count, lies)
+
+    def announce(self, rank: int, number: int, message: Posted, start: int, count: int) -> None:
+        """Tell a rank where its elements of a message are. Raises PeerError if it is gone."""
+        block, _ = self._blocks[message.key]
+        size = message.lies.itemsize
+        where = (block.offset + start * size, count * size)
+        if not self._write(rank, _RECORD.pack(_LIES, number, message.key, *where)):
+            raise self._gone(rank)
+
+    def release(self, posted: Posted) -> None:
+        """This rank does not look at its own message any more."""
+        self._let_go(posted.key)
+
+    def _let_go(self, key: int) -> None:
+        block, left = self._blocks[key]
+        if left > 1:
+            self._blocks[key] = (block, left - 1)
+        else:
+            del self._blocks[key]
+            self._arena.give_back(block)
+
+    def _block(self, nbytes: int) -> Block:
+        found = self._arena.free(nbytes)
+        if found is None:
+            self._take_in(0.0)
+            found = self._arena.free(nbytes)
+        return found or self._arena.new(nbytes)
+
+    # -- what it reads -------------------------------------------------------------------------------
+
+    def look(self, rank: int, number: int, count: int, dtype: torch.dtype) -> Seen:
+        """A message of a rank, [count], waited for; `done` says that it was read.
+
+        Raises PeerError if the rank is gone or lets one wait too long, or sends another number of elements.
+        """
+        start: float | None = None
+        while (rank, number) not in self._announced:
+            if rank not in self._inlets:
+                raise self._gone(rank)
+            start = start or time.monotonic()
+            left = self.patience - (time.monotonic() - start)
+            if not self._take_in(left, self._polls[rank]):
+                who = f"rank {self._names[rank]}"
+                raise PeerError(f"timed out: nothing came from {who} for {self.patience:.0f} s")
+        key, offset, nbytes = self._announced.pop((rank, number))
+        if nbytes != count * dtype.itemsize:
+            raise PeerError(
+                f"rank {self._names[rank]} sent {nbytes} bytes where {count * dtype.itemsize} are expected: "
+                "the process group runs different programs"
+            )
+        return Seen(rank, key, self._memories[rank].view(offset, count, dtype))
+
+    def done(self, seen: Seen) -> None:
+        """What was seen is not looked at any more."""
+        # a rank that has ended in the meantime needs no answer
+        self._write(seen.rank, _RECORD.pack(_READ, 0, seen.key, 0, 0))
+
+    # -- pipes ---------------------------------------------------------------------------------------
+
+    def _write(self, rank: int, record: bytes) -> bool:
+        """Whether there is still somebody to read it."""
+        while True:
+            try:
+                os.write(self._outlets[rank], record)
+            except BlockingIOError:
+                # the other rank may be waiting, in the same way, for this one to read
+                self._take_in(0.01)
+            except BrokenPipeError:
+                return False
+            else:
+                return True
+
+    def _take_in(self, patience: float, poll: select.poll | None = None) -> bool:
+        """Read what others have written, after waiting for it so many seconds; whether anything came."""
+        ready = {fd for fd, _ in (poll or self._poll).poll(max(0, ceil(patience * 1e3)))}
+        for rank, inlet in list(self._inlets.items()):
+            if inlet in ready:
+                self._receive(rank, os.read(inlet, _MANY * _RECORD.size))
+        return bool(ready)
+
+    def _receive(self, rank: int, raw: bytes) -> None:
+        if not raw:
+            inlet = self._inlets.pop(rank)
+            self._poll.unregister(inlet)
+            os.close(inlet)
+        for what, number, key, offset, nbytes in _RECORD.iter_unpack(raw):
+            if what == _LIES:
+                self._announced[rank, number] = (key, offset, nbytes)
+            else:
+                self._let_go(key)
+
+    def _gone(self, rank: int) -> PeerError:
+        return PeerError(f"connection closed: rank {self._names[rank]} has ended")
+
+
+def _open(rank: int, hello: _Hello, own: int, memories: dict[int, Mapped], outlets: dict[int, int]) -> bool:
+    """Whether another process could be reached. What was opened is put into the last two."""
+    try:
+        memories[rank] = Mapped(os.open(f"/proc/{hello.pid}/fd/{hello.memory}", os.O_RDWR | os.O_CLOEXEC))
+        if memories[rank].name() != hello.name:
+            return False  # a process of the same number, in another place
+        outlets[rank] = os.open(
+            f"/proc/{hello.pid}/fd/{hello.doors[own]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )
+    except OSError:
+        return False
+    return True
+
+
+def _poll(fds: Iterable[int]) -> select.poll:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return poll
+
+
+def _close(pipes: Iterable[Mapping[int, int]], files: Iterable[Mapped]) -> None:
+    for ends in pipes:
+        for fd in ends.values():
+            os.close(fd)
+    for file in files:
+        file.close()

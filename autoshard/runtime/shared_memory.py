@@ -1,0 +1,166 @@
+"""Collectives between processes of one machine, through memory that they share (`runtime.neighbours`).
+
+Ranks on CPUs share cores, and gloo has each byte copied into the kernel and out of it again, once in every
+turn of its rings. Here each rank lays its message down once, and the others compute with it where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+
+from autoshard.runtime.neighbours import Neighbours, Posted, Seen
+from autoshard.runtime.pending import Finish, as_it_is
+from autoshard.runtime.transport import Arrival, sum_of
+
+#: bytes up to which each rank reduces all of a message itself, instead of a part which the others then read:
+#: waiting a second time costs more
+_WHOLE = 1 << 16
+
+
+class SharedMemory:
+    """A `runtime.transport.Transport`. name: of the process group."""
+
+    def __init__(self, neighbours: Neighbours, name: str) -> None:
+        self.near, self.name = neighbours, name
+        self.rank, self.ways = neighbours.rank, neighbours.ways
+
+    def room(self, count: int, like: torch.Tensor) -> torch.Tensor | None:
+        return self.near.room(count, like.dtype)
+
+    def gather(self, x: torch.Tensor) -> Arrival:
+        posted, arriving = self._read_by_all(x, x.numel(), [0] * self.ways)
+
+        def join() -> torch.Tensor:
+            out = x.new_empty((self.ways * x.shape[0], *x.shape[1:]))
+            parts = out.view(self.ways, -1)
+            parts[self.rank].copy_(posted.lies)
+            for seen in arriving():
+                parts[seen.rank].copy_(seen.lies)
+                self.near.done(seen)
+            self.near.release(posted)
+            return out
+
+        return join
+
+    def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:
+        part = x.numel() // self.ways
+        shape = (x.shape[0] // self.ways, *x.shape[1:])
+        posted, arriving = self._read_by_all(x, part, [k * part for k in range(self.ways)])
+
+        def add() -> torch.Tensor:
+            own = posted.lies.view(self.ways, -1)[self.rank]
+            return self._reduced(posted, own, arriving(), "sum").view(shape)
+
+        return add, as_it_is
+
+    def all_reduce(self, x: torch.Tensor, op: str, own: bool = False) -> tuple[Arrival, Finish]:
+        if op not in ("sum", "max"):
+            raise NotImplementedError(f"an all-reduce of {op!r}")
+        if x.nbytes > _WHOLE:
+            return self._all_reduce_parts(x, op), as_it_is
+        posted, arriving = self._read_by_all(x, x.numel(), [0] * self.ways)
+        return lambda: self._reduced(posted, posted.lies, arriving(), op).view(x.shape), as_it_is
+
+    def _all_reduce_parts(self, x: torch.Tensor, op: str) -> Arrival:
+        """Each rank reduces a part where its message lies, and then reads those of the others."""
+        near, others = self.near, self.near.others()
+        cuts = list(pairwise(x.numel() * k // self.ways for k in range(self.ways + 1)))
+        start, end = cuts[self.rank]
+        posted = near.post(x, self.ways - 1)
+        sent, reduced = near.numbers(others), near.numbers(others)
+        for k in others:
+            near.announce(k, sent[k], posted, cuts[k][0], cuts[k][1] - cuts[k][0])
+
+        def join() -> torch.Tensor:
+            seen = [near.look(k, sent[k], end - start, x.dtype) for k in others]
+            out = torch.empty_like(x)
+            parts = [out.view(-1)[first:last] for first, last in cuts]
+            self._reduce(posted.lies[start:end], seen, op, parts[self.rank])
+            posted.lies[start:end].copy_(parts[self.rank])
+            for k in others:
+                near.announce(k, reduced[k], posted, start, end - start)
+            for k in others:
+                one = near.look(k, reduced[k], len(parts[k]), x.dtype)
+                parts[k].copy_(one.lies)
+                near.done(one)
+            near.release(posted)
+            return out
+
+        return join
+
+    def all_to_all(self, x: torch.Tensor) -> Arrival:
+        counts = [x.numel() // self.ways] * self.ways
+        return self.exchange(x, counts, counts)
+
+    def exchange(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Arrival:
+        near, width = self.near, prod(x.shape[1:])
+        posted = near.post(x, self.ways - 1)
+        numbers = near.numbers(near.others())
+        starts = [0, *accumulate(sent)]
+        for k, number in numbers.items():
+            near.announce(k, number, posted, starts[k] * width, sent[k] * width)
+
+        def join() -> torch.Tensor:
+            out = x.new_empty((sum(received), *x.shape[1:]))
+            parts = out.split(list(received))
+            own = posted.lies[starts[self.rank] * width : starts[self.rank + 1] * width]
+            parts[self.rank].view(-1).copy_(own)
+            for k, number in numbers.items():
+                seen = near.look(k, number, received[k] * width, x.dtype)
+                parts[k].view(-1).copy_(seen.lies)
+                near.done(seen)
+            near.release(posted)
+            return out
+
+        return join
+
+    def pass_on(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+        near, after, before = self.near, (self.rank + 1) % self.ways, (self.rank - 1) % self.ways
+        # of two ranks, the next is the one before
+        numbers = near.numbers(dict.fromkeys((after, before)))
+        posted = near.post(x, 1)
+        near.announce(after, numbers[after], posted, 0, x.numel())
+        near.release(posted)
+
+        def finish() -> None:
+            seen = near.look(before, numbers[before], out.numel(), out.dtype)
+            out.copy_(seen.lies.view(out.shape))
+            near.done(seen)
+
+        return finish
+
+    def _read_by_all(
+        self, x: torch.Tensor, count: int, starts: Sequence[int]
+    ) -> tuple[Posted, Callable[[], list[Seen]]]:
+        """Lays a message down of which rank k reads ``count`` elements from ``starts[k]`` on; and what gives
+        those that this rank reads of the others."""
+        near = self.near
+        posted = near.post(x, self.ways - 1)
+        numbers = near.numbers(near.others())
+        for k, number in numbers.items():
+            near.announce(k, number, posted, starts[k], count)
+        return posted, lambda: [near.look(k, number, count, x.dtype) for k, number in numbers.items()]
+
+    def _reduced(self, posted: Posted, own: torch.Tensor, seen: Sequence[Seen], op: str) -> torch.Tensor:
+        """own: what counts of this rank's message. Nobody's message is read again afterwards."""
+        out = torch.empty_like(own)
+        self._reduce(own, seen, op, out)
+        for each in seen:
+            self.near.done(each)
+        self.near.release(posted)
+        return out
+
+    def _reduce(self, own: torch.Tensor, seen: Sequence[Seen], op: str, out: torch.Tensor) -> None:
+        """In the order of the ranks, the same on each. out: where to."""
+        rows = {self.rank: own} | {each.rank: each.lies for each in seen}
+        ordered = [rows[k] for k in range(self.ways)]
+        if op == "sum":
+            sum_of(ordered, out)
+            return
+        torch.maximum(ordered[0], ordered[1], out=out)
+        for row in ordered[2:]:
+            torch.maximum(out, row, out=out)
