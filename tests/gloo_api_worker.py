@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
+from autoshard.runtime.meeting import meet
 from autoshard.runtime.network import Network
 from autoshard.runtime.shared_memory import SharedMemory
 from autoshard.runtime.transport import Transport
@@ -344,6 +347,21 @@ def uneven_over(over: Transport, rank: int) -> None:
     check(torch.equal(out, torch.full((2, 3), float((rank - 1) % 4))), "from the rank before")
 
 
+def memory_that_cannot_be_shared() -> None:
+    """One rank that cannot is enough, and nobody keeps a file open for it."""
+    group = dist.group.WORLD
+    assert group is not None
+    before = len(os.listdir("/proc/self/fd"))
+    near = meet(group)
+    check(near is not None and len(os.listdir("/proc/self/fd")) > before, "the ranks have met")
+    del near
+    check(len(os.listdir("/proc/self/fd")) == before, "what was opened is closed")
+    check(meet(group, willing=dist.get_rank() != 1) is None, "a rank is not willing")
+    with patch.object(os, "pipe", side_effect=OSError if dist.get_rank() == 2 else os.pipe):
+        check(meet(group) is None, "a rank has no files left")
+    check(len(os.listdir("/proc/self/fd")) == before, "what was opened in vain is closed")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -360,6 +378,7 @@ def main() -> None:
     checkpoint(folder / "checkpoint")
     wrong_worlds(folder)
     large_and_small_messages()
+    memory_that_cannot_be_shared()
     dist.barrier()
     if dist.get_rank() == 0:
         print("all ways work")

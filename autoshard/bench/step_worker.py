@@ -6,6 +6,7 @@ Arguments: where to write the results as JSON.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard.bench.by_hand import by_ddp, by_fsdp2, by_tensor_parallel
 from autoshard.bench.models import bench_batch, bench_llama
+from autoshard.runtime.transports import VARIABLE
 
 ROUNDS, STEPS = 9, 4
 #: every optional pass switched off
@@ -117,8 +120,11 @@ def main() -> None:
     chosen = _chosen()
     rows.append({"case": f"planner's own: {chosen}", **compared(ours(chosen), best)})
     for mesh in (f"fsdp={world}", f"dp=2,tp={world // 2}"):
-        plain = {"without passes": ours(mesh, **OFF)}
-        rows.append({"case": f"{mesh}, all passes", **compared(ours(mesh), plain)})
+        quick = ours(mesh)
+        rows.append({"case": f"{mesh}, all passes", **compared(quick, {"without passes": ours(mesh, **OFF)})})
+        with patch.dict(os.environ, {VARIABLE: "0"}):
+            over_gloo = ours(mesh, **OFF)
+        rows.append({"case": f"{mesh}, all passes", **compared(quick, {"without, over gloo": over_gloo})})
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(rows))
     dist.destroy_process_group()

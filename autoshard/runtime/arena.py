@@ -14,6 +14,8 @@ import torch
 _PAGE = 4096
 #: bytes at the start that say whose memory it is
 _NAME = 16
+#: of the file, in bytes
+_SMALLEST = 1 << 20
 #: a free block is taken for a message that fills at least so much of it
 _FILLED = 0.75
 
@@ -58,7 +60,8 @@ class Arena:
 
     def __init__(self) -> None:
         self.mapped = Mapped(os.memfd_create("autoshard"))
-        os.ftruncate(self.mapped.fd, _PAGE)
+        self._size = _SMALLEST
+        os.ftruncate(self.mapped.fd, self._size)
         self.name = secrets.token_bytes(_NAME)
         os.pwrite(self.mapped.fd, self.name, 0)
         self._end = _PAGE
@@ -76,8 +79,11 @@ class Arena:
     def new(self, nbytes: int) -> Block:
         """More memory. Raises OSError if there is none."""
         block = Block(_rounded(nbytes), self._end)
-        os.ftruncate(self.mapped.fd, self._end + block.size)
         self._end += block.size
+        if self._end > self._size:
+            # twice as long, since all map it anew: pages that nobody has written to take no memory
+            self._size = max(self._end, 2 * self._size)
+            os.ftruncate(self.mapped.fd, self._size)
         return block
 
     def give_back(self, block: Block) -> None:

@@ -121,16 +121,19 @@ class GroupCollectives:
             shapes = _part_shapes(x.shape, dim, size, ways, outer, inner)
             sent = _padded(x, shapes)
 
-            def join(got: torch.Tensor) -> torch.Tensor:
-                rows = got.view(ways, -1)
+            def join(rows: Sequence[torch.Tensor]) -> torch.Tensor:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
                 return join_parts(parts, dim, outer)
 
-            return Message(self.over[axis].gather(sent), join, sent)
+            return Message(self.over[axis].gather_rows(sent, join), as_it_is, sent)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
-        whole = dim == 0 and outer == 1
-        finish = as_it_is if whole else lambda got: join_parts(got.chunk(ways), dim, outer)
-        return Message(self.over[axis].gather(sent), finish, sent)
+        if dim == 0 and outer == 1:
+            return Message(self.over[axis].gather(sent), as_it_is, sent)
+
+        def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+            return join_parts([row.view(sent.shape) for row in rows], dim, outer)
+
+        return Message(self.over[axis].gather_rows(sent, whole), as_it_is, sent)
 
     def reduce_scatter(
         self,
@@ -150,7 +153,7 @@ class GroupCollectives:
         parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = [p.shape for p in parts]
         shape = shapes[view.coord_of(axis)]
-        sent = torch.cat([_padded(p, shapes) for p in parts])
+        sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
         return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
 
@@ -166,7 +169,7 @@ class GroupCollectives:
     ) -> Message:
         ways = view.size_of(axis)
         parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        sent, shape = torch.cat([p.reshape(-1) for p in parts]), parts[0].shape
+        sent, shape = _together(self.over[axis], [p.reshape(-1) for p in parts]), parts[0].shape
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
@@ -222,21 +225,20 @@ class GroupCollectives:
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         flat = _together(self.over[axis], [_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
-        quick, own = in_one_kernel(xs, wheres), [x.shape for x in xs]
+        if in_one_kernel(xs, wheres):
+            own = [x.shape for x in xs]
+            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways), flat)
 
-        def unpack(got: torch.Tensor) -> list[torch.Tensor]:
-            if quick:
-                return emptied(got, own, ways)
-            rows = got.view(ways, -1)
+        def unpack(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             outs: list[torch.Tensor] = []
             start = 0
             for parts, (dim, outer, _, _) in zip(shapes, wheres, strict=True):
-                pieces = [rows[k, start : start + prod(s)].view(s) for k, s in enumerate(parts)]
+                pieces = [row[start : start + prod(s)].view(s) for row, s in zip(rows, parts, strict=True)]
                 outs.append(join_parts(pieces, dim, outer))
                 start += max(prod(s) for s in parts)
             return outs
 
-        return Message(self.over[axis].gather(flat), unpack, flat)
+        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is, flat)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]

@@ -15,13 +15,10 @@ import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoshard.runtime.arena import Arena, Block, Mapped
-from autoshard.torch_adapters.groups import timeout_of
 
 #: what, number of the message between the two ranks, block of the sender, its offset in bytes, its bytes
 _RECORD = struct.Struct("<5Q")
@@ -32,16 +29,6 @@ _MANY = 128
 
 class PeerError(RuntimeError):
     """A rank of the same machine is late or gone."""
-
-
-@dataclass(frozen=True)
-class _Hello:
-    """What others need to know to read this rank's memory and to write to it. doors: rank -> its pipe."""
-
-    pid: int
-    memory: int
-    name: bytes
-    doors: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,11 @@ class Seen:
 
 
 class Neighbours:
-    """The ranks of a group, seen from one of them. Made by `meet`.
+    """The ranks of a group, seen from one of them.
+
+    rank: this one, its place in the group. names: place -> rank of the world, for errors. memories, inlets,
+    outlets: of every other rank, its memory and the ends of the pipes from it and to it; they are closed with
+    this. patience: seconds to wait for a rank.
 
     Messages between two ranks are numbered, in the order of the program, which is the same on both: `numbers`
     gives the next to and from each. A message that is announced may be looked at in any order.
@@ -87,40 +78,13 @@ class Neighbours:
         #: key -> a block of this rank, and how many have yet to let go of it, itself among them
         self._blocks: dict[int, tuple[Block, int]] = {}
         self._rooms: dict[int, Block] = {}
+        #: rank -> answers for which its pipe had no room
+        self._owed: dict[int, list[bytes]] = {k: [] for k in memories}
         self._count = 0
         self._polls = {rank: _poll([inlet]) for rank, inlet in self._inlets.items()}
         self._poll = _poll(self._inlets.values())
         files = [arena.mapped, *memories.values()]
-        weakref.finalize(self, _close, (self._inlets, self._outlets), files)
-
-    @classmethod
-    def meet(cls, group: dist.ProcessGroup, willing: bool = True) -> Neighbours | None:
-        """The ranks of a group; None, on each of them, if one is not willing or cannot read another's memory,
-        because it is on another machine, in another container or of another user. Collective."""
-        rank, ways = dist.get_rank(group), dist.get_world_size(group)
-        pipes = {k: os.pipe() for k in range(ways) if k != rank}
-        arena = Arena() if willing and hasattr(os, "memfd_create") else None
-        doors = {k: door for k, (_, door) in pipes.items()}
-        own = _Hello(os.getpid(), arena.mapped.fd, arena.name, doors) if arena is not None else None
-        hellos: list[Any] = [None] * ways
-        dist.all_gather_object(hellos, own, group=group)
-        memories: dict[int, Mapped] = {}
-        outlets: dict[int, int] = {}
-        met = True
-        for k, hello in enumerate(hellos):
-            if k != rank:
-                met = met and hello is not None and _open(k, hello, rank, memories, outlets)
-        agreed = torch.tensor(int(met))
-        dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)  # also: everybody has opened what it needs
-        for _, door in pipes.values():
-            os.close(door)  # only the other rank has it now, and its end is seen
-        inlets = {k: inlet for k, (inlet, _) in pipes.items()}
-        if arena is None or not int(agreed):
-            files = [*memories.values(), *([arena.mapped] if arena is not None else [])]
-            _close((inlets, outlets), files)
-            return None
-        names = {k: dist.get_global_rank(group, k) for k in range(ways)}
-        return cls(rank, names, arena, memories, inlets, outlets, timeout_of(group))
+        weakref.finalize(self, close, (self._inlets, self._outlets), files)
 
     def others(self) -> list[int]:
         """All ranks but this one, the next first: no rank is the first choice of all."""
@@ -138,6 +102,8 @@ class Neighbours:
 
     def room(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to put a message together in, [count]; to be posted, whole."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
         block = self._block(count * dtype.itemsize)
         room = self._arena.mapped.view(block.offset, count, dtype)
         self._rooms[room.data_ptr()] = block
@@ -145,7 +111,7 @@ class Neighbours:
 
     def post(self, x: torch.Tensor, readers: int) -> Posted:
         """Lay a message where others can read it, until so many have, and `release`. x: contiguous."""
-        block = self._rooms.pop(x.data_ptr(), None) if x.numel() else None
+        block = self._rooms.pop(x.data_ptr(), None)
         if block is None:
             block = self._block(x.nbytes)
             lies = self._arena.mapped.view(block.offset, x.numel(), x.dtype)
@@ -161,8 +127,7 @@ class Neighbours:
         block, _ = self._blocks[message.key]
         size = message.lies.itemsize
         where = (block.offset + start * size, count * size)
-        if not self._write(rank, _RECORD.pack(_LIES, number, message.key, *where)):
-            raise self._gone(rank)
+        self._write(rank, _RECORD.pack(_LIES, number, message.key, *where))
 
     def release(self, posted: Posted) -> None:
         """This rank does not look at its own message any more."""
@@ -197,8 +162,7 @@ class Neighbours:
             start = start or time.monotonic()
             left = self.patience - (time.monotonic() - start)
             if not self._take_in(left, self._polls[rank]):
-                who = f"rank {self._names[rank]}"
-                raise PeerError(f"timed out: nothing came from {who} for {self.patience:.0f} s")
+                raise self._late(rank, "came from")
         key, offset, nbytes = self._announced.pop((rank, number))
         if nbytes != count * dtype.itemsize:
             raise PeerError(
@@ -209,23 +173,35 @@ class Neighbours:
 
     def done(self, seen: Seen) -> None:
         """What was seen is not looked at any more."""
-        # a rank that has ended in the meantime needs no answer
-        self._write(seen.rank, _RECORD.pack(_READ, 0, seen.key, 0, 0))
+        owed = self._owed[seen.rank]
+        owed.append(_RECORD.pack(_READ, 0, seen.key, 0, 0))
+        # one who has stopped reading needs no answer now, and one who has ended none at all
+        while owed and self._wrote(seen.rank, owed[-1]) is not None:
+            owed.pop()
 
     # -- pipes ---------------------------------------------------------------------------------------
 
-    def _write(self, rank: int, record: bytes) -> bool:
-        """Whether there is still somebody to read it."""
-        while True:
-            try:
-                os.write(self._outlets[rank], record)
-            except BlockingIOError:
-                # the other rank may be waiting, in the same way, for this one to read
-                self._take_in(0.01)
-            except BrokenPipeError:
-                return False
-            else:
-                return True
+    def _write(self, rank: int, record: bytes) -> None:
+        """Raises PeerError if the rank has ended, or reads nothing for too long."""
+        start: float | None = None
+        while (wrote := self._wrote(rank, record)) is None:
+            start = start or time.monotonic()
+            if time.monotonic() - start > self.patience:
+                raise self._late(rank, "was read by")
+            # the other rank may be waiting, in the same way, for this one to read
+            self._take_in(0.01)
+        if not wrote:
+            raise self._gone(rank)
+
+    def _wrote(self, rank: int, record: bytes) -> bool | None:
+        """Whether there is somebody to read it; None if the pipe is full."""
+        try:
+            os.write(self._outlets[rank], record)
+        except BlockingIOError:
+            return None
+        except BrokenPipeError:
+            return False
+        return True
 
     def _take_in(self, patience: float, poll: select.poll | None = None) -> bool:
         """Read what others have written, after waiting for it so many seconds; whether anything came."""
@@ -246,22 +222,11 @@ class Neighbours:
             else:
                 self._let_go(key)
 
+    def _late(self, rank: int, what: str) -> PeerError:
+        return PeerError(f"timed out: nothing {what} rank {self._names[rank]} for {self.patience:.0f} s")
+
     def _gone(self, rank: int) -> PeerError:
         return PeerError(f"connection closed: rank {self._names[rank]} has ended")
-
-
-def _open(rank: int, hello: _Hello, own: int, memories: dict[int, Mapped], outlets: dict[int, int]) -> bool:
-    """Whether another process could be reached. What was opened is put into the last two."""
-    try:
-        memories[rank] = Mapped(os.open(f"/proc/{hello.pid}/fd/{hello.memory}", os.O_RDWR | os.O_CLOEXEC))
-        if memories[rank].name() != hello.name:
-            return False  # a process of the same number, in another place
-        outlets[rank] = os.open(
-            f"/proc/{hello.pid}/fd/{hello.doors[own]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )
-    except OSError:
-        return False
-    return True
 
 
 def _poll(fds: Iterable[int]) -> select.poll:
@@ -271,7 +236,8 @@ def _poll(fds: Iterable[int]) -> select.poll:
     return poll
 
 
-def _close(pipes: Iterable[Mapping[int, int]], files: Iterable[Mapped]) -> None:
+def close(pipes: Iterable[Mapping[int, int]], files: Iterable[Mapped]) -> None:
+    """Ends of pipes by rank, and shared files."""
     for ends in pipes:
         for fd in ends.values():
             os.close(fd)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autoshard.runtime.pending import Finish, as_it_is, wait
-from autoshard.runtime.transport import Arrival, sum_of
+from autoshard.runtime.transport import Arrival, Join, sum_of
 from autoshard.torch_adapters.groups import group_named
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -48,6 +49,10 @@ class Network:
             return partial(_when, wait_for, out)
         arriving = self.all_to_all(x.view(-1).repeat(self.ways))
         return lambda: arriving().view(shape)
+
+    def gather_rows(self, x: torch.Tensor, join: Join) -> Callable[[], Any]:
+        arriving = self.gather(x)
+        return lambda: join(arriving().view(self.ways, -1).unbind())
 
     def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:
         """On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
+from typing import Any
 
 import torch
 
 from autoshard.runtime.neighbours import Neighbours, Posted, Seen
 from autoshard.runtime.pending import Finish, as_it_is
-from autoshard.runtime.transport import Arrival, sum_of
+from autoshard.runtime.transport import Arrival, Join, sum_of
 
 #: bytes up to which each rank reduces all of a message itself, instead of a part which the others then read:
 #: waiting a second time costs more
@@ -32,19 +33,19 @@ class SharedMemory:
         return self.near.room(count, like.dtype)
 
     def gather(self, x: torch.Tensor) -> Arrival:
+        shape = (self.ways * x.shape[0], *x.shape[1:])
+        return self.gather_rows(x, lambda rows: torch.cat(list(rows)).view(shape))
+
+    def gather_rows(self, x: torch.Tensor, join: Join) -> Callable[[], Any]:
         posted, arriving = self._read_by_all(x, x.numel(), [0] * self.ways)
 
-        def join() -> torch.Tensor:
-            out = x.new_empty((self.ways * x.shape[0], *x.shape[1:]))
-            parts = out.view(self.ways, -1)
-            parts[self.rank].copy_(posted.lies)
-            for seen in arriving():
-                parts[seen.rank].copy_(seen.lies)
-                self.near.done(seen)
-            self.near.release(posted)
-            return out
+        def joined() -> Any:
+            seen = arriving()
+            made = join(self._in_order(posted.lies, seen))
+            self._finished(posted, seen)
+            return made
 
-        return join
+        return joined
 
     def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:
         part = x.numel() // self.ways
@@ -149,15 +150,21 @@ class SharedMemory:
         """own: what counts of this rank's message. Nobody's message is read again afterwards."""
         out = torch.empty_like(own)
         self._reduce(own, seen, op, out)
+        self._finished(posted, seen)
+        return out
+
+    def _finished(self, posted: Posted, seen: Sequence[Seen]) -> None:
         for each in seen:
             self.near.done(each)
         self.near.release(posted)
-        return out
+
+    def _in_order(self, own: torch.Tensor, seen: Sequence[Seen]) -> list[torch.Tensor]:
+        rows = {self.rank: own} | {each.rank: each.lies for each in seen}
+        return [rows[k] for k in range(self.ways)]
 
     def _reduce(self, own: torch.Tensor, seen: Sequence[Seen], op: str, out: torch.Tensor) -> None:
         """In the order of the ranks, the same on each. out: where to."""
-        rows = {self.rank: own} | {each.rank: each.lies for each in seen}
-        ordered = [rows[k] for k in range(self.ways)]
+        ordered = self._in_order(own, seen)
         if op == "sum":
             sum_of(ordered, out)
             return

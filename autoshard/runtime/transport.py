@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -11,6 +11,8 @@ from autoshard.runtime.pending import Finish
 
 #: waits for what is on its way and gives it
 Arrival: TypeAlias = Callable[[], torch.Tensor]
+#: makes something new of a tensor of every rank
+Join: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 
 
 class Transport(Protocol):
@@ -35,6 +37,10 @@ class Transport(Protocol):
 
     def gather(self, x: torch.Tensor) -> Arrival:
         """The tensors of all ranks, one after the other along dim 0."""
+        ...
+
+    def gather_rows(self, x: torch.Tensor, join: Join) -> Callable[[], Any]:
+        """What is made of the tensors of all ranks, each of them flat; they are gone when it is made."""
         ...
 
     def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from autoshard.errors import UsageError
-from autoshard.runtime.neighbours import Neighbours
+from autoshard.runtime.meeting import meet
 from autoshard.runtime.network import Network
 from autoshard.runtime.shared_memory import SharedMemory
 from autoshard.runtime.transport import Transport
@@ -23,7 +23,7 @@ def transport_of(name: str, device: torch.device) -> Transport:
     network = Network(name)
     if device.type != "cpu" or network.ways == 1:
         return network
-    near = Neighbours.meet(group_named(name), willing=_willing())
+    near = meet(group_named(name), willing=_willing())
     return network if near is None else SharedMemory(near, name)
 
 
