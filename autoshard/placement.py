@@ -92,6 +92,10 @@ def dims_compatible(size: int, shards: Sequence[tuple[Shard, int]]) -> bool:
     overlap. All but the last in mesh order split evenly, and the last only unevenly if it is also the
     innermost.
     """
+    if len(shards) == 1:
+        (only, ways) = shards[0]
+        middle, rest = divmod(size, only.outer * only.inner)
+        return not rest and (middle % ways == 0 or chunk(middle, ways, ways - 1)[1] > 0)
     local = size
     taken: list[tuple[int, int]] = []  # (outer, ways) so far, ways multiplied for nested ones
     for position, (shard, ways) in enumerate(shards):
@@ -173,9 +177,11 @@ def shards_of_dim(
 
 def layout_ok(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> bool:
     """Whether a tensor of this global shape can lie like that on a mesh with these axis sizes."""
-    for dim in {p.dim for p in layout if isinstance(p, Shard)}:
-        shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard) and p.dim == dim]
-        if not dims_compatible(shape[dim], shards):
+    shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard)]
+    if len(shards) == 1:
+        return dims_compatible(shape[shards[0][0].dim], shards)
+    for dim in {p.dim for p, _ in shards}:
+        if not dims_compatible(shape[dim], [(p, t) for p, t in shards if p.dim == dim]):
             return False
     return True
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 from dataclasses import replace
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from autoshard.bench.cases import Case
 from autoshard.bench.cuts import SC21, heads, interleaved_rows
 from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
 from autoshard.bench.cuts_table import print_cuts
-from autoshard.bench.planning import PlanningRow, median_of, plan_case
+from autoshard.bench.planning import PlanningRow, compile_package, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
 from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
 from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
@@ -238,6 +240,13 @@ def test_planning_a_case() -> None:
     assert found.rival and found.rival_ratio >= 1 - 1e-9
     given = plan_case(replace(CASE, mesh="tp=2"))
     assert given.mesh == "tp=2" and not given.rival
+
+
+def test_what_is_timed_has_its_bytecode() -> None:
+    """Also in folders that are links."""
+    compile_package()
+    for function in (plan_case, capture):
+        assert Path(cache_from_source(inspect.getfile(function))).is_file()
 
 
 def test_planning_tables() -> None:

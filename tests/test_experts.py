@@ -420,10 +420,11 @@ def test_the_price_of_an_exchange() -> None:
     types = [x, expert, weight]
     link = prices.reshard.links[0]
     sent = sum(seconds("all_to_all", t.nbytes / 4, link) for t in (x, expert, out))
-    exchanged = prices.op_seconds(rule, types, [out], state, (4,))
-    alone = prices.op_seconds(replace(rule, exchange=()), types, [out], state, (4,))
-    assert exchanged == pytest.approx(alone + sent)
-    assert prices.op_seconds(rule, types, [out], whole, (4,)) >= alone
+    assert prices.exchange_seconds(rule, types, [out], state, (4,)) == pytest.approx(sent)
+    exchanged, split_by_rows = prices.op_seconds(rule, types, [out], [state, whole], (4,))
+    alone = prices.op_seconds(replace(rule, exchange=()), types, [out], [state], (4,))
+    assert exchanged == alone  # what is sent is priced apart
+    assert split_by_rows >= exchanged
 
 
 def test_states_that_exchange() -> None:

@@ -17,9 +17,11 @@ from autoshard.search import (
     min_marginals,
     solve,
 )
+from autoshard.search.direct import Orders, least
 from autoshard.search.dive import dive, widen
 from autoshard.search.improve import measure
 from autoshard.search.milp import solve_milp
+from autoshard.search.minimise import minimise_pruned
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 #: tables of a few entries, so that every fallback has to work
@@ -118,6 +120,42 @@ def some_budget(network: CostNetwork, share: float) -> float:
 def test_elimination_is_exact(network: CostNetwork) -> None:
     found = compare(network)
     assert found is None or (found.gap == 0.0 and found.method == "eliminated")
+
+
+@given(networks)
+@few
+def test_pruning_first_finds_what_elimination_alone_does(network: CostNetwork) -> None:
+    direct = least(network, Limits(), Orders())
+    assert direct is not None
+    net = Residual.of(network)
+    try:
+        make_consistent(net)
+    except Contradiction:
+        assert direct.cost == np.inf
+        return
+    pruned = minimise_pruned(net, Limits())
+    assert pruned.lower_bound == pytest.approx(direct.cost, rel=1e-12)
+    if np.isfinite(direct.cost):
+        assert network.seconds_of(direct.states) == pytest.approx(direct.cost, rel=1e-12)
+
+
+@given(st.integers(0, 2**32), st.sampled_from(SHAPES), st.sampled_from([0.0, 0.3]))
+@few
+def test_networks_share_an_order_and_nothing_else(seed: int, shape: str, forbidden: float) -> None:
+    """Costs that differ, of states and edges that do not."""
+    first = network_of(seed, shape, forbidden=forbidden)
+    unary = tuple(u[::-1].copy() for u in first.unary)
+    second = CostNetwork(unary, first.memory, {pair: 3.0 * table for pair, table in first.edges.items()})
+    orders = Orders()
+    for network in (first, second, first):
+        try:
+            alone = solve(network)
+        except NoFiniteAssignment:
+            with pytest.raises(NoFiniteAssignment):
+                solve(network, orders=orders)
+        else:
+            assert solve(network, orders=orders) == alone
+    assert orders.of(first) is orders.of(second)
 
 
 @given(networks, st.sampled_from([0.05, 0.2, 0.35, 0.5, 0.7]))

@@ -75,6 +75,18 @@ def test_short_sums_are_slower_per_flop() -> None:
     assert product(1000, 100, 500, fast) == pytest.approx(1.25 * product(1000, 100, 500))
 
 
+def test_vector_units_are_filled_by_shorter_sums() -> None:
+    """Many products whose rows are not aligned run at the rate of f32, and lose as little as f32 does."""
+    kernels = replace(PLAIN.kernels, depth=800.0)
+    half = replace(PLAIN, peak_flops={"f32": 1e15, "f16": 8e15, "bf16": 8e15})
+    seconds = [
+        product_seconds(10, 1000, 100, 150, kind, 0.0, replace(half, kernels=kernels))
+        for kind in ("f16", "f32")
+    ]
+    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[1] == pytest.approx(10 * (150 + 100) / 150 * product(1000, 100, 150))
+
+
 @settings(max_examples=60)
 @given(st.integers(1, 3000), st.integers(1, 3000), st.integers(1, 3000), st.floats(0, 1e9))
 def test_no_product_beats_the_peak_or_the_memory(rows: int, columns: int, depth: int, nbytes: float) -> None:
@@ -158,6 +170,25 @@ def test_gradients_are_reduced_behind() -> None:
     # the same message of an activation stands in the way, or a quarter of it where it runs in parts
     assert played(REDUCES, ("x",), ("g", "y")).seconds == 9.0
     assert played(REDUCES, ("x",), ("g", "y"), beside=True).seconds == 6.75
+
+
+def test_a_host_that_waits_for_every_op_is_never_ahead() -> None:
+    """Three ops of 10 s and a gradient's message of 4 s, issued in 1 s each."""
+    computes = tuple(Task(f"y{k}", "op", Traffic(10.0), (k - 1,) if k else (), ()) for k in range(3))
+    sheet = Sheet(
+        (computes[0], Task("g", "op", Message("all_reduce", 0, 4.0), (0,), ()), *computes[1:]), (1,)
+    )
+    sheet = replace(
+        sheet, tasks=(*sheet.tasks[:2], replace(computes[1], after=(0,)), replace(computes[2], after=(2,)))
+    )
+    seconds = [
+        Player(price, (4,), Habits(dispatch=1.0, blocking=blocking)).play(
+            [Step(sheet, (), ("g",))], (), ("g",)
+        )
+        for blocking in (False, True)
+    ]
+    assert [played.seconds for played in seconds] == [1 + 3 * 10, 4 * 1 + 3 * 10 + 4]
+    assert seconds[1].hidden == 0.0
 
 
 # -- programs ---------------------------------------------------------------------------------------------
@@ -257,6 +288,18 @@ def test_looking_at_tensors_takes_time_where_the_device_issues_ops() -> None:
     )
     assert views > 10
     assert found.seconds - plain.seconds == pytest.approx(views * 1e-3)
+
+
+def test_modules_in_python_take_their_host_longer() -> None:
+    program = one_stage("llama", "dp=1", microbatches=1)
+    kernels = CPU.device.kernels
+
+    def found(modules: bool, **figures: float) -> float:
+        device = replace(CPU.device, kernels=replace(kernels, **figures))
+        return estimate_step(program, replace(CPU, device=device), behaviour=Behaviour(eager=modules)).seconds
+
+    assert found(False, eager=0.1) == found(False) == found(True)
+    assert found(True, eager=0.1) == found(False, dispatch=0.1) > 10 * found(False)
 
 
 def test_parameters_are_handed_over_once_a_step() -> None:

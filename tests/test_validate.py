@@ -16,14 +16,18 @@ from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError
+from autoshard.ir import refs_of
 from autoshard.passes.capture import capture
 from autoshard.placement import P, R, Shard
 from autoshard.program.verify import verify
+from autoshard.simulate.ops import VIEWS, placed_of
+from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
+from autoshard.simulate.work import Message
 from autoshard.validate.architecture import architecture_of, parameters
 from autoshard.validate.captured import Captures
 from autoshard.validate.counted import counted, fits, unit_of
-from autoshard.validate.frameworks import behaviour_of, framework_of, frameworks
+from autoshard.validate.frameworks import Framework, behaviour_of, framework_of, frameworks
 from autoshard.validate.machine import machine_of
 from autoshard.validate.models import Architecture, model_of, on_meta
 from autoshard.validate.ranking import Ranking, alternatives_of, ranking
@@ -247,9 +251,25 @@ def test_frameworks_are_told_by_name_and_year(tmp_path: Path) -> None:
     assert framework_of(wide).behaviour.gradient_dtype == "f32"
     summed = run_of(tmp_path, framework="Megatron-DeepSpeed", precision="bf16 (fp32 grad accumulation)")
     # in bf16 as they are made, in fp32 as they are summed
-    assert behaviour_of(summed, framework_of(summed), ()).recipe == replace(MIXED, gradient=6)
+    found = behaviour_of(summed, framework_of(summed), ())
+    assert found.recipe == replace(MIXED, gradient=6)
+    assert (found.sum_bytes, framework_of(summed).behaviour.sum_bytes) == (18, 6)
     assert framework_of(run_of(tmp_path, framework="paper and pencil")).assumed
     assert [f.assumed for f in frameworks()] == [False] * (len(frameworks()) - 1) + [True]
+
+
+def test_an_entry_may_be_for_a_network_and_for_many_gpus(tmp_path: Path) -> None:
+    def told(gpus: int, network: str) -> Framework:
+        changed = {"n_gpus": gpus, "d": gpus // 4, "gbs": gpus, "network": network}
+        return framework_of(run_of(tmp_path, framework="Megatron-DeepSpeed", year=2022, **changed))
+
+    plain, blocking = told(160, "4x100Gb/s Omni-Path"), told(320, "4x100Gb/s Omni-Path")
+    assert plain == told(320, "8x200Gb/s HDR IB")
+    assert blocking.behaviour.blocking_launches and not plain.behaviour.blocking_launches
+    # all else is as in the entry that it is like
+    named = {"name": plain.behaviour.name, "recipe": plain.behaviour.recipe}
+    assert replace(blocking.behaviour, blocking_launches=False, **named) == plain.behaviour
+    assert (blocking.wide_sum, blocking.vocab_multiple) == (plain.wide_sum, plain.vocab_multiple)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +382,46 @@ def test_the_stage_of_zero_says_what_is_divided(tmp_path: Path, zero: int) -> No
         "gather" in op for op in reductions(program, "h_bwd")
     )
     assert gathers == (zero == 3)
+
+
+def test_only_factors_of_narrow_products_are_gathered_narrow(tmp_path: Path) -> None:
+    changed = {"t": 2, "p": 1, "d": 4, "zero": 3, "sp": True, "recompute": "none", "model": "Llama-tiny"}
+    run = run_of(tmp_path, **changed, gpu="H100", precision="fp8", peak_tflops=None, framework="torchtitan")
+    made = rebuilt_of(run)
+    assert made.behaviour.narrow_gathers
+    rowwise = run_of(tmp_path, **changed, gpu="H100", precision="fp8", framework="torchtitan float8 rowwise")
+    assert not framework_of(rowwise).behaviour.narrow_gathers
+
+    def sent(narrow_gathers: bool) -> dict[str, float]:
+        how = replace(made.behaviour, narrow_gathers=narrow_gathers)
+        sheets = StagePrices(made.program, made.cluster, behaviour=how).sheets
+        works = [t.work for name in made.program.lowered.segments for t in sheets.of(name).tasks]
+        messages = [w for w in works if isinstance(w, Message)]
+        return {k: sum(w.nbytes for w in messages if w.kind == k) for k in sorted({w.kind for w in messages})}
+
+    sheets = StagePrices(made.program, made.cluster, behaviour=made.behaviour).sheets
+    saved, kinds = 0.0, set()
+    for segment in made.program.lowered.segments.values():
+        nodes, values = segment.graph.nodes, placed_of(segment)
+        narrow = sheets.narrow(nodes)
+        alias = {o: ref for n in nodes if n.op in VIEWS for ref in list(refs_of(n))[:1] for o in n.outs}
+        users: dict[str, set[str]] = {}
+        for node in nodes:
+            for ref in refs_of(node) if node.op not in VIEWS else ():
+                while ref in alias:
+                    users.setdefault(ref, set()).add(node.op)
+                    ref = alias[ref]
+                users.setdefault(ref, set()).add(node.op)
+        for node in nodes:
+            for name in node.outs if node.op.startswith("comm.all_gather") else ():
+                kinds.add(users[name] == {"aten.mm.default"})
+                assert (name in narrow) == (users[name] == {"aten.mm.default"})
+                saved += sheets.ops.nbytes(values[name]) / 2 if name in narrow else 0.0
+    assert kinds == {True, False}  # of tables and weights of norms, too
+    wide, less = sent(False), sent(True)
+    assert wide["all_gather"] - less["all_gather"] == pytest.approx(saved)
+    assert wide["all_gather"] > 1.5 * less["all_gather"]
+    assert {**wide, "all_gather": 0.0} == {**less, "all_gather": 0.0}
 
 
 def test_reductions_over_two_axes_wait_for_both(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The worker reads a `Case` as JSON from its arguments and prints a `PlanningRow` 
 
 from __future__ import annotations
 
+import compileall
 import json
 import statistics
 import subprocess
@@ -99,7 +100,8 @@ def plan_case(case: Case) -> PlanningRow:
 
 
 def measure(case: Case) -> PlanningRow:
-    """The same in a fresh process, whose whole life is timed."""
+    """The same in a fresh process, whose whole life is timed, of a package that is installed."""
+    compile_package()
     command = [sys.executable, "-m", "autoshard.bench.planning", json.dumps(asdict(case))]
     start = time.perf_counter()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -107,6 +109,19 @@ def measure(case: Case) -> PlanningRow:
     if done.returncode:
         raise RuntimeError(f"planning {case.name} on {case.devices} devices failed:\n{done.stderr}")
     return replace(PlanningRow(**json.loads(done.stdout.splitlines()[-1])), process_s=seconds)
+
+
+def compile_package() -> None:
+    """Write the bytecode of all modules, as pip does when it installs a package.
+
+    A checkout has none where PYTHONDONTWRITEBYTECODE is set, and then every process compiles everything anew.
+    Raises RuntimeError where it cannot be written.
+    """
+    package = Path(__file__).resolve().parents[1]
+    # compile_dir passes over folders that are links, as `passes` and `kernels` are in a checkout
+    folders = (package, *(entry for entry in package.iterdir() if entry.is_symlink()))
+    if not all([compileall.compile_dir(folder, quiet=2) for folder in folders]):
+        raise RuntimeError(f"the bytecode of {package} cannot be written")
 
 
 def median_of(case: Case, run: Callable[[Case], PlanningRow] = measure) -> PlanningRow:

@@ -18,9 +18,10 @@ class Kernels:
     for the device, of which that for devices before reaches ``attention_earlier``. traffic: part of
     the memory bandwidth that elementwise kernels reach. small: bytes at which they reach half of that.
     narrow: part of their rate that products of 8-bit floats reach, of what other products reach of theirs.
-    dispatch: seconds that the host takes to issue an op, which it does ahead of the device. clock: of
-    products, as a part of what the peak is stated for, where less power than usual is allowed. best: part of
-    the peak that the best product alone reaches, from which calibration starts; 0: not known.
+    dispatch: seconds that the host takes to issue an op, which it does ahead of the device; eager: the same
+    where modules of layers issue it in Python (0: as dispatch). clock: of products, as a part of what the
+    peak is stated for, where less power than usual is allowed. best: part of the peak that the best product
+    alone reaches, from which calibration starts; 0: not known.
     watts: power that the device may draw, of which `autoshard validate --fit` makes what it sustains; 0: not
     known. attention_start: seconds that attention takes beside its FLOP and a launch. view: seconds of an op
     that only looks at a tensor in another way, hand: seconds in which a parameter is handed to a call of the
@@ -38,6 +39,7 @@ class Kernels:
     small: float = 0.0
     narrow: float = 0.75
     dispatch: float = 0.0
+    eager: float = 0.0
     clock: float = 1.0
     best: float = 0.0
     watts: float = 0.0
@@ -67,6 +69,7 @@ class Kernels:
             "small",
             "cache",
             "dispatch",
+            "eager",
             "best",
             "watts",
             "attention_start",

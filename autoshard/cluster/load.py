@@ -79,6 +79,7 @@ _KERNELS: Schema = {
     "small": (_NUMBER, False),
     "narrow": (_NUMBER, False),
     "dispatch": (_NUMBER, False),
+    "eager": (_NUMBER, False),
     "clock": (_NUMBER, False),
     "best": (_NUMBER, False),
     "watts": (_NUMBER, False),

@@ -21,6 +21,10 @@ def compute_seconds(
 ) -> float: ...
 @overload
 def compute_seconds(
+    flops: Array, bytes_moved: Array, dtype: str, device: Device, *, matmul: bool
+) -> Array: ...
+@overload
+def compute_seconds(
     flops: float | Array, bytes_moved: float | Array, dtype: str, device: Device, *, matmul: bool
 ) -> float | Array: ...
 def compute_seconds(

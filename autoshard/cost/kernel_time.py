@@ -25,14 +25,16 @@ def product_seconds(
     The tiles of the result run in waves, one tile per multiprocessor; the last wave may be nearly empty, and
     the edge tiles as well (NVIDIA, "Matrix multiplication background user's guide", sections 3.2 and 3.3). A
     short sum does not fill the pipeline of a tile: the rate is depth / (depth + kernels.depth) of the best,
-    for types slower than those of 16 bits with as much less in place of kernels.depth.
+    for types slower than those of 16 bits, and where rows are not aligned, with as much less in place of
+    kernels.depth.
     The tile size is the one that does best. Never below the time for the traffic.
     """
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
-    rate *= _aligned(batch, columns, depth, dtype, device)
+    aligned = _aligned(batch, columns, depth, dtype, device)
+    rate *= aligned
     best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
-    filled = depth / (depth + _begin_and_end(dtype, device)) if depth else 1.0
+    filled = depth / (depth + aligned * _begin_and_end(dtype, device)) if depth else 1.0
     work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0

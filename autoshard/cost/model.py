@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds
@@ -31,26 +34,33 @@ class CostModel:
         rule: Factored,
         ins: Sequence[TensorType],
         outs: Sequence[TensorType | None],
-        state: OpState,
+        states: Sequence[OpState],
         sizes: Sequence[int],
-    ) -> float:
-        """Seconds of one call in one state, on the fullest rank.
+    ) -> NDArray[np.float64]:
+        """Seconds of computing of one call in each of its states, on the fullest rank; [states]."""
+        if rule.kind == "view" or not states:
+            return np.zeros(len(states))
+        # a result is there in all states or in none
+        made = [
+            (number, type_)
+            for number, (type_, layout) in enumerate(zip(outs, states[0].outputs, strict=True))
+            if type_ is not None and layout is not None
+        ]
+        dtype = next((type_.dtype for _, type_ in reversed(made) if type_.is_float), "f32")
+        moved = np.zeros(len(states))
+        for number, type_ in enumerate(ins):
+            moved += self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
+        for number, type_ in made:
+            moved += self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
+        flops = rule.flops / np.array([s.ways for s in states], dtype=np.float64)
+        return compute_seconds(flops, moved, dtype, self.device, matmul=rule.kind == "matmul")
 
-        A call that exchanges rows sends every tensor of rows once, over that axis. That rows are spread
-        evenly over their owners is assumed: imbalance has no price.
-        """
-        if rule.kind == "view":
-            return 0.0
-        moved = sum(self.local_bytes(t, lay, sizes) for t, lay in zip(ins, state.inputs, strict=True))
-        dtype = "f32"
-        for type_, layout in zip(outs, state.outputs, strict=True):
-            if type_ is not None and layout is not None:
-                moved += self.local_bytes(type_, layout, sizes)
-                dtype = type_.dtype if type_.is_float else dtype
-        busy = float(
-            compute_seconds(rule.flops / state.ways, moved, dtype, self.device, matmul=rule.kind == "matmul")
-        )
-        return busy + self.exchange_seconds(rule, ins, outs, state, sizes)
+    def _all_bytes(
+        self, type_: TensorType, layouts: Sequence[Layout | None], sizes: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """Bytes on the fullest rank in each of many layouts, 0 without one; most states share theirs."""
+        held = {lay: 0.0 if lay is None else self.local_bytes(type_, lay, sizes) for lay in set(layouts)}
+        return np.array([held[layout] for layout in layouts])
 
     def exchange_seconds(
         self,
@@ -60,7 +70,11 @@ class CostModel:
         state: OpState,
         sizes: Sequence[int],
     ) -> float:
-        """Seconds of the all-to-alls of a call: of every tensor that has rows, there or back."""
+        """Seconds of the all-to-alls of a call: of every tensor that has rows, there or back.
+
+        A call that exchanges rows sends every tensor of rows once, over that axis. That rows are spread
+        evenly over their owners is assumed: imbalance has no price.
+        """
         axis = rule.exchanged(state.inputs, state.outputs)
         if axis is None:
             return 0.0

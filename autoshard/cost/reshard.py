@@ -25,7 +25,6 @@ StepKind: TypeAlias = Literal["all_gather", "all_reduce", "reduce_scatter", "all
 
 #: a local slice is a copy that the next op reads anyway; a nanosecond keeps shorter paths preferred
 SLICE_SECONDS = 1e-9
-_REPLICATE = Replicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,14 @@ def _kind(
 
 def local_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
     """Elements on the fullest rank (the one at coordinate 0 everywhere)."""
-    return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
+    shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard)]
+    if len({p.dim for p, _ in shards}) < len(shards):
+        return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
+    held = list(shape)
+    for placed, ways in shards:
+        block = placed.outer * placed.inner
+        held[placed.dim] = block * -(-(held[placed.dim] // block) // ways)
+    return prod(held)
 
 
 @dataclass(frozen=True)
@@ -214,26 +220,27 @@ class ReshardCost:
         self, type_: TensorType, per_axis: PerAxis, share: Share, nodes: Sequence[Layout]
     ) -> NDArray[np.float64]:
         """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
-        index = {layout: i for i, layout in enumerate(nodes)}
         width = type_.nbytes / max(1, type_.numel)
-        held = {layout: local_numel(type_.shape, layout, self.sizes) * width for layout in nodes}
+        held = [local_numel(type_.shape, layout, self.sizes) * width for layout in nodes]
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
-        for i, source in enumerate(nodes):
-            for axis, options in enumerate(per_axis):
-                own = source[axis]
-                if isinstance(own, Shard) and not _alone(source, axis):
-                    continue
-                before, after = source[:axis], source[axis + 1 :]
-                whole = held[*before, _REPLICATE, *after]
-                for placed in options:
-                    target = (*before, placed, *after)
-                    j = index.get(target)
-                    if j is None or j == i or (isinstance(placed, Shard) and not _alone(target, axis)):
-                        continue
-                    kind = _kind(type_.shape, source, target, axis, self.sizes)
-                    if kind is not None:
-                        cost[i, j] = self._price(kind, axis, whole, own, placed, share.of(kind))
+        for axis in range(len(per_axis)):
+            # a step changes one axis, of layouts that are the same on all others
+            alike: dict[tuple[Layout, Layout], list[int]] = {}
+            for i, layout in enumerate(nodes):
+                if not isinstance(layout[axis], Shard) or _alone(layout, axis):
+                    alike.setdefault((layout[:axis], layout[axis + 1 :]), []).append(i)
+            for group in alike.values():
+                if len(group) > 1:
+                    # whoever splits nothing on this axis holds the whole
+                    whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
+                    for i in group:
+                        source = nodes[i]
+                        for j in group:
+                            kind = _kind(type_.shape, source, nodes[j], axis, self.sizes) if i != j else None
+                            if kind is not None:
+                                ends = source[axis], nodes[j][axis]
+                                cost[i, j] = self._price(kind, axis, whole, *ends, share.of(kind))
         return cost
 
     def _price(

@@ -76,6 +76,12 @@ class Factored:
                 return min(both)
         return None
 
+    @property
+    def division(self) -> tuple[object, ...]:
+        """All that says how the call may be divided; without what it costs and how it is then run."""
+        both = self.reduce, self.linear
+        return self.sizes, self.inputs, self.outputs, self.fixed, *both, self.contiguous, self.exchange
+
     def shardable(self) -> tuple[int, ...]:
         """Factors that may be split over an axis."""
         reduced = {f for f, _ in self.reduce}

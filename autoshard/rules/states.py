@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product, repeat
 from math import prod
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from autoshard.ir import TensorType
 from autoshard.placement import (
@@ -210,17 +210,16 @@ def _combined(
     ]
     found: dict[tuple[tuple[Layout, ...], tuple[Layout | None, ...]], OpState] = {}
     outside = with_inner(rule)
+    sizes = repeat(mesh_sizes)
+    # many combinations lay a tensor out alike
+    fine_in: list[dict[Layout, bool]] = [{} for _ in ins]
+    fine_out: list[dict[Layout, bool]] = [{} for _ in outs]
     for combo in product(*per_axis):
-        inputs = tuple(tuple(s.inputs[k] for s in combo) for k in range(len(ins)))
-        outputs = tuple(_join(combo, k) for k in range(len(outs)))
-        if not all(layout_ok(t.shape, lay, mesh_sizes) for t, lay in zip(ins, inputs, strict=True)):
+        inputs: tuple[Layout, ...] = tuple(zip(*[s.inputs for s in combo], strict=True))
+        if not all(map(_fine, ins, inputs, fine_in, sizes)):
             continue
-        if not all(
-            lay is None or t is None or layout_ok(t.shape, lay, mesh_sizes)
-            for t, lay in zip(outs, outputs, strict=True)
-        ):
-            continue
-        if any(lay is not None and mixed_partial(lay) for lay in outputs):
+        outputs = tuple([_join(placed) for placed in zip(*[s.outputs for s in combo], strict=True)])
+        if not all(map(_fine_output, outs, outputs, fine_out, sizes)):
             continue
         if not nests(rule, outside, combo, mesh_sizes) or not one_exchange(combo):
             continue
@@ -276,14 +275,29 @@ def with_inner(rule: Factored) -> frozenset[int]:
     return frozenset(f for dims in tensors for dim in dims for f in dim[:-1])
 
 
-def _join(combo: Sequence[AxisState], index: int) -> Layout | None:
-    layout: list[Placement] = []
-    for state in combo:
-        placed = state.outputs[index]
-        if placed is None:
-            return None
-        layout.append(placed)
-    return tuple(layout)
+def _join(placed: tuple[Placement | None, ...]) -> Layout | None:
+    return None if None in placed else cast("Layout", placed)
+
+
+def _fine(type_: TensorType, layout: Layout, known: dict[Layout, bool], sizes: Sequence[int]) -> bool:
+    """Whether a tensor can lie like that; known: what was found out about this tensor."""
+    found = known.get(layout)
+    if found is None:
+        found = known[layout] = layout_ok(type_.shape, layout, sizes)
+    return found
+
+
+def _fine_output(
+    type_: TensorType | None, layout: Layout | None, known: dict[Layout, bool], sizes: Sequence[int]
+) -> bool:
+    """The same of a result, which may be missing."""
+    if layout is None:
+        return True
+    found = known.get(layout)
+    if found is None:
+        lies = type_ is None or layout_ok(type_.shape, layout, sizes)
+        found = known[layout] = lies and not mixed_partial(layout)
+    return found
 
 
 def mixed_partial(layout: Layout) -> bool:

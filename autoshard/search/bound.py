@@ -100,4 +100,4 @@ def _priced(
     bound: Exposure,
 ) -> float:
     network = policy.network(problem.terms, bound, allowed).at_price(price)
-    return solve(network, limits=limits).lower_bound - price * budget
+    return solve(network, limits=limits, orders=problem.known.orders).lower_bound - price * budget

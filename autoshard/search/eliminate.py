@@ -11,12 +11,11 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from autoshard.search.network import Array
-from autoshard.search.prune import Residual
 
 #: a table over variables in order of elimination
 Factor: TypeAlias = tuple[tuple[int, ...], Array]
@@ -166,11 +165,18 @@ class Tables:
     value: float
 
 
+class Pairwise(Protocol):
+    """Costs of n variables: alone [k_i], and with each neighbour, rows[i][j] as [k_i, k_j], both ways."""
+
+    unary: list[Array]
+    rows: list[dict[int, Array]]
+
+
 class Elimination:
     """A network with its order of elimination, to be minimised for one or many unary costs."""
 
-    def __init__(self, net: Residual, order: Order | None = None) -> None:
-        self.order = order or find_order(net.sizes, net.rows)
+    def __init__(self, net: Pairwise, order: Order) -> None:
+        self.order = order
         self._unary = net.unary
         self.edges: list[dict[int, Array]] = [
             {w: net.rows[v][w] for w in later if w in net.rows[v]} for v, later in enumerate(self.order.later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from autoshard.search.direct import Orders
 from autoshard.search.network import Array, Limits, Solution
 
 Weights: TypeAlias = tuple[float, ...]
@@ -13,10 +14,12 @@ Weights: TypeAlias = tuple[float, ...]
 class Known:
     """What was solved: weights of seconds, of bytes with the budget (None without one), limits -> solution.
 
-    What pins leave is compared by identity: a problem has one set of masks, or few.
+    orders: of elimination of its networks. What pins leave is compared by identity: a problem has one set of
+    masks, or few.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, orders: Orders | None = None) -> None:
+        self.orders = orders or Orders()
         self._found: dict[object, list[tuple[tuple[Array | None, ...], Solution]]] = {}
 
     def get(

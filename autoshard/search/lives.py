@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
@@ -55,13 +56,14 @@ def lives_of(
     held: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
+    used = [(u, table.index[axes.to_mesh(u)], prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
-        for u in uses:
-            once = float(table.seconds[table.index[s], table.index[axes.to_mesh(u)]])
-            if not np.isfinite(once):
+        row = table.seconds[table.index[s]]
+        for u, column, whole in used:
+            once = row.item(column)
+            if not isfinite(once):
                 continue
-            whole = prices.ops.local_bytes(type_, u, axes.sizes)
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
                 gathers.append(once)

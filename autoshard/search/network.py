@@ -32,15 +32,15 @@ class CostNetwork:
     def __post_init__(self) -> None:
         if len(self.unary) != len(self.memory):
             raise ValueError(f"{len(self.unary)} variables with seconds, {len(self.memory)} with bytes")
-        for i, (seconds, held) in enumerate(zip(self.unary, self.memory, strict=True)):
-            if seconds.ndim != 1 or seconds.shape != held.shape:
-                raise ValueError(
-                    f"variable {i}: seconds {seconds.shape} and bytes {held.shape} must be [states]"
-                )
+        shapes = [seconds.shape for seconds in self.unary]
+        for i, (shape, held) in enumerate(zip(shapes, self.memory, strict=True)):
+            if len(shape) != 1 or shape != held.shape:
+                raise ValueError(f"variable {i}: seconds {shape} and bytes {held.shape} must be [states]")
+        count = len(shapes)
         for (u, v), table in self.edges.items():
-            if not 0 <= u < v < len(self.unary):
-                raise ValueError(f"edge ({u}, {v}): wants 0 <= u < v < {len(self.unary)}")
-            if table.shape != (len(self.unary[u]), len(self.unary[v])):
+            if not 0 <= u < v < count:
+                raise ValueError(f"edge ({u}, {v}): wants 0 <= u < v < {count}")
+            if table.shape != shapes[u] + shapes[v]:
                 raise ValueError(f"edge ({u}, {v}): {table.shape} does not fit its variables")
 
     def at_price(self, price: float) -> CostNetwork:

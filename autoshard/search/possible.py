@@ -42,7 +42,7 @@ def possible(
     )
     masks = (m if m is None or v not in kept else m[kept[v]] for v, m in enumerate(allowed))
     terms = _only(problem.terms, kept)
-    return replace(problem, terms=terms, variables=variables, known=Known()), tuple(masks)
+    return replace(problem, terms=terms, variables=variables, known=Known(problem.known.orders)), tuple(masks)
 
 
 def _with(variable: Variable, keep: Indices) -> Variable:

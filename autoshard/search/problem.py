@@ -36,6 +36,7 @@ from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.buckets import Shares, shares_of
+from autoshard.search.direct import Orders
 from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.known import Known
 from autoshard.search.lives import SENT, lives_of
@@ -63,6 +64,8 @@ class Model:
     digits: DigitTable
     #: ways to run calls that were found already, by all that they depend on
     ways: dict[object, tuple[OpState, ...]] = field(default_factory=dict, compare=False, repr=False)
+    #: orders of elimination of its networks, on any mesh
+    orders: Orders = field(default_factory=Orders, compare=False, repr=False)
 
     @cached_property
     def kept(self) -> Kept:
@@ -143,10 +146,11 @@ class _Builder:
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
+        self.refs = {n: [tuple(refs_of(x)) for x in g.nodes] for n, g in model.folded.segments.items()}
         self.users: dict[Place, list[tuple[str, int]]] = {}
-        for name, graph in model.folded.segments.items():
-            for number, node in enumerate(graph.nodes):
-                for ref in refs_of(node):
+        for name, nodes in self.refs.items():
+            for number, refs in enumerate(nodes):
+                for ref in refs:
                     self.users.setdefault((name, ref), []).append((name, number))
 
     # -- variables ---------------------------------------------------------------------------------
@@ -168,7 +172,8 @@ class _Builder:
         for key, place, count in self.kept.bytes:
             if place in self.producer:
                 self._hold(key, place, count)
-        return Problem(self.axes, self.terms, tuple(self.variables), self.index, sum(self.terms.states))
+        choices, known = sum(self.terms.states), Known(self.model.orders)
+        return Problem(self.axes, self.terms, tuple(self.variables), self.index, choices, known)
 
     def _check_batch(self) -> None:
         ways = 1
@@ -222,18 +227,17 @@ class _Builder:
         types = self.types[name]
         for number, node in enumerate(graph.nodes):
             rule = self.model.rules[name, number]
-            ins = [types[r] for r in refs_of(node)]
+            ins = [types[r] for r in self.refs[name][number]]
             digits = self.model.digits.factors[name, number]
             free = ("node", name, number) in self.loose
             must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
             states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
-            busy = np.array([self.cost.op_seconds(rule, ins, node.types, s, self.sizes) for s in states])
+            busy = self.cost.op_seconds(rule, ins, node.types, states, self.sizes)
             var = self._add(("node", name, number), NodeVar(name, number, states))
             again = self.kept.again([(name, number)])
             if rule.exchange:
                 given = [self.cost.exchange_seconds(rule, ins, node.types, s, self.sizes) for s in states]
                 sent = np.array(given)
-                busy = busy - sent
                 self.terms.add(Time("talk", self.backward[name], *again), var, sent * self.counts[name])
             self.terms.add(Time("work", self.backward[name], *again), var, busy * self.counts[name])
             for position, out in enumerate(node.outs):
@@ -248,8 +252,7 @@ class _Builder:
         must: tuple[bool, ...],
     ) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
-        same = replace(rule, flops=0.0, local=None, kind="pointwise")
-        key = (same, ins, outs, digits, must, self.sizes, self.splits)
+        key = (rule.division, ins, outs, digits, must, self.sizes, self.splits)
         known = self.model.ways
         if key not in known:
             known[key] = tuple(op_states(rule, ins, outs, digits, self.sizes, self._allowed, must))
@@ -260,10 +263,10 @@ class _Builder:
         graph = self.model.folded.segments[name]
         uses: dict[str, int] = {}
         wanted: dict[str, dict[Layout, None]] = {}
-        for number, node in enumerate(graph.nodes):
+        for number in range(len(graph.nodes)):
             var = self.variables[self.index["node", name, number]]
             assert isinstance(var, NodeVar)
-            for position, ref in enumerate(refs_of(node)):
+            for position, ref in enumerate(self.refs[name][number]):
                 uses[ref] = uses.get(ref, 0) + 1
                 wanted.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
         for out in set(graph.outputs):
@@ -431,10 +434,10 @@ class _Builder:
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times."""
         given = self._source_layouts(source, position)
-        table = self.cost.reshard.table(type_, [g for g in dict.fromkeys([*given, *wanted]) if g is not None])
+        table = self.cost.reshard.table(type_, [g for g in (*given, *wanted) if g is not None])
         rows = [table.index[g] if g is not None else 0 for g in given]
         cols = [table.index[w] for w in wanted]
-        self.terms.join(kind, source, target, count * table.seconds[np.ix_(rows, cols)])
+        self.terms.join(kind, source, target, count * table.seconds.take(rows, axis=0).take(cols, axis=1))
 
     def _connect_place(
         self, kind: Time, place: Place, target: int, wanted: Sequence[Layout], type_: TensorType, count: int
@@ -443,13 +446,12 @@ class _Builder:
         self._connect(kind, source, position, target, wanted, type_, count)
 
     def _edges_inside(self, name: str) -> None:
-        graph = self.model.folded.segments[name]
-        for number, node in enumerate(graph.nodes):
+        for number, refs in enumerate(self.refs[name]):
             kind = Time("talk", self.backward[name], *self.kept.again([(name, number)]))
             target = self.index["node", name, number]
             var = self.variables[target]
             assert isinstance(var, NodeVar)
-            for position, ref in enumerate(refs_of(node)):
+            for position, ref in enumerate(refs):
                 wanted = [s.inputs[position] for s in var.states]
                 type_ = self.types[name][ref]
                 self._connect_place(kind, (name, ref), target, wanted, type_, self.counts[name])

@@ -119,6 +119,20 @@ class Residual:
         del self.rows[i][j], self.rows[j][i]
         self.hard.discard((i, j) if i < j else (j, i))
 
+    def undecided(self) -> tuple[Residual, list[int]]:
+        """The variables with several states, renumbered, and their numbers here.
+
+        The others must have been folded into their neighbours.
+        """
+        numbers = [i for i, u in enumerate(self.unary) if len(u) > 1]
+        new = {i: k for k, i in enumerate(numbers)}
+        made = Residual()
+        made.unary, made.memory = [self.unary[i] for i in numbers], [self.memory[i] for i in numbers]
+        made.kept = [self.kept[i] for i in numbers]
+        made.rows = [{new[j]: table for j, table in self.rows[i].items()} for i in numbers]
+        made.hard = {(new[a], new[b]) for a, b in self.hard}
+        return made, numbers
+
     def original(self, states: Iterable[int]) -> tuple[int, ...]:
         """States of the residual in the original numbering."""
         return tuple(int(k[s]) for k, s in zip(self.kept, states, strict=True))

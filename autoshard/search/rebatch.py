@@ -63,7 +63,7 @@ class _Scaling:
         ports = {p.name: p for group in flow.classes.values() for p in group.ports}
         joint = replace(folded.joint, ports=tuple(ports.get(p.name, p) for p in folded.joint.ports))
         table = DigitTable(values, factors, digits.batch)
-        return Model(Folded(segments, folded.calls, joint), flow, rules, table)
+        return Model(Folded(segments, folded.calls, joint), flow, rules, table, orders=self.model.orders)
 
     def _digits(self, digits: Sequence[Digit]) -> tuple[Digit, ...]:
         """Parts of one dim: those that hold the batch grow, those inside it move."""

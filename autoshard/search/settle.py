@@ -110,13 +110,13 @@ def _solved(
             times, None, limits, allowed
         )
         if found is None:
-            found = solve(network, None, limits)
+            found = solve(network, None, limits, orders=problem.known.orders)
             problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
         return replace(found, bytes=network.bytes_of(found.states))
     held = (budget, *(setting.bytes_weight(kind) for kind in terms.bytes))
     found = problem.known.get(times, held, limits, allowed)
     if found is None:
-        found = solve(network, budget, limits, tight=tight)
+        found = solve(network, budget, limits, tight=tight, orders=problem.known.orders)
         problem.known.put(times, held, limits, allowed, found)
     return found
 
@@ -127,7 +127,7 @@ def priced(
     """Placements of least seconds where a byte costs ``price`` seconds."""
     bound = Exposure(0.0, 0.0, 0.0, 0.0)
     network = setting.network(problem.terms, bound, allowed)
-    solution = solve(network.at_price(price))
+    solution = solve(network.at_price(price), orders=problem.known.orders)
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
     return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)

@@ -128,7 +128,7 @@ class Shapes:
         """Bytes that no placements go below, with everything computed again."""
         setting = replace(self.setting, optimistic=self.ask.recompute)
         network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
-        return solve(network.at_price(1.0), limits=QUICK).lower_bound
+        return solve(network.at_price(1.0), limits=QUICK, orders=posed.problem.known.orders).lower_bound
 
 
 def _between_layers(model: Model) -> float:
@@ -151,4 +151,4 @@ def _least_seconds(posed: Posed) -> float:
         lambda key: 0.0,
         posed.allowed,
     )
-    return solve(network, limits=QUICK).lower_bound
+    return solve(network, limits=QUICK, orders=posed.problem.known.orders).lower_bound

@@ -93,14 +93,16 @@ def compose(
     terms: Terms, seconds: TimeWeight, held: ByteWeight, allowed: Sequence[Array | None] = ()
 ) -> CostNetwork:
     """The network of a weighted sum. allowed: per variable 0 or inf for each state, None for all."""
-    unary = [np.zeros(n) for n in terms.states]
-    memory = [np.zeros(n) for n in terms.states]
+    nothing = {n: np.zeros(n) for n in set(terms.states)}  # nobody writes to the arrays of a network
+    unary = [nothing[n] for n in terms.states]
+    memory = list(unary)
     edges = dict(terms.hard)
     for key, table in terms.alone.items():
         weight = seconds(key)
         if weight:
             for variable, costs in table.items():
-                unary[variable] = unary[variable] + weight * costs
+                part, so_far = weight * costs, unary[variable]
+                unary[variable] = part if so_far is nothing[len(part)] else so_far + part
     for key, matrices in terms.pairs.items():
         weight = seconds(key)
         if not weight:
@@ -112,7 +114,8 @@ def compose(
         weight = held(kind)
         if weight:
             for variable, size in sizes.items():
-                memory[variable] = memory[variable] + weight * size
+                part, so_far = weight * size, memory[variable]
+                memory[variable] = part if so_far is nothing[len(part)] else so_far + part
     for variable, mask in enumerate(allowed):
         if mask is not None:
             unary[variable] = unary[variable] + mask

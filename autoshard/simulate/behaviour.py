@@ -54,9 +54,12 @@ class Behaviour:
     probability, whose masks of one byte are kept, 0 for none. product_dtype: of the large products, ""
     for that of the parameters; narrow_bytes: that making narrow copies of their factors moves per
     element; narrow_weights: whether weights are made narrow for every product, or once a step, which is
-    not counted. exchanged_sums: whether a reduce-scatter exchanges parts and adds them up afterwards, as
-    our runtime does on the CPU; it then holds both at once. steps_overlap: whether a pipeline rank begins
-    the next step while others still compute. name: of what the figures are for.
+    not counted; narrow_gathers: whether what only such products take is made narrow before it is
+    gathered. eager: whether modules of layers issue ops in Python, which takes their host longer than a
+    program. blocking_launches: whether the host waits until an op is done before it issues the next
+    (CUDA_LAUNCH_BLOCKING). exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
+    afterwards, as our runtime does on the CPU; it then holds both at once. steps_overlap: whether a
+    pipeline rank begins the next step while others still compute. name: of what the figures are for.
     """
 
     attention: Literal["flash", "unfused"] = "flash"
@@ -91,6 +94,9 @@ class Behaviour:
     product_dtype: str = ""
     narrow_bytes: float = 3.0
     narrow_weights: bool = True
+    narrow_gathers: bool = False
+    eager: bool = False
+    blocking_launches: bool = False
     exchanged_sums: bool = False
     steps_overlap: bool = False
     name: str = ""

@@ -54,7 +54,10 @@ VIEWS = frozenset(
     )
 )
 _NORM_BACKWARD = "aten.native_layer_norm_backward.default"
-_SUMS = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
+#: bytes of an element of a narrow copy
+_NARROW = 1
+#: products that may be of narrow factors
+NARROWED = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
 PRODUCTS = frozenset(
     (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
 )
@@ -92,11 +95,12 @@ class Ops:
         values: Mapping[str, Placed],
         inside: Collection[str] = (),
         weights: Collection[str] = (),
+        narrow: Collection[str] = (),
     ) -> list[Work]:
         """What an op does, one piece after the other; nothing for a view.
 
         values: of the graph that it stands in. inside: those that stay inside fused kernels. weights: those
-        that are parameters.
+        that are parameters. narrow: those that are gathered as narrow copies.
         """
         if node.op in VIEWS:
             return []
@@ -107,16 +111,17 @@ class Ops:
         if is_ring(node):
             return rings.apart(node, values, self)
         if node.op.startswith("comm."):
-            return self._messages(node, values)
+            return self._messages(node, values, narrow)
         if node.op in HOST_OPS:
             return [Transfer(sum(self.nbytes(values[name]) for name in refs_of(node)), node.op == STORE)]
         ins = [values[name] for name in refs_of(node)]
         outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
         dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
-        if node.op in _SUMS:
+        if node.op in NARROWED:
             factors = list(refs_of(node))[-2:]
             once = () if self.behaviour.narrow_weights else weights
-            narrowed = sum(self.nbytes(values[name]) for name in factors if name not in once)
+            made = (name for name in factors if name not in once and name not in narrow)
+            narrowed = sum(self.nbytes(values[name]) for name in made)
             return self._product(ins, outs[0], dtype, narrowed)
         if node.op in attention.RULES:
             return self._attention(node, ins, outs, dtype)
@@ -139,12 +144,13 @@ class Ops:
         values: Mapping[str, Placed],
         inside: Collection[str] = (),
         weights: Collection[str] = (),
+        narrow: Collection[str] = (),
     ) -> list[rings.Beat]:
         """The same, as it is issued: the pieces of a ring wait for some of those before, all others for the
         one before."""
         if is_ring(node):
             return rings.beats(node, values, self)
-        works = self.work(node, values, inside, weights)
+        works = self.work(node, values, inside, weights, narrow)
         return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
 
     def _operand(self, placed: Placed) -> Operand:
@@ -202,14 +208,14 @@ class Ops:
         width = DTYPES[values[names[0]].type.dtype][1]
         return 2.0 * q[0] * q[1] * q[2] * k[2] * width
 
-    def _messages(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+    def _messages(self, node: Node, values: Mapping[str, Placed], narrow: Collection[str] = ()) -> list[Work]:
         kind = collective_kind(node)
         if kind in EXCHANGES:
             return self._exchange(node, values)
         if kind in QUANTISED:
             return self._quantised(node, values)
         counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
-        total = sum(self.nbytes(values[n]) for n in counted)
+        total = sum(self.nbytes(values[n]) / self._narrower(n, values, narrow) for n in counted)
         message = Message(kind, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
         moved = 2.0 * total if self.copied(node) else 0.0
@@ -220,12 +226,26 @@ class Ops:
                 width = DTYPES[values[counted[0]].type.dtype][1]
                 moved += total / width * self.behaviour.ready_bytes
             return [Traffic(moved), message] if moved else [message]
+        parts = list(refs_of(node))
+        made = sum(
+            self.nbytes(values[part]) / DTYPES[values[part].type.dtype][1] * self.behaviour.narrow_bytes
+            for part, out in zip(parts, node.outs, strict=True)
+            if out in narrow
+        )
+        casts = [Traffic(made)] if made else []
         if not moved:
-            return [message]
+            return [*casts, message]
         copy = Traffic(moved)
         bucket = node.op.split(".")[1].endswith("_bucket")
-        own = [Traffic(2 * sum(self.nbytes(values[n]) for n in refs_of(node)))] if bucket else []
-        return [*own, message, copy]
+        packed = zip(parts, node.outs, strict=True)
+        shards = sum(self.nbytes(values[n]) / self._narrower(out, values, narrow) for n, out in packed)
+        return [*casts, *([Traffic(2 * shards)] if bucket else []), message, copy]
+
+    def _narrower(self, name: str, values: Mapping[str, Placed], narrow: Collection[str]) -> float:
+        """How many times as wide a value is as what is sent of it."""
+        if name not in narrow:
+            return 1.0
+        return DTYPES[values[name].type.dtype][1] / _NARROW
 
     def copied(self, node: Node) -> bool:
         """Whether what a collective takes or makes is copied to, or from, the way it is sent: a single tensor

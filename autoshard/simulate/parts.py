@@ -51,14 +51,16 @@ class Parts:
 
     def _player(self, price: Price, device: Device) -> Player:
         how = self.behaviour
+        kernels = device.kernels
         habits = Habits(
             how.gathers_overlap,
             how.gradients_overlap,
             how.tensor_overlap,
             device.overlap,
-            device.kernels.dispatch,
+            max(kernels.dispatch, kernels.eager) if how.eager else kernels.dispatch,
             how.late_waits,
-            device.kernels.view,
+            kernels.view,
+            how.blocking_launches,
         )
         return Player(price, self.sheets.ops.mesh.sizes, habits, self.widen, bool(self.program.offload))
 

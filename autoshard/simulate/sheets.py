@@ -13,7 +13,7 @@ from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import CHAINED, Keeping
-from autoshard.simulate.ops import VIEWS, Ops, kept_scores, placed_of
+from autoshard.simulate.ops import NARROWED, VIEWS, Ops, kept_scores, placed_of
 from autoshard.simulate.work import Message, Sheet, Task, Transfer
 
 
@@ -91,12 +91,12 @@ class Sheets:
         weights: frozenset[str] = frozenset(),
     ) -> Sheet:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
-        kept = self.inside(nodes, outputs, dropped)
+        kept, narrow = self.inside(nodes, outputs, dropped), self.narrow(nodes)
         tasks: list[Task] = []
         views: dict[int, int] = {}  # of every task
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
-            beats = self.ops.in_order(node, values, kept, weights)
+            beats = self.ops.in_order(node, values, kept, weights, narrow)
             if node.op in VIEWS or (not beats and collective_kind(node) == "slice"):
                 source = used[0] if used else None
                 if source is not None:
@@ -142,6 +142,24 @@ class Sheets:
         }
         inside |= {name for name in dropped if name not in made}
         return frozenset(inside | {a for a, root in alias.items() if root in inside})
+
+    def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:
+        """Values that are gathered as narrow copies, as only products of narrow factors take them, and what
+        looks at them in another way."""
+        if not (self.behaviour.narrow_gathers and self.behaviour.product_dtype):
+            return frozenset()
+        source: dict[str, str] = {}  # of gathered values and views of them
+        users: dict[str, set[str]] = {}
+        for node in nodes:
+            taken = [source[name] for name in dict.fromkeys(refs_of(node)) if name in source]
+            if node.op in VIEWS:
+                source.update(dict.fromkeys(node.outs, taken[0]) if taken else {})
+                continue
+            for name in taken:
+                users.setdefault(name, set()).add(node.op)
+            if collective_kind(node) == "all_gather":
+                source.update((name, name) for name in node.outs)
+        return frozenset(n for n, first in source.items() if users.get(first, {""}) <= NARROWED)
 
     def masks(self, segment: str) -> float:
         """Bytes of the masks of hidden dropout in a forward segment, a byte per element.

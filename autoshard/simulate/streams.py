@@ -124,7 +124,8 @@ class Habits:
     the device, from the start of a part on. late: messages are issued where they stand, and waited for where
     what they bring is needed, or the next reduce-scatter of their axis is issued
     (`runtime.collectives`); the first three are then of no meaning. view: seconds of an op that only looks at
-    a tensor in another way, which the device itself issues.
+    a tensor in another way, which the device itself issues. blocking: whether the host issues a task when the
+    one before it is done.
     """
 
     ahead: bool = True
@@ -134,6 +135,7 @@ class Habits:
     dispatch: float = 0.0
     late: bool = False
     view: float = 0.0
+    blocking: bool = False
 
 
 class Player:
@@ -249,6 +251,8 @@ class _Run:
             if task.packs:  # of a shard: too short to be in the way of computing
                 found[k] = start + task.cost
                 self.busy[0] += task.cost
+                if self.habits.blocking:
+                    self.host = found[k]
             else:
                 start = max(start, self.free[task.stream])
                 found[k] = self._runs(number, k, task.stream, task.cost, start)
@@ -310,6 +314,8 @@ class _Run:
 
     def _runs(self, number: int, k: int, stream: int, cost: float, start: float) -> float:
         end = start + cost
+        if cost and self.habits.blocking:
+            self.host = end
         self.free[stream] = end
         self.busy[stream] += cost
         if stream > self.axes:

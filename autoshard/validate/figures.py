@@ -16,7 +16,7 @@ class Figures:
     with x times as many sustains x ** -throttle of that, as power bounds its clock (1/3 if its voltage
     fell with its clock and an operation always took the same energy; newer chips need less). depth: see
     `Kernels`, of an A100; that of others goes with their FLOP per byte of memory bandwidth, as tiles
-    begin and end by moving bytes. traffic, attention, attention_backward, narrow, dispatch: likewise.
+    begin and end by moving bytes. traffic, attention, attention_backward, narrow, dispatch, eager: likewise.
     overlap: see `Device`. inside, outside: part of the bandwidth that collectives reach on links within
     the outermost level, and on it."""
 
@@ -29,6 +29,7 @@ class Figures:
     attention_backward: float = 0.45
     narrow: float = 0.9
     dispatch: float = 6e-6
+    eager: float = 60e-6
     overlap: float = 0.8
     inside: float = 0.75
     outside: float = 0.8
@@ -45,12 +46,13 @@ SPREAD: Mapping[str, float] = {
     "attention_backward": 0.25,
     "narrow": 0.08,
     "dispatch": 0.5,
+    "eager": 0.5,
     "overlap": 0.12,
     "inside": 0.15,
     "outside": 0.25,
 }
 #: figures that are not parts of a whole
-_FREE = frozenset(("depth", "dispatch"))
+_FREE = frozenset(("depth", "dispatch", "eager"))
 #: FLOP/s per watt of an A100: 312e12 in 400 W
 _A100 = 312e12 / 400
 #: FLOP per byte of memory bandwidth of an A100 of 80 GB
@@ -94,6 +96,7 @@ def applied(cluster: Cluster, figures: Figures) -> Cluster:
         attention_backward=figures.attention_backward,
         narrow=figures.narrow,
         dispatch=figures.dispatch,
+        eager=figures.eager,
     )
     efficiency = figures.efficiency.get(device.name, device.matmul_efficiency)
     *inner, outer = cluster.levels

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from autoshard.cost.recipe import MIXED, Recipe
 from autoshard.simulate.behaviour import Behaviour, Keeps
@@ -15,6 +16,8 @@ from autoshard.validate.rows import Run
 
 #: words of a precision that say that gradients are summed in fp32
 _WIDE_GRADIENTS = re.compile(r"fp32 (grad|acc|reduc)")
+#: keys that say for which runs an entry is
+_FOR = frozenset(("name", "match", "precision", "network", "gpus", "until"))
 
 
 @dataclass(frozen=True)
@@ -22,47 +25,75 @@ class Framework:
     """One entry. assumed: whether it stands for frameworks that no entry names.
 
     vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
-    ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32.
+    ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32;
+    wide_sum: bytes that a microbatch moves for it, None for as many as in the type of the parameters.
     """
 
     name: str
     match: str
     precision: str
+    network: str
+    gpus: int
     until: int | None
     behaviour: Behaviour
     vocab_multiple: int
     wide_gradient: int
+    wide_sum: int | None
     assumed: bool
+
+    def fits(self, run: Run) -> bool:
+        """Whether it is for runs like this one."""
+        return (
+            self.match in run.framework.lower()
+            and self.precision in run.precision.lower()
+            and self.network in run.network.lower()
+            and self.gpus <= run.gpus
+            and (self.until is None or 0 < run.year <= self.until)
+        )
 
 
 @cache
 def frameworks() -> tuple[Framework, ...]:
     """All entries, in the order in which they are tried."""
     text = files("autoshard.validate").joinpath("frameworks.toml").read_text(encoding="utf-8")
-    found: list[Framework] = []
-    for entry in tomllib.loads(text)["framework"]:
-        name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
-        precision = entry.pop("precision", "")
-        multiple, wide = entry.pop("vocab_multiple"), entry.pop("wide_gradient", 4)
-        entry.pop("source")
-        recipe = Recipe(name, **entry.pop("recipe"))
-        assumed = {"gradient_buffers": True, "late_waits": False}
-        behaviour = Behaviour(**{**assumed, **entry}, recipe=recipe, name=name)
-        found.append(Framework(name, match, precision, until, behaviour, multiple, wide, assumed=not match))
-    return tuple(found)
+    entries = tomllib.loads(text)["framework"]
+    named = {entry["name"]: entry for entry in entries}
+    return tuple(_framework({**_shared(named, entry.get("like", "")), **entry}) for entry in entries)
 
 
-def framework_of(run: Run) -> Framework:
-    """The first entry that a run's framework and year fit."""
-    text, precision = run.framework.lower(), run.precision.lower()
-    return next(
-        f for f in frameworks() if f.match in text and f.precision in precision and _in_time(f, run.year)
+def _shared(named: Mapping[str, Mapping[str, Any]], like: str) -> dict[str, Any]:
+    """What an entry takes from the one that it is like: all but what says for which runs that one is."""
+    return {key: value for key, value in named[like].items() if key not in _FOR} if like else {}
+
+
+def _framework(entry: dict[str, Any]) -> Framework:
+    """One entry, of the keys of which those of `Behaviour` are left when the others are taken."""
+    for key in ("source", "like"):
+        entry.pop(key, None)
+    name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
+    precision, network, gpus = entry.pop("precision", ""), entry.pop("network", ""), entry.pop("gpus", 0)
+    multiple = entry.pop("vocab_multiple")
+    wide, wide_sum = entry.pop("wide_gradient", 4), entry.pop("wide_sum", None)
+    recipe = Recipe(name, **entry.pop("recipe"))
+    assumed = {"gradient_buffers": True, "late_waits": False}
+    return Framework(
+        name=name,
+        match=match,
+        precision=precision,
+        network=network,
+        gpus=gpus,
+        until=until,
+        behaviour=Behaviour(**{**assumed, **entry}, recipe=recipe, name=name),
+        vocab_multiple=multiple,
+        wide_gradient=wide,
+        wide_sum=wide_sum,
+        assumed=not match,
     )
 
 
-def _in_time(framework: Framework, year: int) -> bool:
-    """Whether an entry is for a year; for one that is not known (0) if it is for all."""
-    return framework.until is None or 0 < year <= framework.until
+def framework_of(run: Run) -> Framework:
+    """The first entry that fits a run; of entries with a year, none does if its year is not known (0)."""
+    return next(f for f in frameworks() if f.fits(run))
 
 
 def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Behaviour:
@@ -73,7 +104,8 @@ def behaviour_of(run: Run, framework: Framework, rates: Collection[str]) -> Beha
     behaviour = framework.behaviour
     if _WIDE_GRADIENTS.search(run.precision.lower()) and behaviour.recipe.gradient_bytes(2) == 2:
         recipe = replace(MIXED, gradient=framework.wide_gradient)
-        behaviour = replace(behaviour, recipe=recipe, gradient_dtype="f32", step_bytes=0.0)
+        summed = behaviour.sum_bytes if framework.wide_sum is None else framework.wide_sum
+        behaviour = replace(behaviour, recipe=recipe, gradient_dtype="f32", step_bytes=0.0, sum_bytes=summed)
     return replace(
         behaviour,
         attention_again=run.recompute == "attention",
