@@ -32,7 +32,7 @@ from autoshard.report.estimate import Estimator
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
 from autoshard.runtime import exchange
-from autoshard.runtime.exchange import Transport
+from autoshard.runtime.exchange import Send
 
 f64 = torch.float64
 #: expert 1 has no row; the rows of 4 and -1 have no expert
@@ -303,7 +303,7 @@ class _Threads:
         self.ways, self.barrier = ways, threading.Barrier(ways, timeout=60)
         self.posted: list[list[torch.Tensor]] = [[] for _ in range(ways)]
 
-    def transport(self, rank: int) -> Transport:
+    def transport(self, rank: int) -> Send:
         def send(x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
             self.posted[rank] = list(x.split(list(sent)))
             self.barrier.wait()
