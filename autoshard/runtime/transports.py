@@ -13,7 +13,7 @@ from autoshard.runtime.neighbours import Neighbours
 from autoshard.runtime.network import Network
 from autoshard.runtime.shared_memory import SharedMemory
 from autoshard.runtime.transport import Transport
-from autoshard.torch_adapters.groups import group_named
+from autoshard.torch_adapters.groups import cpu_backend, group_named
 
 #: ``0``: never through shared memory
 VARIABLE = "AUTOSHARD_SHARED_MEMORY"
@@ -27,11 +27,13 @@ def transport_of(name: str, device: torch.device) -> Transport:
 
 
 def neighbours_of(group: dist.ProcessGroup, device: torch.device) -> Neighbours | None:
-    """The ranks of a group if they are several CPU processes that can read each other's memory. Collective.
+    """The ranks of a group if they are several CPU processes, with gloo, that can read each other's memory.
+    Collective.
 
     Raises UsageError if the variable is neither 0 nor 1.
     """
-    if device.type != "cpu" or dist.get_world_size(group) == 1:
+    # other backends need not have processes: torch's fake one stands for ranks that do not exist
+    if device.type != "cpu" or dist.get_world_size(group) == 1 or cpu_backend(group) != "gloo":
         return None
     text = os.environ.get(VARIABLE, "1").strip()
     if text not in ("0", "1"):

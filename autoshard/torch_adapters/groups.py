@@ -14,6 +14,12 @@ def group_named(name: str) -> dist.ProcessGroup:
     return group
 
 
+def cpu_backend(group: dist.ProcessGroup) -> str:
+    """What carries a group's messages between CPU processes: ``gloo``, for instance."""
+    name: str = group._get_backend(torch.device("cpu")).name()
+    return name
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that a group of CPU processes waits for a rank that is late."""
     options: Any = group._get_backend(torch.device("cpu")).options
