@@ -30,6 +30,8 @@ WIRED = {
 #: such a norm -> (which of its outputs the wire is, which argument says how many elements share a scale)
 NORMS = {WIRED["autoshard.rms_norm.default"]: (0, 4), WIRED["autoshard.add_rms_norm.default"]: (1, 5)}
 BITS = 8
+#: types whose values may travel with fewer bits
+FLOATS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from functools import reduce
 from operator import or_
 
 from autoshard.ir import Call, Node, refs_of
+from autoshard.ir.comm import GATHERS
 from autoshard.ir.lowered import Instruction, Lowered
+from autoshard.wires import FLOATS
 
-_GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
-_FLOATS = ("f32", "bf16", "f16")
 #: what gives the rows that it is given, if they are as long as before
 _SAME = frozenset(f"aten.{name}.default" for name in ("view", "reshape", "_unsafe_view", "alias", "clone"))
 
@@ -116,7 +116,7 @@ class Activations:
 
     def _joins(self, node: Node, inside: str) -> bool:
         """Rows are whole: their last dim is not the one that is joined."""
-        if node.op not in _GATHERS or not self._results[inside].isdisjoint(node.outs):
+        if node.op not in GATHERS or not self._results[inside].isdisjoint(node.outs):
             return False
         return all(
             self._is_one(name, inside) and dim < len(self._types[inside][name].shape) - 1
@@ -125,7 +125,7 @@ class Activations:
 
     def _is_one(self, name: str, inside: str) -> bool:
         depends = self.inside[inside].get(name, _From.NOTHING)
-        return depends == _From.BATCH | _From.PARAMETER and self._types[inside][name].dtype in _FLOATS
+        return depends == _From.BATCH | _From.PARAMETER and self._types[inside][name].dtype in FLOATS
 
 
 def _dims(node: Node) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir.names import free_name
 
 DROPOUT = "autoshard.dropout.default"
 SITE_ARG = 3
@@ -42,7 +43,7 @@ def fold(joint: Joint) -> Folded:
         # equal bodies on inputs of other shapes are other segments: what a rank holds of them differs
         key = (body, tuple(types[v] for v in inputs))
         if key not in known:
-            name = _fresh(_segment_name(run), segments)
+            name = free_name(_segment_name(run), segments)
             known[key] = name
             segments[name] = _segment(name, run, inputs, outputs, types, ports, base)
         calls.append(Call(known[key], inputs, outputs, run.label, run.backward, base))
@@ -160,7 +161,7 @@ def _segment(
     for value in inputs:
         target = ports.get(value, "")
         wish = _identifier(_relative(target, run.label)) if target and not target.isdigit() else value
-        rename[value] = _fresh(wish, taken | set(rename.values()))
+        rename[value] = free_name(wish, taken | set(rename.values()))
     nodes = tuple(_rename(_relative_site(node, base), rename) for node in run.nodes)
     return Graph(name, tuple((rename[v], types[v]) for v in inputs), nodes, outputs)
 
@@ -179,14 +180,6 @@ def _relative(target: str, label: str) -> str:
 def _identifier(text: str) -> str:
     name = re.sub(r"\W+", "_", text).strip("_") or "x"
     return f"v_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name
-
-
-def _fresh(wish: str, taken: object) -> str:
-    name, k = wish, 1
-    while name in taken:  # type: ignore[operator]
-        k += 1
-        name = f"{wish}_{k}"
-    return name
 
 
 def _segment_name(run: _Run) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.names import free_name
 from autoshard.kernels.registry import Operand, specs
 from autoshard.passes.norm_patterns import Backward, Forward, Index, backwards, forwards
 from autoshard.passes.norm_statistics import NORM, NORM_BACKWARD, private, usual
@@ -159,11 +160,11 @@ class _Fuser:
         given = (type_, there, names)
         known = next((n for n, other in self._all_inputs(name) if other == given), None)
         taken = {*index.types, *self.inputs[name]}
-        x = known or _unused(f"{found.rstd}_x", taken)
+        x = known or free_name(f"{found.rstd}_x", taken)
         new = None if known else given
         if there == layout or move is None:
             return _Rows(x, new)
-        out = _unused(f"{x}_a", {*taken, x})
+        out = free_name(f"{x}_a", {*taken, x})
         moved = replace(move, args=(Ref(x), *move.args[1:]), outs=(out,), types=(type_,))
         return _Rows(x, new, moved)
 
@@ -192,7 +193,7 @@ class _Fuser:
                 return out
         known = self.wanted.setdefault((call.segment, value), {})
         if item not in known:
-            known[item] = _unused(value, self.taken)
+            known[item] = free_name(value, self.taken)
             self.taken.add(known[item])
         return known[item]
 
@@ -223,7 +224,7 @@ class _Fuser:
         dw = found.dw
         around = (rows.moved,) if rows.moved else ()
         if dw is None or index.types[dw] != index.types[found.weight]:
-            dw = _unused(f"{found.dx}_w", index.types)
+            dw = free_name(f"{found.dx}_w", index.types)
         made = self._fused(name, "rms_norm_backward", args, (found.dx, dw), last, found.chain)
         if rows.moved:
             self.layouts[name][x] = self.layouts[name][found.dx]
@@ -384,7 +385,7 @@ class _Fuser:
                 if owner != name:
                     continue
                 # a call whose value nobody asked for hands it out, too: all calls of a segment are alike
-                out = names.get(item) or _unused(value, self.taken)
+                out = names.get(item) or free_name(value, self.taken)
                 self.taken.add(out)
                 outs.append(out)
                 values[out] = Placed(self.index[name].types[value], self.layouts[name][value])
@@ -426,15 +427,6 @@ def _ordered(inputs: Sequence[str], nodes: Sequence[Node]) -> list[Node]:
             waiting.append(node)
     assert not waiting, [n.name for n in waiting]
     return found
-
-
-def _unused(base: str, taken: Collection[str]) -> str:
-    """``base``, or a name like it that is not yet taken."""
-    name, k = base, 1
-    while name in taken:
-        k += 1
-        name = f"{base}_{k}"
-    return name
 
 
 def _mib(nbytes: float) -> str:

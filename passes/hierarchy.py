@@ -15,9 +15,8 @@ block of the whole, ``fsdp_network:R fsdp_node:S(0,outer=2)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from math import prod
 
 from autoshard.errors import UsageError
@@ -33,6 +32,7 @@ from autoshard.ir import (
     refs_of,
 )
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.names import free_name
 from autoshard.placement import Layout, Partial, Placement, R, Shard, layout_ok, local_shape
 from autoshard.rules.local import MeshShape
 
@@ -95,11 +95,6 @@ def check_levels(levels: Levels, mesh: MeshShape) -> None:
     names = levels.refined(mesh).names
     if len(set(names)) < len(names):
         raise UsageError(f"two axes would have the same name: {', '.join(names)}", where=where)
-
-
-def free_name(base: str, taken: Container[str]) -> str:
-    """``base``, or ``base_2``, ``base_3``, ...: the first that is not taken."""
-    return next(n for n in chain([base], (f"{base}_{k}" for k in count(2))) if n not in taken)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Call
-from autoshard.ir.comm import GATHER_Q
+from autoshard.ir.comm import GATHER_Q, GATHERS
 from autoshard.ir.lowered import Lowered, Part
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 
 #: ops that may stand between a parameter and its gather
-_GATHERS = (
-    "comm.all_gather.default",
-    "comm.all_gather_bucket.default",
-    GATHER_Q,
-)
+_GATHERS = (*GATHERS, GATHER_Q)
 
 
 #: of a segment that was taken apart

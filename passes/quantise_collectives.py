@@ -25,21 +25,19 @@ from typing import Any, Literal, TypeAlias
 from autoshard.cost.wire import packed_bytes
 from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
-from autoshard.ir.comm import GATHER_Q, SCATTER_Q
+from autoshard.ir.comm import GATHER_Q, GATHERS, SCATTER_Q
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.passes.activations import Activations
 from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
-from autoshard.wires import rows_of_rank
+from autoshard.wires import FLOATS, rows_of_rank
 
 GROUP = 256
 #: the smallest number of elements that may share a scale (`kernels.quant`)
 _LEAST = 32
-_GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 _REDUCTIONS = (*_SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$|^int(8)-(activations)$")
-_FLOATS = ("f32", "bf16", "f16")
 #: what a collective moves
 Kind: TypeAlias = Literal["weights", "gradients", "activations"]
 
@@ -188,7 +186,7 @@ class _Chosen:
         Gathers of the same tensors over one axis after the other are one: rounded once, and unpacked once.
         """
         found = _Found({}, {})
-        gathered = {o for n in nodes if n.op in _GATHERS for o in n.outs}
+        gathered = {o for n in nodes if n.op in GATHERS for o in n.outs}
         for chain in _chains(nodes, uses):
             kind = kinds[chain[0].name]
             if kind == "activations" and not gathered.isdisjoint(refs_of(chain[0])):
@@ -215,7 +213,7 @@ class _Chosen:
         allowed = int(getattr(precision, kind))
         types = [t for t in first.types if t is not None]
         bits = tuple(allowed if len(t.shape) > 1 else 0 for t in types)
-        if not any(bits) or any(t.dtype not in _FLOATS for t in types):
+        if not any(bits) or any(t.dtype not in FLOATS for t in types):
             return None, ""
         sources = list(refs_of(first))
         parts = [values[n] for n in (sources if gathers else first.outs)]
@@ -292,10 +290,10 @@ class _Chosen:
 
 def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:
     """Nodes in rows: a gather stands before the one that alone reads its results, all of them in order."""
-    before = {node.outs: node for node in nodes if node.op in _GATHERS}
+    before = {node.outs: node for node in nodes if node.op in GATHERS}
     follows: dict[str, Node] = {}
     for node in nodes:
-        first = before.get(tuple(refs_of(node))) if node.op in _GATHERS else None
+        first = before.get(tuple(refs_of(node))) if node.op in GATHERS else None
         if first is not None and all(uses[o] == 1 for o in first.outs):
             follows[first.name] = node
     later = {n.name for n in follows.values()}
@@ -348,12 +346,12 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in (*_GATHERS, GATHER_Q):
+            if node.op in (*GATHERS, GATHER_Q):
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
         """Whether a node gathers parameters and nothing else."""
-        return node.op in _GATHERS and all(r in self.inside[inside] for r in refs_of(node))
+        return node.op in GATHERS and all(r in self.inside[inside] for r in refs_of(node))
 
 
 class Gradients:

@@ -7,15 +7,14 @@ numbers are the same bit for bit. This comes after `fuse_kernels`, which makes t
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 
 from autoshard.ir import DTYPES, Dtype, Node, Ref
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.names import free_name
 from autoshard.passes.norm_patterns import Index
-from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
 from autoshard.wires import BITS, NORMS, WIRED, rows_of_rank, wire_of
 
@@ -41,7 +40,7 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         wire, shape = wire_of(placed, group, mesh), rows_of_rank(placed, mesh)
         if wire is None or shape is None:
             continue
-        name = _unused(f"{rows}_wire", layouts)
+        name = free_name(f"{rows}_wire", layouts)
         outs, types = list(norm.outs), list(norm.types)
         outs[place], types[place] = name, wire.type
         fused = replace(norm, op=made, args=(*norm.args, group), outs=tuple(outs), types=tuple(types))
@@ -50,7 +49,8 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         changed[gather.name] = replace(gather, op=GATHER_WIRE, args=args)
         del layouts[rows]
         layouts[name] = wire.layout
-        note = f"its rows leave as int8: {_mib(placed, mesh):.3g} MiB are not written"
+        written = prod(shape) * DTYPES[placed.type.dtype][1] / 2**20
+        note = f"its rows leave as int8: {written:.3g} MiB are not written"
         said = why.pop(norm.name, "")
         why[fused.name] = f"{said}; {note}" if said else note
     if not changed:
@@ -68,18 +68,3 @@ def _norm_before(gather: Node, index: Index) -> Node | None:
     if norm is None or norm.outs[NORMS[WIRED[norm.op]][0]] != rows.name:
         return None
     return norm if index.only_use(rows.name, GATHER_Q) is gather else None
-
-
-def _unused(base: str, taken: Collection[str]) -> str:
-    """``base``, or a name like it that is not yet taken."""
-    name, k = base, 1
-    while name in taken:
-        k += 1
-        name = f"{base}_{k}"
-    return name
-
-
-def _mib(placed: Placed, mesh: MeshShape) -> float:
-    """What a rank holds of a value."""
-    shape = local_shape(placed.type.shape, placed.layout, mesh.sizes, (0,) * len(mesh.sizes))
-    return prod(shape) * DTYPES[placed.type.dtype][1] / 2**20

@@ -19,13 +19,13 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
-from autoshard.ir.comm import BUCKET_BYTES
+from autoshard.ir.comm import BUCKET_BYTES, GATHERS
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
-from autoshard.passes.hierarchy import CannotRefineError, free_name
+from autoshard.ir.names import free_name
+from autoshard.passes.hierarchy import CannotRefineError
 from autoshard.passes.quantise_collectives import Gradients
 from autoshard.placement import Layout
 
-_GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
 _SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 
 
@@ -103,7 +103,7 @@ def _made_in(nodes: Collection[Node], sources: Collection[str], axes: tuple[str,
     copy: dict[str, str] = {}
     steps: list[Node] = []
     for node in nodes:
-        if node.op not in _GATHERS or node.args[1] not in axes:
+        if node.op not in GATHERS or node.args[1] not in axes:
             continue
         for source, out, _ in _members(node):
             root, done = level.get(source, ("", -1))
@@ -292,7 +292,7 @@ class _Copies:
             dropped = {o for n in made.steps for o in n.outs}
             nodes: list[Node] = []
             for node in segment.graph.nodes:
-                if node.op in _GATHERS and node.args[1] in self.how.copies:
+                if node.op in GATHERS and node.args[1] in self.how.copies:
                     kept = _only(node, set(node.outs) - dropped)
                     nodes += [] if kept is None else [kept]
                 else:
@@ -309,7 +309,7 @@ class _Copies:
 
     @staticmethod
     def _first(nodes: Collection[Node], copies: Set[str]) -> list[str]:
-        return [n.name for n in nodes if n.op in _GATHERS and not copies.isdisjoint(set(refs_of(n)))]
+        return [n.name for n in nodes if n.op in GATHERS and not copies.isdisjoint(set(refs_of(n)))]
 
     # -- the program with them -------------------------------------------------------------------------
 

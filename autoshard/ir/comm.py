@@ -8,6 +8,8 @@ from autoshard.ir.graph import Node
 BUCKET_BYTES = 25 * 2**20
 #: products whose chunks travel round the ranks of an axis meanwhile (`ir.rings`)
 GATHER_MM, MM_SCATTER = "comm.all_gather_mm.default", "comm.mm_reduce_scatter.default"
+#: with all bits, of one tensor and of several
+GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
 #: with fewer bits than the values have
 GATHER_Q, SCATTER_Q = "comm.all_gather_q_bucket.default", "comm.reduce_scatter_q_bucket.default"
 #: rows that are quantised already (`autoshard.wires`)

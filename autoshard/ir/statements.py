@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.names import free_name
 from autoshard.ir.symbols import CallSite
 
 
@@ -166,10 +167,7 @@ class _Forms:
 
 
 def _fresh(base: str, taken: set[str]) -> str:
-    name, k = base, 1
-    while name in taken:
-        k += 1
-        name = f"{base}_{k}"
+    name = free_name(base, taken)
     taken.add(name)
     return name
 

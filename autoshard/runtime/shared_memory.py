@@ -37,7 +37,7 @@ class SharedMemory:
         return self.gather_rows(x, lambda rows: torch.cat(list(rows)).view(shape))
 
     def gather_rows(self, x: torch.Tensor, join: Join) -> Callable[[], Any]:
-        posted, arriving = self._read_by_all(x, x.numel(), [0] * self.ways)
+        posted, arriving = self._read_by_all(x, [(0, x.numel())] * self.ways)
 
         def joined() -> Any:
             seen = arriving()
@@ -50,7 +50,7 @@ class SharedMemory:
     def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:
         part = x.numel() // self.ways
         shape = (x.shape[0] // self.ways, *x.shape[1:])
-        posted, arriving = self._read_by_all(x, part, [k * part for k in range(self.ways)])
+        posted, arriving = self._read_by_all(x, [(k * part, part) for k in range(self.ways)])
 
         def add() -> torch.Tensor:
             own = posted.lies.view(self.ways, -1)[self.rank]
@@ -63,7 +63,7 @@ class SharedMemory:
             raise NotImplementedError(f"an all-reduce of {op!r}")
         if x.nbytes > _WHOLE:
             return self._all_reduce_parts(x, op), as_it_is
-        posted, arriving = self._read_by_all(x, x.numel(), [0] * self.ways)
+        posted, arriving = self._read_by_all(x, [(0, x.numel())] * self.ways)
         return lambda: self._reduced(posted, posted.lies, arriving(), op).view(x.shape), as_it_is
 
     def _all_reduce_parts(self, x: torch.Tensor, op: str) -> Arrival:
@@ -71,13 +71,11 @@ class SharedMemory:
         near, others = self.near, self.near.others()
         cuts = list(pairwise(x.numel() * k // self.ways for k in range(self.ways + 1)))
         start, end = cuts[self.rank]
-        posted = near.post(x, self.ways - 1)
-        sent, reduced = near.numbers(others), near.numbers(others)
-        for k in others:
-            near.announce(k, sent[k], posted, cuts[k][0], cuts[k][1] - cuts[k][0])
+        posted, arriving = self._read_by_all(x, [(first, last - first) for first, last in cuts])
+        reduced = near.numbers(others)
 
         def join() -> torch.Tensor:
-            seen = [near.look(k, sent[k], end - start, x.dtype) for k in others]
+            seen = arriving()
             out = torch.empty_like(x)
             parts = [out.view(-1)[first:last] for first, last in cuts]
             self._reduce(posted.lies[start:end], seen, op, parts[self.rank])
@@ -98,23 +96,21 @@ class SharedMemory:
         return self.exchange(x, counts, counts)
 
     def exchange(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Arrival:
-        near, width = self.near, prod(x.shape[1:])
-        posted = near.post(x, self.ways - 1)
-        numbers = near.numbers(near.others())
-        starts = [0, *accumulate(sent)]
-        for k, number in numbers.items():
-            near.announce(k, number, posted, starts[k] * width, sent[k] * width)
+        width = prod(x.shape[1:])
+        starts = accumulate(sent, initial=0)
+        places = [(start * width, count * width) for start, count in zip(starts, sent, strict=False)]
+        posted, arriving = self._read_by_all(x, places, [count * width for count in received])
 
         def join() -> torch.Tensor:
             out = x.new_empty((sum(received), *x.shape[1:]))
             parts = out.split(list(received))
-            own = posted.lies[starts[self.rank] * width : starts[self.rank + 1] * width]
-            parts[self.rank].view(-1).copy_(own)
-            for k, number in numbers.items():
-                seen = near.look(k, number, received[k] * width, x.dtype)
-                parts[k].view(-1).copy_(seen.lies)
-                near.done(seen)
-            near.release(posted)
+            start, count = places[self.rank]
+            seen = arriving()
+            for part, row in zip(
+                parts, self._in_order(posted.lies[start : start + count], seen), strict=True
+            ):
+                part.view(-1).copy_(row)
+            self._finished(posted, seen)
             return out
 
         return join
@@ -135,16 +131,18 @@ class SharedMemory:
         return finish
 
     def _read_by_all(
-        self, x: torch.Tensor, count: int, starts: Sequence[int]
+        self, x: torch.Tensor, places: Sequence[tuple[int, int]], counts: Sequence[int] | None = None
     ) -> tuple[Posted, Callable[[], list[Seen]]]:
-        """Lays a message down of which rank k reads ``count`` elements from ``starts[k]`` on; and what gives
-        those that this rank reads of the others."""
+        """Lays a message down of which rank k reads the elements at ``places[k]``, a start and a number; and
+        what gives those that this rank reads of the others: ``counts[k]`` of rank k, if not as many as of its
+        own."""
         near = self.near
         posted = near.post(x, self.ways - 1)
         numbers = near.numbers(near.others())
         for k, number in numbers.items():
-            near.announce(k, number, posted, starts[k], count)
-        return posted, lambda: [near.look(k, number, count, x.dtype) for k, number in numbers.items()]
+            near.announce(k, number, posted, *places[k])
+        wanted = counts or [places[self.rank][1]] * self.ways
+        return posted, lambda: [near.look(k, number, wanted[k], x.dtype) for k, number in numbers.items()]
 
     def _reduced(self, posted: Posted, own: torch.Tensor, seen: Sequence[Seen], op: str) -> torch.Tensor:
         """own: what counts of this rank's message. Nobody's message is read again afterwards."""
