@@ -105,8 +105,8 @@ class GroupCollectives:
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
         own, over = x.contiguous(), self.over[axis]
         if op == "lse":
-            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)), own)
-        return Message(*over.all_reduce(own, op), own)
+            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)))
+        return Message(*over.all_reduce(own, op))
 
     def all_gather(
         self,
@@ -127,15 +127,17 @@ class GroupCollectives:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
                 return join_parts(parts, dim, outer)
 
-            return Message(self.over[axis].gather_rows(sent, join), as_it_is, sent)
+            return Message(self.over[axis].gather_rows(sent, join), as_it_is)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         if dim == 0 and outer == 1:
-            return Message(self.over[axis].gather(sent), as_it_is, sent)
+            return Message(self.over[axis].gather(sent), as_it_is)
+
+        shape = sent.shape
 
         def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-            return join_parts([row.view(sent.shape) for row in rows], dim, outer)
+            return join_parts([row.view(shape) for row in rows], dim, outer)
 
-        return Message(self.over[axis].gather_rows(sent, whole), as_it_is, sent)
+        return Message(self.over[axis].gather_rows(sent, whole), as_it_is)
 
     def reduce_scatter(
         self,
@@ -151,13 +153,13 @@ class GroupCollectives:
         if size is None and dim == 0 and outer == 1:
             sent = x.contiguous()
             arriving, own = self.over[axis].scatter(sent)
-            return Message(arriving, own, sent)
+            return Message(arriving, own)
         parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = [p.shape for p in parts]
         shape = shapes[view.coord_of(axis)]
         sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
-        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
+        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape))
 
     def all_to_all(
         self,
@@ -176,7 +178,7 @@ class GroupCollectives:
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
 
-        return Message(self.over[axis].all_to_all(sent), join, sent)
+        return Message(self.over[axis].all_to_all(sent), join)
 
     def _rows(self, axis: str) -> exchange.Send:
         over = self.over[axis]
@@ -229,7 +231,7 @@ class GroupCollectives:
         flat = _together(self.over[axis], [_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
         if in_one_kernel(xs, wheres):
             own = [x.shape for x in xs]
-            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways), flat)
+            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways))
 
         def unpack(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             outs: list[torch.Tensor] = []
@@ -240,7 +242,7 @@ class GroupCollectives:
                 start += max(prod(s) for s in parts)
             return outs
 
-        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is, flat)
+        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
@@ -268,7 +270,7 @@ class GroupCollectives:
                 start += max(prod(s) for s in row)
             return outs
 
-        return Message(arriving, unpack, flat)
+        return Message(arriving, unpack)
 
     def all_reduce_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
@@ -283,7 +285,7 @@ class GroupCollectives:
             pieces = reduced(got).split([prod(s) for s in shapes])
             return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
-        return Message(arriving, unpack, packed)
+        return Message(arriving, unpack)
 
     def all_gather_q_bucket(
         self,
@@ -314,7 +316,7 @@ class GroupCollectives:
                 for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
             ]
 
-        return Message(self.over[axes[-1]].gather(sent), join, sent)
+        return Message(self.over[axes[-1]].gather(sent), join)
 
     def all_gather_wire(
         self,
@@ -335,7 +337,7 @@ class GroupCollectives:
             (rows,) = unpack(got.view(ways, -1), how)
             return joined(rows, [shape] * ways, dim, outer)
 
-        return Message(self.over[axis].gather(wire), join, wire)
+        return Message(self.over[axis].gather(wire), join)
 
     def reduce_scatter_q_bucket(
         self,
@@ -360,7 +362,7 @@ class GroupCollectives:
             flat = sums(got.view(ways, -1), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
-        return Message(self.over[axis].all_to_all(sent), add, sent)
+        return Message(self.over[axis].all_to_all(sent), add)
 
     def slice(
         self,
