@@ -372,6 +372,13 @@ def _world_times(call: Callable[[], object] | None, device: torch.device, repeat
     return slowest(device, [run(times) for _ in range(repeats)])
 
 
+def mean_of(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """The mean over the ranks of each of these. Collective."""
+    held = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(held)
+    return [float(value) / dist.get_world_size() for value in held.cpu()]
+
+
 def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:
     """Each of these on the rank where it is largest. Collective."""
     held = torch.tensor(seconds, dtype=torch.float64, device=device)
