@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import mean, median
+from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -23,7 +23,7 @@ from autoshard.runtime.transports import transport_of
 
 #: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
-_LONGER = 2
+_LONGER = 3
 #: products of this side come before each collective on the CPU, for so many seconds: programs compute a few
 #: milliseconds between messages
 _SIDE, _BETWEEN = 256, 6e-3
@@ -193,7 +193,7 @@ def _level(
     how = (
         f"measured: least squares of a + n/b over {', '.join(FITTED)}, {lengths[0]} to {lengths[-1]} bytes, "
         f"{timings[0].ranks} ranks, {dist.get_backend()}, medians of {repeats}, on the CPU "
-        f"means of what they add to computing; off by up to {fit.worst:.0%}"
+        f"of what they add to computing; off by up to {fit.worst:.0%}"
     )
     by_size = {} if size is None else {"size": "ranks with the same host name"}
     level = Level(name, size, fit.latency, fit.bandwidth, shared_by, measured=tuple(tables))
@@ -233,16 +233,21 @@ def _timings(
     mine = next((group for group, ranks in zip(groups, members, strict=True) if rank in ranks), None)
     over = None if mine is None else transport_of(mine.group_name, device)
     ranks = len(members[0])
-    found: list[Timing] = []
     # between two, messages in both directions at once, as stages of a pipeline send them
-    for kind in (*FITTED, *(("send",) if ranks == 2 else ())):
-        # elements of one rank's part of the tensor
-        parts = [-(-asked // (ranks * _ELEMENT)) for asked in sizes]
-        calls = [None if over is None else _collective(kind, part, ranks, device, over) for part in parts]
-        added = [computing.added(call) for call in calls]
-        # a longer message makes nobody less late
-        late = rising([each.late for each in added])
-        for part, each, wait in zip(parts, added, late, strict=True):
+    kinds = (*FITTED, *(("send",) if ranks == 2 else ()))
+    # elements of one rank's part of the tensor
+    parts = [-(-asked // (ranks * _ELEMENT)) for asked in sizes]
+    calls = [
+        None if over is None else _collective(kind, part, ranks, device, over)
+        for kind in kinds
+        for part in parts
+    ]
+    added = iter(computing.added(calls))
+    found: list[Timing] = []
+    for kind in kinds:
+        own = [next(added) for _ in parts]
+        late = rising([each.late for each in own])  # a longer message makes nobody less late
+        for part, each, wait in zip(parts, own, late, strict=True):
             found.append(Timing(kind, part * ranks * _ELEMENT, ranks, each.own + max(0.0, wait)))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
@@ -295,21 +300,29 @@ class _Computing:
             once = share * self._window(None, round(_WINDOW["cpu"] / 1e-3)).computed
             self.products = max(1, round(_BETWEEN / once))
 
-    def added(self, call: Callable[[], object] | None) -> Added:
-        """What a call adds, the mean over the ranks that make it.
+    def added(self, calls: Sequence[Callable[[], object] | None]) -> list[Added]:
+        """What each call adds, the mean over the ranks that make it.
 
         On the CPU it comes after computing, as in programs: caches are cold, and ranks that share cores are
         late for each other. Those that wait leave their core to others: the cores' seconds are what all ranks
-        have used, and what passes beside these was waited for by all.
+        have used, and what passes beside these was waited for by all. All calls take turns, so that what
+        disturbs the machine for a while is in few timings of many calls, of which the median is taken.
         """
         if self.device.type != "cpu":
-            return Added(median(_world_times(call, self.device, self.repeats)), 0.0)
-        self._window(call, 1)
-        first = self._window(call, 1)
-        count = max(1, ceil(_LONGER * _WINDOW["cpu"] / first.passed))
-        windows = [self._window(call, count) for _ in range(self.repeats)]
-        own = mean(each.called for each in windows)
-        return Added(self.share * own, mean(each.passed - self.share * each.computed for each in windows))
+            return [Added(median(_world_times(call, self.device, self.repeats)), 0.0) for call in calls]
+        for call in calls:
+            self._window(call, 1)
+        once = [self._window(call, 1).passed for call in calls]
+        counts = [max(1, ceil(_LONGER * _WINDOW["cpu"] / passed)) for passed in once]
+        rounds = [
+            [self._window(call, count) for call, count in zip(calls, counts, strict=True)]
+            for _ in range(self.repeats)
+        ]
+        return [self._added(each) for each in zip(*rounds, strict=True)]
+
+    def _added(self, windows: Sequence[_Window]) -> Added:
+        own = self.share * median(each.called for each in windows)
+        return Added(own, median(each.passed - self.share * each.computed for each in windows))
 
     def _window(self, call: Callable[[], object] | None, count: int) -> _Window:
         """So many rounds of computing, each with a call after it; of ranks without one, computing alone."""
