@@ -21,7 +21,7 @@ from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric
 from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.guard import collective
-from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.parts import join_parts, part_in_blocks, take_part
 from autoshard.runtime.pending import Issue, Message, as_it_is
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
@@ -121,7 +121,7 @@ class GroupCollectives:
         ways = view.size_of(axis)
         if size is not None:
             shapes = _part_shapes(x.shape, dim, size, ways, outer, inner)
-            sent = _padded(x, shapes)
+            sent = _padded(x, shapes).reshape(-1)
 
             def join(rows: Sequence[torch.Tensor]) -> torch.Tensor:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
@@ -154,8 +154,8 @@ class GroupCollectives:
             sent = x.contiguous()
             arriving, own = self.over[axis].scatter(sent)
             return Message(arriving, own)
-        parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
-        shapes = [p.shape for p in parts]
+        parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
+        shapes = _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
         shape = shapes[view.coord_of(axis)]
         sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
@@ -172,8 +172,9 @@ class GroupCollectives:
         concat_outer: int = 1,
     ) -> Message:
         ways = view.size_of(axis)
-        parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        sent, shape = _together(self.over[axis], [p.reshape(-1) for p in parts]), parts[0].shape
+        parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
+        sent = _together(self.over[axis], parts)
+        shape = _part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
@@ -249,14 +250,17 @@ class GroupCollectives:
     ) -> Message:
         """Several reduce-scatters over one axis as one message."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        parts = [
-            [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
+        shapes = [
+            _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
         ]
-        shapes = [[p.shape for p in row] for row in parts]
         if in_one_kernel(xs, wheres):
             flat = filled(xs, ways)
         else:
+            parts = [
+                [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
+                for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
+            ]
             rows = [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
             flat = _together(self.over[axis], rows)
         arriving, sum_of = self.over[axis].scatter(flat)
@@ -277,7 +281,7 @@ class GroupCollectives:
     ) -> Message:
         """Several all-reduces over one axis as one message."""
         over, shapes = self.over[axis], [x.shape for x in xs]
-        packed = filled(xs) if in_one_kernel(xs) else _together(over, [x.reshape(-1) for x in xs])
+        packed = filled(xs) if in_one_kernel(xs) else _together(over, xs)
         # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
         arriving, reduced = over.all_reduce(packed, op, own=True)
 
@@ -392,13 +396,18 @@ def _part_shapes(
 
 
 def _together(over: Transport, xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat tensors of one type, one after the other, from where a message needs no copy."""
+    """The elements of tensors of one type, one after the other, from where a message needs no copy."""
     room = over.room(sum(x.numel() for x in xs), xs[0])
-    return torch.cat(list(xs)) if room is None else torch.cat(list(xs), out=room)
+    if room is None:
+        return torch.cat([x.reshape(-1) for x in xs])
+    if all(x.is_contiguous() for x in xs):
+        return torch.cat([x.view(-1) for x in xs], out=room)
+    for x, piece in zip(xs, room.split([x.numel() for x in xs]), strict=True):
+        piece.view(x.shape).copy_(x)
+    return room
 
 
 def _padded(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The elements of a part, padded to the number of elements of the largest part."""
-    flat = x.reshape(-1)
+    """A part as it is, or its elements padded to the number of elements of the largest part."""
     most = max(prod(s) for s in shapes)
-    return flat if flat.numel() == most else torch.nn.functional.pad(flat, (0, most - flat.numel()))
+    return x if x.numel() == most else torch.nn.functional.pad(x.reshape(-1), (0, most - x.numel()))

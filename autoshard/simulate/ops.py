@@ -226,8 +226,7 @@ class Ops:
         if moved and kind == "reduce_scatter" and _outer(node) != 1:
             moved *= 2  # first part by part, then into one tensor
         if self.behaviour.transport == "memory" and kind in ("all_reduce", "all_gather", "reduce_scatter"):
-            # laying a message down and reading it are copies already; parts that are strewn are one more
-            moved = 2.0 * total if kind == "reduce_scatter" and not is_bucket(node) and moved else 0.0
+            moved = 0.0  # laying a message down and reading it are the copies
         if kind != "all_gather":
             if is_bucket(node):
                 width = DTYPES[values[counted[0]].type.dtype][1]
