@@ -224,9 +224,9 @@ def _timings(
     repeats: int,
     computing: _Computing,
 ) -> list[Timing]:
-    """Collectives of groups of equal size that run at once: medians over repeats of the slowest rank.
+    """Collectives of groups of equal size that run at once: what they add to a program (`_Computing.added`).
 
-    Ranks of no group wait. Every rank returns the same.
+    Ranks of no group wait, or compute. Every rank returns the same.
     """
     rank = dist.get_rank()
     groups = [dist.new_group(list(ranks)) for ranks in members]  # every rank makes every group
