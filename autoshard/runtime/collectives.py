@@ -155,7 +155,10 @@ class GroupCollectives:
         parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = [p.shape for p in parts]
         shape = shapes[view.coord_of(axis)]
-        sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
+        if all(s == shape for s in shapes):
+            sent = _stacked(self.over[axis], parts)
+        else:
+            sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
         return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
 
@@ -171,7 +174,7 @@ class GroupCollectives:
     ) -> Message:
         ways = view.size_of(axis)
         parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        sent, shape = _together(self.over[axis], [p.reshape(-1) for p in parts]), parts[0].shape
+        sent, shape = _stacked(self.over[axis], parts), parts[0].shape
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
@@ -393,6 +396,15 @@ def _together(over: Transport, xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Flat tensors of one type, one after the other, from where a message needs no copy."""
     room = over.room(sum(x.numel() for x in xs), xs[0])
     return torch.cat(list(xs)) if room is None else torch.cat(list(xs), out=room)
+
+
+def _stacked(over: Transport, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of one shape, however they lie, in one copy: flat, one after the other, as `_together`."""
+    room = over.room(len(parts) * parts[0].numel(), parts[0])
+    if room is None:
+        return torch.stack(list(parts)).view(-1)
+    torch.stack(list(parts), out=room.view(len(parts), *parts[0].shape))
+    return room
 
 
 def _padded(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
