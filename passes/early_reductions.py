@@ -42,7 +42,7 @@ def _behind(item: Instruction, backward: Sequence[Instruction], late: Sequence[I
     needed = set(refs_of(item))
     if any(needed.intersection(other.outs) for other in late):
         return None
-    makers = [k for k, other in enumerate(backward) if needed.intersection(other.outs)]
+    makers = [k for k, other in enumerate(backward) if not needed.isdisjoint(other.outs)]
     if not makers or any(_is_message(backward[k]) for k in makers):
         return None
     place = makers[-1] + 1

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
-from autoshard.placement import Layout, Partial, Placement, Replicate, Shard, layout_ok, local_shape
+from autoshard.placement import Layout, Partial, Placement, R, Replicate, Shard, layout_ok, local_shape
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -177,9 +177,9 @@ class ReshardCost:
 
         share: of messages with other values. The ways are those that are cheapest for the value alone.
         """
-        per_axis = tuple(
-            tuple(dict.fromkeys([Replicate(), *placed])) for placed in zip(*layouts, strict=True)
-        ) or ((Replicate(),),) * len(self.sizes)
+        per_axis = tuple(tuple(dict.fromkeys([R, *placed])) for placed in zip(*layouts, strict=True)) or (
+            (R,),
+        ) * len(self.sizes)
         return self._known(type_, per_axis, share)
 
     def _known(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
