@@ -234,27 +234,35 @@ class ReshardCost:
                 if len(group) > 1:
                     # whoever splits nothing on this axis holds the whole
                     whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
-                    for i in group:
-                        source = nodes[i]
-                        for j in group:
-                            kind = _kind(type_.shape, source, nodes[j], axis, self.sizes) if i != j else None
-                            if kind is not None:
-                                ends = source[axis], nodes[j][axis]
-                                cost[i, j] = self._price(kind, axis, whole, *ends, share.of(kind))
+                    prices: dict[StepKind, tuple[float, float]] = {}
+                    copied = [_is_copied(nodes[i][axis]) for i in group]
+                    for i, copied_from in zip(group, copied, strict=True):
+                        for j, copied_to in zip(group, copied, strict=True):
+                            kind = (
+                                _kind(type_.shape, nodes[i], nodes[j], axis, self.sizes) if i != j else None
+                            )
+                            if kind is None:
+                                continue
+                            if kind not in prices:
+                                prices[kind] = self._prices(kind, axis, whole, share.of(kind))
+                            time, copy = prices[kind]
+                            if copied_from:
+                                time += copy
+                            cost[i, j] = time + copy if copied_to else time
         return cost
 
-    def _price(
-        self,
-        kind: StepKind,
-        axis: int,
-        whole: float,
-        source: Placement,
-        target: Placement,
-        share: float = 1.0,
-    ) -> float:
+    def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
         """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
+        time, copy = self._prices(kind, axis, whole)
+        for placed in (source, target):
+            if _is_copied(placed):
+                time += copy
+        return time
+
+    def _prices(self, kind: StepKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
+        """(seconds of the message of a step, of each copy that its ends need)."""
         if kind == "slice":
-            return SLICE_SECONDS
+            return SLICE_SECONDS, 0.0
         nbytes = whole / self.sizes[axis] if kind == "all_to_all" else whole
         key = (kind, axis, nbytes, share)
         time = self.priced.get(key)
@@ -264,7 +272,9 @@ class ReshardCost:
                 # half of an all-reduce, whatever was measured: else sums would be made whole to be cut again
                 time = min(time, seconds("all_reduce", nbytes / share, self.links[axis]))
             time = self.priced[key] = share * float(time)
-        for placed in (source, target):
-            if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
-                time += 2 * nbytes / self.memory_bandwidth
-        return time
+        return time, 2 * nbytes / self.memory_bandwidth
+
+
+def _is_copied(placed: Placement) -> bool:
+    """Whether what a collective takes or gives lies otherwise in memory than the tensor does."""
+    return isinstance(placed, Shard) and (placed.dim > 0 or placed.outer > 1 or placed.inner > 1)

@@ -226,12 +226,12 @@ class Taker:
         leaving: dict[str, str] = {}
         own: set[str] = set()
         given: dict[str, str] = {}
-        for statement in group:
-            for inner, value in zip(refs[statement.number], statement.uses, strict=True):
+        for _, number, _, uses, makes, _ in group:
+            for inner, value in zip(refs[number], uses, strict=True):
                 if value not in own:
                     given[inner] = value
-            for inner, value in zip(nodes[statement.number].outs, statement.makes, strict=True):
-                own.add(value)
+            own.update(makes)
+            for inner, value in zip(nodes[number].outs, makes, strict=True):
                 if value in wanted or users.get(value, item) != item:
                     leaving[inner] = value
         self._know((*leaving.values(), *given.values()))
@@ -240,8 +240,9 @@ class Taker:
 
     def _know(self, values: Collection[str]) -> None:
         for value in values:
-            if value in self.whole.values:
-                self.values[value] = self.whole.values[value]
+            placed = self.whole.values.get(value)
+            if placed is not None:
+                self.values[value] = placed
 
     def _segment(
         self, call: Call, group: list[Statement], outputs: tuple[str, ...], inputs: tuple[str, ...]
