@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from estimated import CASES, small_case
 from rich.console import Console
+from test_gloo import HERE, torchrun
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -19,7 +22,7 @@ from autoshard.bench.estimates_cases import EstimateCase, cases, program_of
 from autoshard.bench.estimates_table import print_estimates
 from autoshard.bench.estimates_worker import Measured
 from autoshard.bench.live_bytes import LiveBytes
-from autoshard.bench.models import bench_batch, bench_llama
+from autoshard.bench.models import bench_llama
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.program.store import save_program
@@ -72,37 +75,31 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _case(mesh: str, microbatches: int = 1, again: bool = False) -> EstimateCase:
-    return EstimateCase(
-        "llama",
-        lambda: bench_llama(2, 128, 512),
-        lambda size: bench_batch(size, 32, 512),
-        4,
-        mesh,
-        1,
-        microbatches,
-        again,
-    )
-
-
-@pytest.mark.parametrize(
-    "case",
-    [_case("dp=4"), _case("tp=4"), _case("fsdp=4", again=True), _case("dp=2,tp=2", microbatches=3)],
-    ids=lambda case: case.text,
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.text)
 @pytest.mark.usefixtures("alone")
 def test_predicted_peaks_are_those_of_the_runtime(case: EstimateCase, tmp_path: Path) -> None:
     program = program_of(case)
     save_program(program, tmp_path / "program")
     run = Measured(autoshard.load(tmp_path / "program", case.model()), case.step_batch())
     run.timed()  # makes the optimizer's state
-    predicted = estimate_step(program, CPU, behaviour=WITHOUT_UPDATE).fullest
+    # there is nobody to share memory with
+    behaviour = replace(WITHOUT_UPDATE, transport="network")
+    predicted = estimate_step(program, CPU, behaviour=behaviour).fullest
     assert predicted.peak == pytest.approx(run.peak(), rel=0.05)
     assert 0 <= predicted.peak - predicted.at_peak.total < predicted.peak
 
 
+def test_predicted_peaks_are_those_of_ranks_that_share_memory(tmp_path: Path) -> None:
+    programs = [program_of(case) for case in CASES]
+    for number, program in enumerate(programs):
+        save_program(program, tmp_path / str(number))
+    torchrun([str(HERE / "peaks_worker.py"), str(tmp_path)])
+    predicted = [estimate_step(each, CPU, behaviour=WITHOUT_UPDATE).fullest.peak for each in programs]
+    assert predicted == pytest.approx(json.loads((tmp_path / "peaks.json").read_text()), rel=0.05)
+
+
 def test_buffers_of_gradients_are_there_all_the_time() -> None:
-    program = program_of(_case("tp=4"))
+    program = program_of(small_case("tp=4"))
     made, buffers = (
         estimate_step(program, CPU, behaviour=Behaviour(gradient_buffers=b)).fullest for b in (False, True)
     )
@@ -119,7 +116,7 @@ def test_cases_are_told_apart() -> None:
     assert len(set(texts)) == len(texts) == 10
     assert "gpt2 pp=4,dp=1, 8 microbatches" in texts
     with pytest.raises(UsageError, match="no layers that are alike"):
-        program_of(replace(_case("dp=4", again=True), model=lambda: bench_llama(1, 128, 512)))
+        program_of(replace(small_case("dp=4", again=True), model=lambda: bench_llama(1, 128, 512)))
 
 
 def test_rows_as_a_table() -> None:

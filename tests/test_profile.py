@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
 from autoshard.runtime import profile, profile_device, profile_kernels, profile_links, profile_sharing
 from autoshard.runtime.launch import torchrun
-from autoshard.runtime.profile_links import node_size, sizes_to
+from autoshard.runtime.profile_links import node_size, rising, sizes_to
 from autoshard.runtime.profile_sharing import share_of_core
 
 DEVICE = Device('a "quoted" device', 1000, {"f32": 1.5e9, "bf16": 2e10}, 1e9, 0.75, 1.25e-6)
@@ -133,6 +135,15 @@ def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write_all({good: "a"})
     assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
+
+
+@given(st.lists(st.floats(-5, 5, width=16), min_size=1, max_size=8))
+def test_numbers_that_rise_are_the_nearest_ones(values: list[float]) -> None:
+    found, n = rising(values), len(values)
+    assert all(a <= b for a, b in pairwise([*found, 9.0]))
+    # the formula that has the largest of the smallest means around each (Barlow et al., theorem 1.4.4)
+    nearest = [max(min(mean(values[a : b + 1]) for b in range(k, n)) for a in range(k + 1)) for k in range(n)]
+    assert found == pytest.approx(nearest, abs=1e-9)
 
 
 # -- the command -----------------------------------------------------------------------------------

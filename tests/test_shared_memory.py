@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -104,6 +105,46 @@ def test_memory_is_used_again() -> None:
 
     for size in together(3, run):
         assert size <= 4096 + 2 * (3 * 4096 * 4)
+
+
+@pytest.mark.parametrize("kind", ["sum", "max"])
+def test_results_last_while_later_messages_come_and_go(kind: str) -> None:
+    """A sum stays where its message lay: it must be nobody's else until it is gone, written to or not."""
+    count = 20_000  # more than each rank reduces for itself
+
+    def run(over: SharedMemory) -> bool:
+        kept = []
+        for number in range(24):
+            if number % over.ways == over.rank:
+                time.sleep(2e-3)  # the others are ahead, and have changed their result before this one reads
+            arriving, expected = one(over, kind, count, number)
+            result = arriving()
+            fine = torch.equal(result, expected)
+            kept.append((fine, result.neg_(), -expected))
+            for other in ("gather", "scatter", "sum"):
+                later, wanted = one(over, other, count // 2, number)
+                kept.append((torch.equal(later(), wanted), torch.zeros(1), torch.zeros(1)))
+        return all(fine and torch.equal(result, expected) for fine, result, expected in kept)
+
+    assert together(4, run) == [True] * 4
+
+
+def test_the_memory_of_results_is_used_again() -> None:
+    """As soon as no view of a result is left."""
+    count = 20_000
+
+    def run(over: SharedMemory) -> tuple[int, int]:
+        sizes = []
+        for _ in range(2):
+            kept = [one(over, "sum", count, number)[0]()[5:] for number in range(6)]
+            sizes.append(memory_of(over))
+            del kept
+        return sizes[0], sizes[1]
+
+    message = 3 * count * 4
+    for first, second in together(3, run):
+        assert first >= 6 * message
+        assert second <= first + message  # in which the parts of a rank go to and fro
 
 
 def test_more_messages_than_a_pipe_holds() -> None:

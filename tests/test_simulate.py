@@ -251,6 +251,21 @@ def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
     assert made_ready == pytest.approx(parameters - neither)
 
 
+def test_ranks_that_share_memory_pack_a_message_where_it_is_read() -> None:
+    """What lays it down and what reads it are in its price."""
+    for mesh in ("fsdp=2", "tp=2"):
+        program = one_stage("llama", mesh, microbatches=1)
+        sent, shared = (works_of(program, transport=t) for t in ("device", "memory"))
+        bytes_of = [sum(w.nbytes for _, w in works if isinstance(w, Message)) for works in (sent, shared)]
+        assert bytes_of[0] == bytes_of[1] > 0
+        kinds = ("comm.all_gather", "comm.reduce_scatter", "comm.all_reduce")
+        copies = [
+            sum(w.nbytes for op, w in works if op.startswith(kinds) and isinstance(w, Traffic))
+            for works in (sent, shared)
+        ]
+        assert copies[0] > copies[1] == 0
+
+
 def test_parts_in_several_pieces_are_copied() -> None:
     """Messages along another dim than the first, and of rows that are cut into blocks first."""
     program = one_stage("llama", "tp=2", microbatches=1)

@@ -22,7 +22,7 @@ from autoshard.simulate.step import estimate_step
 
 #: our runtime on the CPU; the clock stops before the optimizer, whose state is in memory all the same
 WITHOUT_UPDATE = Behaviour(
-    recipe=Recipe("adamw, its update not timed", touched=0), exchanged_sums=True, sum_bytes=None
+    recipe=Recipe("adamw, its update not timed", touched=0), transport="memory", sum_bytes=None
 )
 RESULTS = "steps.json"
 #: the machine is measured so often, each time before a part of the rounds of steps

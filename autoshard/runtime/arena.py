@@ -32,11 +32,13 @@ class Mapped:
 
     def view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``count`` elements from a byte on, [count]; whoever has written there must have said so before."""
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        if self._map is None or offset + count * dtype.itemsize > len(self._map):
+        return tensor_in(self.lease(offset, count * dtype.itemsize), dtype)
+
+    def lease(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, from one on."""
+        if self._map is None or offset + nbytes > len(self._map):
             self._map = mmap.mmap(self.fd, 0)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
+        return memoryview(self._map)[offset : offset + nbytes]
 
     def name(self) -> bytes:
         return os.pread(self.fd, _NAME, 0)
@@ -45,6 +47,11 @@ class Mapped:
         """Tensors that lie in it stay valid."""
         self._map = None
         os.close(self.fd)
+
+
+def tensor_in(lease: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """The elements of a piece of memory, [count]; it is referred to as long as there is any view of them."""
+    return torch.frombuffer(lease, dtype=dtype) if lease.nbytes else torch.empty(0, dtype=dtype)
 
 
 @dataclass(frozen=True, order=True)

@@ -21,7 +21,7 @@ from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric
 from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.guard import collective
-from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.parts import join_parts, part_in_blocks, take_part
 from autoshard.runtime.pending import Issue, Message, as_it_is
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
@@ -105,8 +105,8 @@ class GroupCollectives:
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
         own, over = x.contiguous(), self.over[axis]
         if op == "lse":
-            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)), own)
-        return Message(*over.all_reduce(own, op), own)
+            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)))
+        return Message(*over.all_reduce(own, op))
 
     def all_gather(
         self,
@@ -121,21 +121,23 @@ class GroupCollectives:
         ways = view.size_of(axis)
         if size is not None:
             shapes = _part_shapes(x.shape, dim, size, ways, outer, inner)
-            sent = _padded(x, shapes)
+            sent = _padded(x, shapes).reshape(-1)
 
             def join(rows: Sequence[torch.Tensor]) -> torch.Tensor:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
                 return join_parts(parts, dim, outer)
 
-            return Message(self.over[axis].gather_rows(sent, join), as_it_is, sent)
+            return Message(self.over[axis].gather_rows(sent, join), as_it_is)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         if dim == 0 and outer == 1:
-            return Message(self.over[axis].gather(sent), as_it_is, sent)
+            return Message(self.over[axis].gather(sent), as_it_is)
+
+        shape = sent.shape
 
         def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-            return join_parts([row.view(sent.shape) for row in rows], dim, outer)
+            return join_parts([row.view(shape) for row in rows], dim, outer)
 
-        return Message(self.over[axis].gather_rows(sent, whole), as_it_is, sent)
+        return Message(self.over[axis].gather_rows(sent, whole), as_it_is)
 
     def reduce_scatter(
         self,
@@ -151,16 +153,13 @@ class GroupCollectives:
         if size is None and dim == 0 and outer == 1:
             sent = x.contiguous()
             arriving, own = self.over[axis].scatter(sent)
-            return Message(arriving, own, sent)
-        parts = [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
-        shapes = [p.shape for p in parts]
+            return Message(arriving, own)
+        parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
+        shapes = _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
         shape = shapes[view.coord_of(axis)]
-        if all(s == shape for s in shapes):
-            sent = _stacked(self.over[axis], parts)
-        else:
-            sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
+        sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
-        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape), sent)
+        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape))
 
     def all_to_all(
         self,
@@ -173,13 +172,14 @@ class GroupCollectives:
         concat_outer: int = 1,
     ) -> Message:
         ways = view.size_of(axis)
-        parts = [take_part(x, split_dim, ways, k, split_outer) for k in range(ways)]
-        sent, shape = _stacked(self.over[axis], parts), parts[0].shape
+        parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
+        sent = _together(self.over[axis], parts)
+        shape = _part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
 
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
 
-        return Message(self.over[axis].all_to_all(sent), join, sent)
+        return Message(self.over[axis].all_to_all(sent), join)
 
     def _rows(self, axis: str) -> exchange.Send:
         over = self.over[axis]
@@ -232,7 +232,7 @@ class GroupCollectives:
         flat = _together(self.over[axis], [_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
         if in_one_kernel(xs, wheres):
             own = [x.shape for x in xs]
-            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways), flat)
+            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways))
 
         def unpack(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             outs: list[torch.Tensor] = []
@@ -243,21 +243,24 @@ class GroupCollectives:
                 start += max(prod(s) for s in parts)
             return outs
 
-        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is, flat)
+        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
     ) -> Message:
         """Several reduce-scatters over one axis as one message."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
-        parts = [
-            [take_part(x, dim, ways, k, outer, inner) for k in range(ways)]
+        shapes = [
+            _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
         ]
-        shapes = [[p.shape for p in row] for row in parts]
         if in_one_kernel(xs, wheres):
             flat = filled(xs, ways)
         else:
+            parts = [
+                [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
+                for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
+            ]
             rows = [_padded(row[k], s) for k in range(ways) for row, s in zip(parts, shapes, strict=True)]
             flat = _together(self.over[axis], rows)
         arriving, sum_of = self.over[axis].scatter(flat)
@@ -271,14 +274,14 @@ class GroupCollectives:
                 start += max(prod(s) for s in row)
             return outs
 
-        return Message(arriving, unpack, flat)
+        return Message(arriving, unpack)
 
     def all_reduce_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
     ) -> Message:
         """Several all-reduces over one axis as one message."""
         over, shapes = self.over[axis], [x.shape for x in xs]
-        packed = filled(xs) if in_one_kernel(xs) else _together(over, [x.reshape(-1) for x in xs])
+        packed = filled(xs) if in_one_kernel(xs) else _together(over, xs)
         # in place: the buffer is our own, and a copy of all gradients costs as much as a layer
         arriving, reduced = over.all_reduce(packed, op, own=True)
 
@@ -286,7 +289,7 @@ class GroupCollectives:
             pieces = reduced(got).split([prod(s) for s in shapes])
             return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
-        return Message(arriving, unpack, packed)
+        return Message(arriving, unpack)
 
     def all_gather_q_bucket(
         self,
@@ -317,7 +320,7 @@ class GroupCollectives:
                 for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
             ]
 
-        return Message(self.over[axes[-1]].gather(sent), join, sent)
+        return Message(self.over[axes[-1]].gather(sent), join)
 
     def all_gather_wire(
         self,
@@ -338,7 +341,7 @@ class GroupCollectives:
             (rows,) = unpack(got.view(ways, -1), how)
             return joined(rows, [shape] * ways, dim, outer)
 
-        return Message(self.over[axis].gather(wire), join, wire)
+        return Message(self.over[axis].gather(wire), join)
 
     def reduce_scatter_q_bucket(
         self,
@@ -363,7 +366,7 @@ class GroupCollectives:
             flat = sums(got.view(ways, -1), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
-        return Message(self.over[axis].all_to_all(sent), add, sent)
+        return Message(self.over[axis].all_to_all(sent), add)
 
     def slice(
         self,
@@ -393,22 +396,18 @@ def _part_shapes(
 
 
 def _together(over: Transport, xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat tensors of one type, one after the other, from where a message needs no copy."""
+    """The elements of tensors of one type, one after the other, from where a message needs no copy."""
     room = over.room(sum(x.numel() for x in xs), xs[0])
-    return torch.cat(list(xs)) if room is None else torch.cat(list(xs), out=room)
-
-
-def _stacked(over: Transport, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors of one shape, however they lie, in one copy: flat, one after the other, as `_together`."""
-    room = over.room(len(parts) * parts[0].numel(), parts[0])
     if room is None:
-        return torch.stack(list(parts)).view(-1)
-    torch.stack(list(parts), out=room.view(len(parts), *parts[0].shape))
+        return torch.cat([x.reshape(-1) for x in xs])
+    if all(x.is_contiguous() for x in xs):
+        return torch.cat([x.view(-1) for x in xs], out=room)
+    for x, piece in zip(xs, room.split([x.numel() for x in xs]), strict=True):
+        piece.view(x.shape).copy_(x)
     return room
 
 
 def _padded(x: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The elements of a part, padded to the number of elements of the largest part."""
-    flat = x.reshape(-1)
+    """A part as it is, or its elements padded to the number of elements of the largest part."""
     most = max(prod(s) for s in shapes)
-    return flat if flat.numel() == most else torch.nn.functional.pad(flat, (0, most - flat.numel()))
+    return x if x.numel() == most else torch.nn.functional.pad(x.reshape(-1), (0, most - x.numel()))

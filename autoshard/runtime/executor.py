@@ -157,12 +157,7 @@ class RankProgram:
             args = all_arrived([env[a] for a in item.args])
             if self.watch is not None:
                 self.watch.at.layer = item.label
-            if isinstance(item.body, PreparedSegment):
-                results = item.body(args, item.site)
-            else:
-                slots = [*args, *([None] * len(item.outs))]
-                item.body.run(slots, 0)
-                results = tuple(slots[len(args) :])
+            results = item.run(args)
             env.update(zip(item.outs, results, strict=True))
             del args, results
             for name in item.dead:
@@ -195,3 +190,11 @@ class _Item:
         self.label = label
         self.args, self.outs, self.body, self.site = args, outs, body, site
         self.dead, self.counted = tuple(dead), tuple(counted)
+
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Its results; nothing of it refers to the arguments afterwards."""
+        if isinstance(self.body, PreparedSegment):
+            return self.body(args, self.site)
+        slots = [*args, *([None] * len(self.outs))]
+        self.body.run(slots, 0)
+        return slots[len(args) :]

@@ -12,13 +12,14 @@ import select
 import struct
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
 import torch
 
-from autoshard.runtime.arena import Arena, Block, Mapped
+from autoshard.runtime.arena import Arena, Block, Mapped, tensor_in
 
 #: what, number of the message between the two ranks, block of the sender, its offset in bytes, its bytes
 _RECORD = struct.Struct("<5Q")
@@ -33,10 +34,11 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Posted:
-    """A message of this rank. key: of its block; lies: the message itself, [elements]."""
+    """A message of this rank. key: of its block; lies: the message itself, [elements], in its lease."""
 
     key: int
     lies: torch.Tensor
+    lease: memoryview
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Neighbours:
         self._announced: dict[tuple[int, int], tuple[int, int, int]] = {}
         #: key -> a block of this rank, and how many have yet to let go of it, itself among them
         self._blocks: dict[int, tuple[Block, int]] = {}
-        self._rooms: dict[int, Block] = {}
+        self._rooms: dict[int, tuple[Block, memoryview]] = {}
+        #: keys of what was kept and is gone: tensors may go in any thread, between any two lines
+        self._dropped: deque[int] = deque()
         #: rank -> answers for which its pipe had no room
         self._owed: dict[int, list[bytes]] = {k: [] for k in memories}
         self._count = 0
@@ -104,23 +108,21 @@ class Neighbours:
         """Memory to put a message together in, [count]; to be posted, whole."""
         if not count:
             return torch.empty(0, dtype=dtype)
-        block = self._block(count * dtype.itemsize)
-        room = self._arena.mapped.view(block.offset, count, dtype)
-        self._rooms[room.data_ptr()] = block
+        taken = self._taken(count * dtype.itemsize)
+        room = tensor_in(taken[1], dtype)
+        self._rooms[room.data_ptr()] = taken
         return room
 
     def post(self, x: torch.Tensor, readers: int) -> Posted:
         """Lay a message where others can read it, until so many have, and `release`. x: contiguous."""
-        block = self._rooms.pop(x.data_ptr(), None)
-        if block is None:
-            block = self._block(x.nbytes)
-            lies = self._arena.mapped.view(block.offset, x.numel(), x.dtype)
-            lies.copy_(x.view(-1))
-        else:
-            lies = x.view(-1)
+        lies = x.view(-1)
+        taken = self._rooms.pop(x.data_ptr(), None)
+        if taken is None:
+            taken = self._taken(x.nbytes)
+            lies = tensor_in(taken[1], x.dtype).copy_(lies)
         self._count += 1
-        self._blocks[self._count] = (block, readers + 1)
-        return Posted(self._count, lies)
+        self._blocks[self._count] = (taken[0], readers + 1)
+        return Posted(self._count, lies, taken[1])
 
     def announce(self, rank: int, number: int, message: Posted, start: int, count: int) -> None:
         """Tell a rank where its elements of a message are. Raises PeerError if it is gone."""
@@ -133,6 +135,12 @@ class Neighbours:
         """This rank does not look at its own message any more."""
         self._let_go(posted.key)
 
+    def keep(self, posted: Posted) -> torch.Tensor:
+        """Instead of `release`: the memory of a message that nobody reads any more, [elements]. It is this
+        rank's, to write to as well, until there is no view of it left."""
+        weakref.finalize(posted.lease, self._dropped.append, posted.key).atexit = False
+        return posted.lies
+
     def _let_go(self, key: int) -> None:
         block, left = self._blocks[key]
         if left > 1:
@@ -141,12 +149,15 @@ class Neighbours:
             del self._blocks[key]
             self._arena.give_back(block)
 
-    def _block(self, nbytes: int) -> Block:
+    def _taken(self, nbytes: int) -> tuple[Block, memoryview]:
+        while self._dropped:
+            self._let_go(self._dropped.popleft())
         found = self._arena.free(nbytes)
         if found is None:
             self._take_in(0.0)
             found = self._arena.free(nbytes)
-        return found or self._arena.new(nbytes)
+        block = found or self._arena.new(nbytes)
+        return block, self._arena.mapped.lease(block.offset, nbytes)
 
     # -- what it reads -------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class Network:
 
     def gather(self, x: torch.Tensor) -> Arrival:
         if x.device.type != "cpu":
-            return partial(wait, _FUNCTIONAL.all_gather_into_tensor(x, self.ways, self.name))
+            return partial(_given, _FUNCTIONAL.all_gather_into_tensor(x, self.ways, self.name), x)
         shape = (self.ways * x.shape[0], *x.shape[1:])
         if self.ways * x.nbytes > _FEW:
             out = torch.empty(shape, dtype=x.dtype)
@@ -58,7 +58,8 @@ class Network:
         """On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own
         reduce-scatter takes as long as its all-reduce, twice as long as this."""
         if x.device.type != "cpu":
-            return partial(wait, _FUNCTIONAL.reduce_scatter_tensor(x, "sum", self.ways, self.name)), as_it_is
+            given = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", self.ways, self.name)
+            return partial(_given, given, x), as_it_is
         shape = (x.shape[0] // self.ways, *x.shape[1:])
         if x.nbytes > _FEW:
             rank, parts = self.rank, x.view(self.ways, -1)
@@ -73,7 +74,7 @@ class Network:
             arriving = self.all_to_all(x.view(-1).repeat(self.ways))
             return arriving, lambda got: got.view(self.ways, *x.shape).sum(0)
         start = _FUNCTIONAL.all_reduce_ if own else _FUNCTIONAL.all_reduce
-        return partial(wait, start(x, op, self.name)), as_it_is
+        return partial(_given, start(x, op, self.name), x), as_it_is
 
     def all_to_all(self, x: torch.Tensor) -> Arrival:
         counts = [x.numel() // self.ways] * self.ways
@@ -81,7 +82,7 @@ class Network:
 
     def exchange(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Arrival:
         given = _FUNCTIONAL.all_to_all_single(x, list(received), list(sent), self.name)
-        return partial(wait, given)
+        return partial(_given, given, x)
 
     def pass_on(self, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         after, before = (self.rank + 1) % self.ways, (self.rank - 1) % self.ways
@@ -108,12 +109,19 @@ class Network:
         works = [dist.irecv(got[k], group=self.group, group_src=k, tag=_TAG) for k in [*reversed(after)]]
         works += [dist.isend(sent[k], group=self.group, group_dst=k, tag=_TAG) for k in after]
 
-        def wait_for() -> None:
-            for work in works:
-                assert work is not None  # this rank is a member
-                work.wait()
+        return partial(_all_done, works, sent)
 
-        return wait_for
+
+def _given(result: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """A result of a functional collective, once it is there. held: what must stay alive until then."""
+    return wait(result)
+
+
+def _all_done(works: Sequence[dist.Work | None], held: Sequence[torch.Tensor]) -> None:
+    """Waits for sends and receives. held: what must stay alive until then."""
+    for work in works:
+        assert work is not None  # this rank is a member
+        work.wait()
 
 
 def _when(wait_for: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:

@@ -17,15 +17,21 @@ def take_part(
     x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
 ) -> torch.Tensor:
     """Part ``index`` of ``ways`` of a dim; a view where the memory allows it."""
-    n = x.shape[dim]
-    middle = n // (outer * inner)
+    part = part_in_blocks(x, dim, ways, index, outer, inner)
+    return part if outer == 1 else part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def part_in_blocks(
+    x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
+) -> torch.Tensor:
+    """The same elements in the same order, with a dim for ``outer`` if it is not 1: a view of what is
+    contiguous."""
+    middle = x.shape[dim] // (outer * inner)
     start, size = chunk(middle, ways, index)
     if outer == 1:
         return x.narrow(dim, start * inner, size * inner)
-    shape = x.shape
-    apart = x.reshape(*shape[:dim], outer, middle * inner, *shape[dim + 1 :])
-    part = apart.narrow(dim + 1, start * inner, size * inner)
-    return part.reshape(*shape[:dim], outer * size * inner, *shape[dim + 1 :])
+    apart = x.reshape(*x.shape[:dim], outer, middle * inner, *x.shape[dim + 1 :])
+    return apart.narrow(dim + 1, start * inner, size * inner)
 
 
 def join_parts(parts: Sequence[torch.Tensor], dim: int, outer: int = 1) -> torch.Tensor:

@@ -23,6 +23,7 @@ from autoshard.errors import UsageError
 from autoshard.runtime.profile_device import Measured, measure_device
 from autoshard.runtime.profile_links import (
     MeasuredLevel,
+    mean_of,
     measure_levels,
     measure_pairs,
     node_size,
@@ -81,7 +82,8 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     """Measure all ranks of the process group, or this process alone if there is none.
 
     Collective; every rank returns a profile, that of rank 0 is complete. Devices are taken to be as the
-    slowest of them. Raises UsageError if nodes differ in size or times make no sense.
+    slowest of them; processes that share cores to be as the mean of them, as what one takes longer, the
+    others do not have. Raises UsageError if nodes differ in size or times make no sense.
     """
     alone = not dist.is_initialized()
     device = own_device()
@@ -93,16 +95,15 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     say(f"measuring {world} {'device' if world == 1 else 'devices at once'}, {per_node} on each node")
     sizes = sizes_to(effort.largest or (256 if device.type == "cuda" else 16) * 2**20)
     share = share_of_core(device, per_node)
-    agree = list if alone else partial(slowest, device)
+    agree = list if alone else partial(mean_of if share > 1.0 else slowest, device)
     mine = measure_device(device, per_node, effort.repeats, say, agree, share)
     every: list[Measured] = [mine] if alone else _gathered(mine)
     bound = bounding([each.device for each in every])
     _check_kinds([each.device for each in every])
     sources = dict(mine.sources)
     if world > 1:
-        sources = {
-            key: f"{text}; the worst of {world} devices at work at once" for key, text in sources.items()
-        }
+        of = "the mean of {} processes that share cores" if share > 1.0 else "the worst of {} devices"
+        sources = {key: f"{text}; {of.format(world)}, at work at once" for key, text in sources.items()}
     where = f"devices: {world}, nodes: {world // per_node}, torch {torch.__version__}, {platform.platform()}"
     description = f"measured by autoshard profile: {where}"
     if world == 1:

@@ -20,7 +20,7 @@ from autoshard.runtime.profile_host import measure_host
 from autoshard.runtime.profile_kernels import measure_kernels
 
 Say = Callable[[str], None]
-#: seconds that something took here -> what it took on the slowest rank; all ranks ask at the same time
+#: seconds that something took here -> what all ranks take it to be; all ask at the same time
 Agree = Callable[[Sequence[float]], "list[float]"]
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -36,6 +36,8 @@ _COPIED = MappingProxyType({"cpu": 64 * 2**20, "cuda": 2**30})
 #: (rows, inputs, outputs) of layers that stand for those of programs on the CPU, and how many of each there
 #: are, so that the caches do not hold them all
 _LAYERS, _COPIES = ((128, 256, 512), (512, 256, 64)), 16
+#: times as long as others these are timed: most of a step is spent in them
+_LONGER = 10
 #: launches of a call on a GPU; calls after a layer on the CPU, of each of the copies
 _LAUNCHES, _ROUNDS = 40, 8
 _AFTER = MappingProxyType(
@@ -67,8 +69,8 @@ def measure_device(
     """Measure a device; this takes seconds. sharing: processes among which the memory of a CPU is divided.
     share: seconds that pass over those that a core computes for a process (`profile_sharing`).
 
-    agree: gives all ranks the times of the slowest, so that all work at the same time and find the same;
-    alone, times stay as they are. Processes that share cores are measured as they run together.
+    agree: gives all ranks the same times, so that all work at the same time and find the same; alone, times
+    stay as they are. Processes that share cores are measured as they run together.
     matmul_efficiency is what is sustained (at the best shape; on the CPU by layers) as a share of the
     fastest product seen, the median over dtypes, so that it is at most 1; times peak_flops it is what is
     sustained. Dtypes that torch cannot multiply on the device are left out, and said;
@@ -148,20 +150,21 @@ class Clock:
         synchronize(self.device)
         return time.perf_counter()
 
-    def times(self, call: Callable[[], object]) -> list[float]:
-        """Seconds per call, one entry per repeat; each repeats the call until the clock is good enough."""
+    def times(self, call: Callable[[], object], longer: int = 1) -> list[float]:
+        """Seconds per call, one entry per repeat; each repeats the call until the clock is good enough, and
+        so many times longer."""
         self._run(call, 1)
         first = self.agree([self._run(call, 1)])[0]
-        count = max(1, ceil(_WINDOW[self.device.type] / first))
+        count = max(1, ceil(longer * _WINDOW[self.device.type] / first))
         return self.agree([self._run(call, count) for _ in range(self.repeats)])
 
     def typical(self, times: Sequence[float]) -> float:
         """The median; on the CPU the mean, as all that disturbs a call counts."""
         return mean(times) if self.device.type == "cpu" else median(times)
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Typical seconds per call."""
-        return self.typical(self.times(call))
+    def seconds(self, call: Callable[[], object], longer: int = 1) -> float:
+        """Typical seconds per call; see `times`."""
+        return self.typical(self.times(call, longer))
 
     def after_work(self, call: Callable[[], object]) -> float:
         """Seconds of a call on the CPU after a layer's product and activation, which fill the caches."""
@@ -230,7 +233,7 @@ def _layers(clock: Clock, dtype: torch.dtype) -> float:
             torch.mm(grad, weight)
             torch.mm(grad.t(), x)
 
-    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in made) / clock.seconds(run)
+    return sum(6.0 * x.numel() * grad.shape[1] for x, _, grad in made) / clock.seconds(run, _LONGER)
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import mean, median
+from statistics import median
 from types import MappingProxyType
 
 import torch
@@ -23,7 +23,7 @@ from autoshard.runtime.transports import transport_of
 
 #: a timing covers as many calls as take this long, in seconds; on the CPU behind computing so much longer
 _WINDOW = MappingProxyType({"cpu": 4e-2, "cuda": 2e-3})
-_LONGER = 2
+_LONGER = 3
 #: products of this side come before each collective on the CPU, for so many seconds: programs compute a few
 #: milliseconds between messages
 _SIDE, _BETWEEN = 256, 6e-3
@@ -233,14 +233,22 @@ def _timings(
     mine = next((group for group, ranks in zip(groups, members, strict=True) if rank in ranks), None)
     over = None if mine is None else transport_of(mine.group_name, device)
     ranks = len(members[0])
-    found: list[Timing] = []
     # between two, messages in both directions at once, as stages of a pipeline send them
-    for kind in (*FITTED, *(("send",) if ranks == 2 else ())):
-        for asked in sizes:
-            part = -(-asked // (ranks * _ELEMENT))  # elements of one rank's part of the tensor
-            call = None if over is None else _collective(kind, part, ranks, device, over)
-            taken = computing.added(call)
-            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, taken))
+    kinds = (*FITTED, *(("send",) if ranks == 2 else ()))
+    # elements of one rank's part of the tensor
+    parts = [-(-asked // (ranks * _ELEMENT)) for asked in sizes]
+    calls = [
+        None if over is None else _collective(kind, part, ranks, device, over)
+        for kind in kinds
+        for part in parts
+    ]
+    added = iter(computing.added(calls))
+    found: list[Timing] = []
+    for kind in kinds:
+        own = [next(added) for _ in parts]
+        late = rising([each.late for each in own])  # a longer message makes nobody less late
+        for part, each, wait in zip(parts, own, late, strict=True):
+            found.append(Timing(kind, part * ranks * _ELEMENT, ranks, each.own + max(0.0, wait)))
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -266,6 +274,18 @@ def _arrived(arriving: Arrival, finish: Finish) -> object:
     return finish(arriving())
 
 
+@dataclass(frozen=True)
+class Added:
+    """What a message adds to a program, in seconds.
+
+    own: of the cores, for the message itself. late: in which cores have nothing to do, as ranks wait for each
+    other or for the wire.
+    """
+
+    own: float
+    late: float
+
+
 class _Computing:
     """What comes before a collective on the CPU. Every rank makes one at the same time.
 
@@ -273,52 +293,80 @@ class _Computing:
     """
 
     def __init__(self, device: torch.device, repeats: int, share: float) -> None:
-        self.device, self.repeats = device, repeats
+        self.device, self.repeats, self.share = device, repeats, share
         self.square = torch.ones(_SIDE, _SIDE)
-        self.products, self.seconds = 1, 0.0
+        self.products = 1
         if device.type == "cpu":
-            once = share * self._computed(_WINDOW["cpu"])
+            once = share * self._window(None, round(_WINDOW["cpu"] / 1e-3)).computed
             self.products = max(1, round(_BETWEEN / once))
-            self.seconds = share * self.products * self._computed(_LONGER * _WINDOW["cpu"])
 
-    def _computed(self, window: float) -> float:
-        """Seconds of a core for a product, the mean over all ranks, which compute at once."""
-        dist.barrier()
-        count, start, computed = 0, time.perf_counter(), time.thread_time()
-        while time.perf_counter() - start < window:
-            torch.mm(self.square, self.square)
-            count += 1
-        taken = torch.tensor([time.thread_time() - computed, count], dtype=torch.float64)
-        dist.all_reduce(taken)
-        return float(taken[0] / taken[1])
+    def added(self, calls: Sequence[Callable[[], object] | None]) -> list[Added]:
+        """What each call adds, the mean over the ranks that make it.
 
-    def run(self) -> None:
-        for _ in range(self.products):
-            torch.mm(self.square, self.square)
-
-    def added(self, call: Callable[[], object] | None) -> float:
-        """Seconds that a call adds to a program.
-
-        On the CPU it comes after computing, as in programs: ranks that share cores are then late for each
-        other. At least what it takes back to back, by which any disturbance of the difference is bounded.
+        On the CPU it comes after computing, as in programs: caches are cold, and ranks that share cores are
+        late for each other. Those that wait leave their core to others: the cores' seconds are what all ranks
+        have used, and what passes beside these was waited for by all. All calls take turns, so that what
+        disturbs the machine for a while is in few timings of many calls, of which the median is taken.
         """
         if self.device.type != "cpu":
-            return median(_world_times(call, self.device, self.repeats))
-        plain = median(_world_times(call, self.device, 1))
+            return [Added(median(_world_times(call, self.device, self.repeats)), 0.0) for call in calls]
+        for call in calls:
+            self._window(call, 1)
+        once = [self._window(call, 1).passed for call in calls]
+        counts = [max(1, ceil(_LONGER * _WINDOW["cpu"] / passed)) for passed in once]
+        rounds = [
+            [self._window(call, count) for call, count in zip(calls, counts, strict=True)]
+            for _ in range(self.repeats)
+        ]
+        return [self._added(each) for each in zip(*rounds, strict=True)]
 
-        def both() -> None:
-            assert call is not None
-            self.run()
-            call()
+    def _added(self, windows: Sequence[_Window]) -> Added:
+        own = self.share * median(each.called for each in windows)
+        return Added(own, median(each.passed - self.share * each.computed for each in windows))
 
-        together = mean(_world_times(None if call is None else both, self.device, self.repeats, _LONGER))
-        return max(plain, together - self.seconds)
+    def _window(self, call: Callable[[], object] | None, count: int) -> _Window:
+        """So many rounds of computing, each with a call after it; of ranks without one, computing alone."""
+        dist.barrier()
+        start, computed, called = time.perf_counter(), time.process_time(), 0.0
+        for _ in range(count):
+            for _ in range(self.products):
+                torch.mm(self.square, self.square)
+            if call is not None:
+                before = time.thread_time()
+                call()
+                called += time.thread_time() - before
+        computed, passed = time.process_time() - computed, time.perf_counter() - start
+        sums = torch.tensor([computed, called, call is not None], dtype=torch.float64)
+        dist.all_reduce(sums)
+        ranks, callers = dist.get_world_size(), max(1.0, float(sums[2]))
+        longest = slowest(self.device, [passed])[0]
+        return _Window(longest / count, float(sums[0]) / ranks / count, float(sums[1]) / callers / count)
 
 
-def _world_times(
-    call: Callable[[], object] | None, device: torch.device, repeats: int, longer: int = 1
-) -> list[float]:
-    """Seconds per call on the slowest rank, by repeat. longer: so many times than usual."""
+@dataclass(frozen=True)
+class _Window:
+    """Seconds of a round. passed: until all ranks were done. computed: of a core, by all threads of a rank,
+    the mean. called: the same, of the call alone, and of the ranks that make it."""
+
+    passed: float
+    computed: float
+    called: float
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The numbers nearest to these, by squares, of which none is below the one before (R. Barlow et al.,
+    Statistical Inference under Order Restrictions, 1972, section 1.2: pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    return [value for value, count in pools for _ in range(count)]
+
+
+def _world_times(call: Callable[[], object] | None, device: torch.device, repeats: int) -> list[float]:
+    """Seconds per call on the slowest rank, by repeat."""
 
     def run(times: int) -> float:
         dist.barrier()
@@ -333,8 +381,15 @@ def _world_times(
 
     run(1)
     first = slowest(device, [run(1)])[0]
-    times = max(1, ceil(longer * _WINDOW[device.type] / first))
+    times = max(1, ceil(_WINDOW[device.type] / first))
     return slowest(device, [run(times) for _ in range(repeats)])
+
+
+def mean_of(device: torch.device, seconds: Sequence[float]) -> list[float]:
+    """The mean over the ranks of each of these. Collective."""
+    held = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(held)
+    return [float(value) / dist.get_world_size() for value in held.cpu()]
 
 
 def slowest(device: torch.device, seconds: Sequence[float]) -> list[float]:

@@ -61,14 +61,16 @@ class SharedMemory:
     def all_reduce(self, x: torch.Tensor, op: str, own: bool = False) -> tuple[Arrival, Finish]:
         if op not in ("sum", "max"):
             raise NotImplementedError(f"an all-reduce of {op!r}")
+        shape = x.shape
         if x.nbytes > _WHOLE:
             return self._all_reduce_parts(x, op), as_it_is
         posted, arriving = self._read_by_all(x, [(0, x.numel())] * self.ways)
-        return lambda: self._reduced(posted, posted.lies, arriving(), op).view(x.shape), as_it_is
+        return lambda: self._reduced(posted, posted.lies, arriving(), op).view(shape), as_it_is
 
     def _all_reduce_parts(self, x: torch.Tensor, op: str) -> Arrival:
-        """Each rank reduces a part where its message lies, and then reads those of the others."""
-        near, others = self.near, self.near.others()
+        """Each rank reduces a part, and then reads those of the others into its own message, which becomes
+        the result: part k of it is read by rank k alone, and not after rank k has announced its part."""
+        near, others, shape = self.near, self.near.others(), x.shape
         cuts = list(pairwise(x.numel() * k // self.ways for k in range(self.ways + 1)))
         start, end = cuts[self.rank]
         posted, arriving = self._read_by_all(x, [(first, last - first) for first, last in cuts])
@@ -76,18 +78,22 @@ class SharedMemory:
 
         def join() -> torch.Tensor:
             seen = arriving()
-            out = torch.empty_like(x)
-            parts = [out.view(-1)[first:last] for first, last in cuts]
-            self._reduce(posted.lies[start:end], seen, op, parts[self.rank])
-            posted.lies[start:end].copy_(parts[self.rank])
+            parts = [posted.lies[first:last] for first, last in cuts]
+            # others read this one while the result is in use already
+            own = near.room(end - start, posted.lies.dtype)
+            self._reduce(parts[self.rank], seen, op, own)
+            for each in seen:
+                near.done(each)
+            sent = near.post(own, len(others))
             for k in others:
-                near.announce(k, reduced[k], posted, start, end - start)
+                near.announce(k, reduced[k], sent, 0, end - start)
+            parts[self.rank].copy_(own)
+            near.release(sent)
             for k in others:
-                one = near.look(k, reduced[k], len(parts[k]), x.dtype)
+                one = near.look(k, reduced[k], len(parts[k]), own.dtype)
                 parts[k].copy_(one.lies)
                 near.done(one)
-            near.release(posted)
-            return out
+            return near.keep(posted).view(shape)
 
         return join
 
@@ -96,13 +102,14 @@ class SharedMemory:
         return self.exchange(x, counts, counts)
 
     def exchange(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Arrival:
-        width = prod(x.shape[1:])
+        shape = (sum(received), *x.shape[1:])
+        width = prod(shape[1:])
         starts = accumulate(sent, initial=0)
         places = [(start * width, count * width) for start, count in zip(starts, sent, strict=False)]
         posted, arriving = self._read_by_all(x, places, [count * width for count in received])
 
         def join() -> torch.Tensor:
-            out = x.new_empty((sum(received), *x.shape[1:]))
+            out = torch.empty(shape, dtype=posted.lies.dtype)
             parts = out.split(list(received))
             start, count = places[self.rank]
             seen = arriving()
@@ -136,13 +143,13 @@ class SharedMemory:
         """Lays a message down of which rank k reads the elements at ``places[k]``, a start and a number; and
         what gives those that this rank reads of the others: ``counts[k]`` of rank k, if not as many as of its
         own."""
-        near = self.near
+        near, dtype = self.near, x.dtype
         posted = near.post(x, self.ways - 1)
         numbers = near.numbers(near.others())
         for k, number in numbers.items():
             near.announce(k, number, posted, *places[k])
         wanted = counts or [places[self.rank][1]] * self.ways
-        return posted, lambda: [near.look(k, number, wanted[k], x.dtype) for k, number in numbers.items()]
+        return posted, lambda: [near.look(k, number, wanted[k], dtype) for k, number in numbers.items()]
 
     def _reduced(self, posted: Posted, own: torch.Tensor, seen: Sequence[Seen], op: str) -> torch.Tensor:
         """own: what counts of this rank's message. Nobody's message is read again afterwards."""

@@ -17,7 +17,8 @@ Join: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 
 class Transport(Protocol):
     """Of one rank in one group. Tensors that are given are contiguous, and stay as they are until the message
-    has arrived. Errors are RuntimeError, those of torch.distributed or `runtime.neighbours.PeerError`."""
+    has arrived; what a transport needs of them until then, it holds itself. Errors are RuntimeError, those of
+    torch.distributed or `runtime.neighbours.PeerError`."""
 
     @property
     def name(self) -> str:

@@ -15,6 +15,12 @@ from autoshard.cost.recipe import ADAMW, Recipe
 Keeps: TypeAlias = Literal["program", "kernels", "compiled", "ops"]
 
 
+#: ``device``: NCCL's, which reduces on its way. ``network``: our runtime's between CPUs of several machines,
+#: where a reduce-scatter exchanges parts and adds them up afterwards. ``memory``: our runtime's between CPUs
+#: of one machine: a message is packed where others read it, and unpacked, added up or joined from there.
+Transport: TypeAlias = Literal["device", "network", "memory"]
+
+
 @dataclass(frozen=True)
 class Behaviour:
     """What a simulated step assumes about kernels, messages and the optimizer; by default, our runtime's.
@@ -57,8 +63,7 @@ class Behaviour:
     not counted; narrow_gathers: whether what only such products take is made narrow before it is
     gathered. eager: whether modules of layers issue ops in Python, which takes their host longer than a
     program. blocking_launches: whether the host waits until an op is done before it issues the next
-    (CUDA_LAUNCH_BLOCKING). exchanged_sums: whether a reduce-scatter exchanges parts and adds them up
-    afterwards, as our runtime does on the CPU; it then holds both at once. steps_overlap: whether a
+    (CUDA_LAUNCH_BLOCKING). transport: of messages within a stage. steps_overlap: whether a
     pipeline rank begins the next step while others still compute. name: of what the figures are for.
     """
 
@@ -97,6 +102,6 @@ class Behaviour:
     narrow_gathers: bool = False
     eager: bool = False
     blocking_launches: bool = False
-    exchanged_sums: bool = False
+    transport: Transport = "device"
     steps_overlap: bool = False
     name: str = ""

@@ -11,6 +11,9 @@ from autoshard.ir.lowered import Placed
 from autoshard.offload import STORE
 from autoshard.simulate.ops import Ops
 
+#: messages that lie with their sender until they are read, where ranks share memory
+_LIES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"))
+
 
 @dataclass(frozen=True)
 class OnTheWay:
@@ -37,12 +40,16 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
     whole = not ops.copied(node)  # lies in memory as it is sent
     kind = collective_kind(node)
     held = finish = 0.0
+    if ops.behaviour.transport == "memory" and kind in _LIES:
+        # only what is sent lies there until it arrives, and what comes is made from what the others have sent
+        made = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(kind, given)
+        return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, made)
     match kind:
         case "all_gather":
             held, finish = (taken if bucket and not whole else 0.0), (0.0 if whole else given)
         case "reduce_scatter":
             held = 0.0 if whole else taken
-            if ops.behaviour.exchanged_sums:  # the parts of all ranks come first, then their sum
+            if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
                 held, finish = held + taken - given, given
         case "all_to_all":
             held, finish = taken, given

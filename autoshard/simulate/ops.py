@@ -85,6 +85,10 @@ class Ops:
     def shape(self, placed: Placed) -> tuple[int, ...]:
         return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
 
+    def ways(self, node: Node) -> int:
+        """Ranks between which a collective goes."""
+        return prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
+
     def nbytes(self, placed: Placed) -> float:
         """Bytes of a value on the rank."""
         return self.bytes_of(placed.type, placed.layout)
@@ -221,6 +225,8 @@ class Ops:
         moved = 2.0 * total if self.copied(node) else 0.0
         if moved and kind == "reduce_scatter" and _outer(node) != 1:
             moved *= 2  # first part by part, then into one tensor
+        if self.behaviour.transport == "memory" and kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            moved = 0.0  # laying a message down and reading it are the copies
         if kind != "all_gather":
             if is_bucket(node):
                 width = DTYPES[values[counted[0]].type.dtype][1]
@@ -287,8 +293,7 @@ class Ops:
 
     def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
         """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
-        size = prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
-        kind = collective_kind(node)
+        size, kind = self.ways(node), collective_kind(node)
         if kind == "all_gather_wire":
             return size * int(self.nbytes(values[next(refs_of(node))]))
         parts = list(refs_of(node)) if kind == "all_gather_q" else node.outs
