@@ -18,7 +18,7 @@ from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.hosting import least
 from autoshard.ir import Node
-from autoshard.ir.comm import is_ring
+from autoshard.ir.comm import BUCKET_BYTES, is_ring
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Placed
 from autoshard.offload import Offload
@@ -79,6 +79,8 @@ def emission(**passes: Any) -> Emission:
     return made
 
 
+#: share of the memory that a message of several layers may fill, one over this
+_JOINED = 32
 #: passes that can be left out
 OPTIONAL = ("bucket", "overlap", "kernels", "ring")
 #: every pass that makes a step shorter without anything being allowed
@@ -146,10 +148,18 @@ def lowering_of(
         seconds=prices if wanted.overlap else None,
         kernels=wanted.kernels,
         bucket=wanted.bucket,
+        join=_joined(cluster, plan) if wanted.bucket and wanted.overlap else 0,
         # of chunks that go round while nothing else runs, there are only more messages
         ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
         hosting=_hosting(cluster, mesh, prices, wanted),
     )
+
+
+def _joined(cluster: Cluster, plan: Plan) -> int:
+    """Bytes up to which the messages of several layers are one: only where nothing would run beside them."""
+    if cluster.device.overlap > 0:
+        return 0
+    return BUCKET_BYTES if plan.budget is None else min(BUCKET_BYTES, plan.budget // _JOINED)
 
 
 def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, wanted: Emission) -> Hosting | None:

@@ -19,7 +19,6 @@ from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
 from autoshard.ir import DTYPES, Call, Folded, Port
-from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.cut_pipeline import Homes, Uncut, homes_of
 from autoshard.passes.gather_once import gathers_of
@@ -239,6 +238,8 @@ class _Slots:
         self.link = pipe_link(cluster, inner, ranks)
         self.links = self.estimator.links
         self.homes: Homes = homes_of(uncut, folded.joint, how.mesh)
+        #: by identity of their type and layout, which the program keeps
+        self._bytes: dict[int, float] = {}
         self.ops = [s for s in whole.all if not s.backward]
         calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
         self.numbers = {id(call): k for k, call in enumerate(calls)}
@@ -270,8 +271,13 @@ class _Slots:
         )
         self.seen, self.seen_back = factor * self.seen, factor * self.seen_back
 
-    def bytes_of(self, placed: Placed) -> float:
-        return self.estimator.bytes_of(placed.type, placed.layout)
+    def bytes_of(self, value: str) -> float:
+        """Bytes of a value on a rank; the values of alike layers have one type and layout between them."""
+        placed = self.whole.values[value]
+        found = self._bytes.get(id(placed))
+        if found is None:
+            found = self._bytes[id(placed)] = self.estimator.bytes_of(placed.type, placed.layout)
+        return found
 
     def _seconds(self) -> None:
         known: dict[tuple[str, int, bool], float] = {}
@@ -311,18 +317,24 @@ class _Slots:
         for value in statement.uses:
             yield from self.homes.bases.get(value, (value,))
 
+    def _all_sources(self, statements: Sequence[Statement]) -> set[str]:
+        """What these ops use."""
+        used = {v for s in statements for v in s.uses}
+        bases = self.homes.bases
+        return {v for v in used if v not in bases}.union(*(bases[v] for v in used if v in bases))
+
     def _makers(self) -> dict[str, int]:
         """Value of forward that one stage makes and others are sent -> its slot."""
         return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
     def _kept(self) -> None:
         """What backward reads of forward, at the slot that makes it."""
-        late = {v for p in self.homes.weight for v in self._sources(self.whole.all[p])}
-        wanted = {v for s in self.whole.all if s.backward for v in self._sources(s)}
+        late = self._all_sources([self.whole.all[p] for p in self.homes.weight])
+        wanted = self._all_sources([s for s in self.whole.all if s.backward])
         for value in wanted:
             if value not in self.whole.values or value in self.copies:
                 continue
-            nbytes = self.bytes_of(self.whole.values[value])
+            nbytes = self.bytes_of(value)
             if value in self.makers:
                 self.held[self.makers[value]] += nbytes
                 self.held_weight[self.makers[value]] += nbytes * (value in late)
@@ -330,7 +342,7 @@ class _Slots:
             slot = self.homes.slot[place_]
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 made = [v for v in statement.makes if v in late and v in self.whole.values]
-                self.made[slot] += sum(self.bytes_of(self.whole.values[v]) for v in made)
+                self.made[slot] += sum(self.bytes_of(v) for v in made)
 
     def _copies(self) -> set[str]:
         """What gathering once a step makes of parameters."""
@@ -350,7 +362,7 @@ class _Slots:
         for port in self.folded.joint.ports:
             if port.kind != "param":
                 continue
-            own = self.bytes_of(self.whole.values[port.name])
+            own = self.bytes_of(port.name)
             width = DTYPES[port.type.dtype][1]
             slot = first.get(port.name, 0)
             extra = 0.0
@@ -361,7 +373,7 @@ class _Slots:
                 self.update[slot] += moved / cluster.device.memory_bandwidth
             self.state[slot] += own + own / width * extra
         for value in self.copies & self.read:
-            self.state[self.makers[value]] += self.bytes_of(self.whole.values[value])
+            self.state[self.makers[value]] += self.bytes_of(value)
 
     def _gradient(self, port: Port, own: float, late: bool) -> float:
         """Bytes of a gradient as it is summed up over the microbatches."""
@@ -389,14 +401,14 @@ class _Slots:
         steps = np.zeros(self.count + 1)
         for value, end in last.items():
             if end > makers[value] and value in self.whole.values:
-                cost = self._send(self.whole.values[value])
+                cost = self._send(value)
                 steps[makers[value]] += cost
                 steps[end] -= cost
         return 2 * np.cumsum(steps)[:-1]
 
-    def _send(self, placed: Placed) -> float:
+    def _send(self, value: str) -> float:
         """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
-        nbytes = self.bytes_of(placed)
+        nbytes, placed = self.bytes_of(value), self.whole.values[value]
         whole = float(seconds("send", nbytes, self.link))
         axes = (link for p, link in zip(placed.layout, self.links, strict=True) if p == R and link.size > 1)
         return min([whole, *(in_parts(nbytes, self.link, link) for link in axes)])

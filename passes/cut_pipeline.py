@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import merge
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 
 from autoshard.errors import UsageError
@@ -37,6 +37,9 @@ _LINEAR = (
     "comm.slice.default",
     "comm.all_to_all.default",
 )
+
+#: kinds of inputs that every stage has
+_EVERYWHERE = ("input", "const", "buffer")
 
 _VIEWS = frozenset(
     f"aten.{name}"
@@ -81,9 +84,14 @@ def _index(whole: Statements) -> tuple[dict[str, list[int]], dict[str, int]]:
     users: dict[str, list[int]] = {}
     maker: dict[str, int] = {}
     for place, statement in enumerate(whole.all):
-        for value in dict.fromkeys(statement.uses):
-            users.setdefault(value, []).append(place)
-        maker.update(dict.fromkeys(statement.makes, place))
+        for value in statement.uses:
+            known = users.get(value)
+            if known is None:
+                users[value] = [place]
+            elif known[-1] != place:
+                known.append(place)
+        for value in statement.makes:
+            maker[value] = place
     return users, maker
 
 
@@ -245,14 +253,10 @@ class _Stages:
         self.kinds = {p.name: p.kind for p in self.joint.ports}
         #: value that is derived from others for nothing -> those others; parameters from themselves
         self.bases = {p.name: frozenset((p.name,)) for p in self.joint.ports if p.kind == "param"}
+        #: parameters, and what is derived from parameters alone
+        self.of_parameters = set(self.bases)
         self.whole, self.repeats = self.uncut.whole, self.uncut.repeats
         self.users, self.maker = self.uncut.users, self.uncut.maker
-
-    def _is_free(self, value: str) -> bool:
-        """Whether every stage can have the value for itself."""
-        if value in self.kinds:
-            return self.kinds[value] in ("input", "const", "buffer")
-        return self.made_in.get(value, 0) is None
 
     def assign_forward(self, ends: Sequence[int]) -> None:
         stage = 0
@@ -302,32 +306,46 @@ class _Stages:
 
         Such an op runs in every stage that uses what it makes, and counts as a use of what it is made from.
         """
+        uses = statement.uses
         view = statement.node.op in _VIEWS and not self._all_free(statement)
         if view and statement.backward:
-            view = statement.uses[0] in self.stages_of or statement.uses[0] in self.bases
-        if not view and not (statement.uses and all(map(self._of_parameters, statement.uses))):
+            view = uses[0] in self.stages_of or uses[0] in self.bases
+        of_parameters = bool(uses) and self.of_parameters.issuperset(uses)
+        if not view and not of_parameters:
             return False
-        bases = frozenset(b for v in statement.uses for b in self.bases.get(v, (v,)))
+        bases = frozenset(b for v in uses for b in self.bases.get(v, (v,)))
         self.bases.update(dict.fromkeys(statement.makes, bases))
+        if of_parameters:
+            self.of_parameters.update(statement.makes)
         self._put(place, statement, None)
         return True
 
-    def _of_parameters(self, value: str) -> bool:
-        """Whether a value is a parameter or derived from parameters alone."""
-        bases = self.bases.get(value)
-        return bases is not None and all(self.kinds.get(b) == "param" for b in bases)
-
     def _all_free(self, statement: Statement) -> bool:
-        return all(self._is_free(v) and v not in self.bases for v in statement.uses)
+        """Whether every stage can have all that an op takes for itself, without a parameter."""
+        for value in statement.uses:
+            if value in self.bases:
+                return False
+            kind = self.kinds.get(value)
+            if kind is None:
+                if self.made_in.get(value, 0) is not None:
+                    return False
+            elif kind not in _EVERYWHERE:
+                return False
+        return True
 
     def _put(self, place: int, statement: Statement, stage: int | None) -> None:
         self.at[place] = stage
-        self.made_in.update(dict.fromkeys(statement.makes, stage))
+        for value in statement.makes:
+            self.made_in[value] = stage
         if stage is None or statement.backward:
             return
         for value in (*statement.uses, *statement.makes):
             if value not in self.bases:
-                self.stages_of.setdefault(value, set()).add(stage)
+                have = self.stages_of.get(value)
+                if have is None:
+                    self.stages_of[value] = {stage}
+                else:
+                    have.add(stage)
 
     def check_buffers(self) -> None:
         """What a stage changes, no other stage may read: it would see old values."""
@@ -406,8 +424,10 @@ class _Stages:
             if not statement.backward:
                 break
             stage = self.at[place]
+            if stage is None or len(statement.uses) != 1:
+                continue
             users = [self.at[u] for v in statement.makes for u in self.users.get(v, ())]
-            if stage is None or len(statement.uses) != 1 or not users or None in users:
+            if not users or None in users:
                 continue
             if self._repeats(statement):
                 continue
@@ -465,7 +485,7 @@ class _Stages:
                 node = Node(
                     "aten.clone.default", (Ref(value),), (), (name,), (type_,), self._origin(value), True
                 )
-                added.append(Statement(len(main), -1, node, (value,), (name,)))
+                added.append(Statement(len(main), -1, node, (value,), (name,), True))
                 main.append(node)
                 copied[name] = values[value]
                 results[k] = value = name
@@ -515,8 +535,9 @@ class _Stages:
                     continue
                 found[place] = stages
                 uses = self.whole.all[place].uses
-                own = all(len(self.users[u]) == 1 for u in uses)
-                if own and (len(uses) == 1 or self.whole.all[place].node.op == "aten.add.Tensor"):
+                if len(uses) != 1 and self.whole.all[place].node.op != "aten.add.Tensor":
+                    continue
+                if all(len(self.users[u]) == 1 for u in uses):
                     left += uses
         return found
 
@@ -611,20 +632,35 @@ class _Stages:
         needed = {t for s in sums.values() for t in s.terms}
         needed |= {v for v in self.whole.results if self._is_here(v, stage)}
         picked: list[Statement] = []
-        for place in merge(self.places.get(stage, ()), self.places.get(None, ()), reverse=True):
+        # places, last first, as negative numbers; those that any stage may make are added as they are needed
+        left = [-p for p in self.places.get(stage, ())]
+        left += [-p for p in self._anywhere(needed, len(self.whole.all))]
+        heapify(left)
+        before = -1
+        while left:
+            place = -heappop(left)
+            if place == before:
+                continue
+            before = place
             statement, at = self.whole.all[place], self.at[place]
-            here = not needed.isdisjoint(statement.makes)
             # what backward makes again may be used in other stages only, which have it from forward
-            optional = at is None or (statement.backward and self._repeats(statement))
-            if optional and not here:
+            optional = at is not None and statement.backward and self._repeats(statement)
+            if optional and needed.isdisjoint(statement.makes):
                 continue
             if self.repeats:
                 uses = tuple([self._at_hand(v, stage) for v in statement.uses])
                 statement = statement._replace(uses=uses)
             picked.append(statement)
+            for found in self._anywhere(statement.uses, place):
+                heappush(left, -found)
             needed.update(statement.uses)
         picked.reverse()
         return picked
+
+    def _anywhere(self, values: Iterable[str], end: int) -> list[int]:
+        """The places before ``end`` that make these values and are of no stage."""
+        places = [self.maker.get(v, end) for v in values]
+        return [p for p in places if p < end and self.at[p] is None]
 
     def _at_hand(self, value: str, stage: int) -> str:
         """The value, or what forward made of it if another stage makes it again in backward."""

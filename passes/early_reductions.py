@@ -9,6 +9,7 @@ What works on the result of another message stays where it is: it would wait for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import is_message
@@ -23,34 +24,45 @@ def early_reductions(lowered: Lowered) -> Lowered:
     for part in lowered.parts:
         if part.phase != "reduce" or part.stage in weights or part.stage not in backward:
             continue
+        behind = _Behind(items[backward[part.stage]])
         late: list[Instruction] = []
+        missing: set[str] = set()
         for item in items[part]:
-            behind = _behind(item, items[backward[part.stage]], late)
-            if behind is None:
+            if not _is_message(item) or not missing.isdisjoint(refs_of(item)) or not behind.put(item):
                 late.append(item)
-            else:
-                items[backward[part.stage]].insert(behind, item)
-        items[part] = late
+                missing.update(item.outs)
+        items[backward[part.stage]], items[part] = behind.all(), late
     return with_parts(lowered, items.items())
 
 
-def _behind(item: Instruction, backward: Sequence[Instruction], late: Sequence[Instruction]) -> int | None:
-    """The place in backward at which all that a message sends is made, None for what has to stay."""
-    if not _is_message(item):
-        return None
-    assert isinstance(item, Node)
-    needed = set(refs_of(item))
-    if any(needed.intersection(other.outs) for other in late):
-        return None
-    makers = [k for k, other in enumerate(backward) if needed.intersection(other.outs)]
-    if not makers or any(_is_message(backward[k]) for k in makers):
-        return None
-    place = makers[-1] + 1
-    # messages of an axis keep their order
-    while place < len(backward) and _is_message(backward[place]):
-        place += 1
-    return place
+class _Behind:
+    """The instructions of backward, with messages put behind some of them."""
+
+    def __init__(self, backward: Sequence[Instruction]) -> None:
+        self._backward = backward
+        self._maker = {value: k for k, item in enumerate(backward) for value in item.outs}
+        self._added: dict[int, list[Instruction]] = {}
+        self._brought: set[str] = set()
+
+    def put(self, item: Node) -> bool:
+        """Put a message where all that it sends is made; False if that is not here, or brought by another."""
+        needed = set(refs_of(item))
+        makers = {self._maker[v] for v in needed if v in self._maker}
+        if not makers or not self._brought.isdisjoint(needed):
+            return False
+        if any(_is_message(self._backward[k]) for k in makers):
+            return False
+        place = max(makers)
+        # messages of an axis keep their order
+        while place + 1 < len(self._backward) and _is_message(self._backward[place + 1]):
+            place += 1
+        self._added.setdefault(place, []).append(item)
+        self._brought.update(item.outs)
+        return True
+
+    def all(self) -> list[Instruction]:
+        return [x for k, item in enumerate(self._backward) for x in (item, *self._added.get(k, ()))]
 
 
-def _is_message(item: Instruction) -> bool:
+def _is_message(item: Instruction) -> TypeGuard[Node]:
     return isinstance(item, Node) and is_message(item)

@@ -23,6 +23,7 @@ from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
 from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
+from autoshard.passes.join_messages import join_messages
 from autoshard.passes.keep_part import keep_part
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
@@ -52,14 +53,15 @@ class Lowering:
     """What the passes after the search need besides the graph.
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
-    gradients of parameters apart from what other stages wait for. saving: what sending a value between stages
-    in parts saves; None to send everything whole. kernels: whether chains that have a kernel become one op.
-    bucket: whether collectives of parameters share messages. ring: prices of nodes by which products go round
-    in chunks, on the mesh before axes are taken apart; None for none of that. seconds: prices of nodes on the
-    last mesh, by which ops are ordered beside messages; None to leave them as they are. quantise: with how
-    few bits parameters, gradients and activations may travel; None for all of them. hierarchy: axes whose
-    collectives are done level by level. secondary: which parameters and gradients are split over fewer ranks
-    within a step. hosting: what waits in host memory, None for nothing.
+    gradients of parameters apart from what other stages wait for. saving: what sending a value between
+    stages in parts saves; None to send everything whole. kernels: whether chains that have a kernel
+    become one op. bucket: whether collectives of parameters share messages. join: bytes up to which those
+    of several layers do, 0 for none. ring: prices of nodes by which products go round in chunks, on the
+    mesh before axes are taken apart; None for none of that. seconds: prices of nodes on the last mesh, by
+    which ops are ordered beside messages; None to leave them as they are. quantise: with how few bits
+    parameters, gradients and activations may travel; None for all of them. hierarchy: axes whose
+    collectives are done level by level. secondary: which parameters and gradients are split over fewer
+    ranks within a step. hosting: what waits in host memory, None for nothing.
     """
 
     flow: Flow
@@ -71,6 +73,7 @@ class Lowering:
     saving: Saving | None = None
     kernels: bool = False
     bucket: bool = True
+    join: int = 0
     ring: Seconds | None = None
     seconds: Seconds | None = None
     quantise: Quantising | None = None
@@ -183,6 +186,9 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         grads, summed = _results(folded, lowered, "grad"), how.plan.microbatches * slices > 1
         lowered = offload(lowered, params, grads, how.hosting, summed=summed)
         _watched("093_offload", lowered, watch)
+    if how.join:
+        lowered = join_messages(lowered, how.last_mesh, how.join)
+        _watched("093b_join_messages", lowered, watch)
     if how.seconds is not None:
         lowered = _watched("094_overlap", overlap(lowered, how.seconds), watch)
     return lowered
@@ -252,6 +258,7 @@ PASSES = (
     "092_prefetch",
     "092b_early_reductions",
     "093_offload",
+    "093b_join_messages",
     "094_overlap",
 )
 

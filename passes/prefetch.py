@@ -7,21 +7,16 @@ result is waited for where it is used, so nothing else changes. One more layer's
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from autoshard.ir import Call
 from autoshard.ir.comm import GATHER_Q, GATHERS
 from autoshard.ir.lowered import Lowered, Part
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
+from autoshard.passes.part_names import parts_named
 
 #: ops that may stand between a parameter and its gather
 _GATHERS = (*GATHERS, GATHER_Q)
-
-
-#: of a segment that was taken apart
-_PART = re.compile(r"_part(_\d+)?$")
 
 
 def prefetch(lowered: Lowered, parameters: Collection[str]) -> Lowered:
@@ -38,31 +33,7 @@ def prefetch(lowered: Lowered, parameters: Collection[str]) -> Lowered:
         early = {k: chosen for k, chosen in early.items() if k and chosen and len(chosen) < len(items[k])}
         found |= bool(early)
         pieces += [(part, piece) for piece in _ordered(items, early)] or [(part, [])]
-    return _named(regrouped(whole, pieces), lowered) if found else lowered
-
-
-def _named(made: Lowered, before: Lowered) -> Lowered:
-    """Segments that were taken apart under the names that they had, their gathers as ``_gather``."""
-    names: dict[str, str] = {}
-    taken = set(made.segments)
-    for name, segment in made.segments.items():
-        base = _PART.sub("", name)
-        if name in before.segments or base not in before.segments:
-            continue
-        makers = {o: n.op for n in segment.graph.nodes for o in n.outs}
-        gathers = all(makers.get(o) in _GATHERS for o in segment.graph.outputs)
-        wanted = f"{base}_gather" if gathers else base
-        if wanted not in taken:
-            taken.add(wanted)
-            names[name] = wanted
-    segments = {
-        names.get(n, n): replace(s, graph=replace(s.graph, name=names.get(n, n)))
-        for n, s in made.segments.items()
-    }
-    main = tuple(
-        replace(i, segment=names.get(i.segment, i.segment)) if isinstance(i, Call) else i for i in made.main
-    )
-    return replace(made, segments=segments, main=main)
+    return parts_named(regrouped(whole, pieces), lowered) if found else lowered
 
 
 def _items(statements: Sequence[Statement]) -> list[list[Statement]]:

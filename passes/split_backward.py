@@ -17,13 +17,17 @@ def split_backward(lowered: Lowered) -> Lowered:
     """The program with a part ``weight`` for every stage, behind its backward."""
     whole = statements_of(lowered)
     of_part = by_part(whole)
+    # value -> the stages that use it
+    users: dict[str, set[int]] = {}
+    for part, statements in of_part.items():
+        for value in {v for s in statements for v in s.uses}:
+            users.setdefault(value, set()).add(part.stage)
     pieces: list[tuple[Part, list[Statement]]] = []
     for part, statements in of_part.items():
         if part.phase != "backward":
             pieces.append((part, statements))
             continue
-        used = {v for p in of_part if p.stage != part.stage for s in of_part[p] for v in s.uses}
-        sent = used.intersection(v for s in statements for v in s.makes)
+        sent = {v for s in statements for v in s.makes if users.get(v, set()) - {part.stage}}
         first = _needed(statements, sent) if sent else statements
         chosen = {id(s) for s in first}
         pieces.append((part, first))

@@ -39,7 +39,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
         "fsdp=2,tp=2",
         ("052_cut_pipeline", "054_scatter_sends", "056_gather_once", "057_split_backward"),
     ),
-    "beside-messages": ("fsdp=2,tp=2", ("090_fuse_kernels", "092_prefetch", "094_overlap")),
+    "beside-messages": (
+        "fsdp=2,tp=2",
+        ("090_fuse_kernels", "092_prefetch", "093b_join_messages", "094_overlap"),
+    ),
     "slices": ("dp=2", ("058_slice_sequence", "059_localize", "080_fuse_bias")),
 }
 #: passes that are switched on for a program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,9 @@ from autoshard.cluster.host import Host
 from autoshard.cluster.load import parse_cluster
 from autoshard.cluster.write import cluster_text
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
-from autoshard.ir import Call
+from autoshard.ir import Call, Ref
+from autoshard.ir.graph import substitute
+from autoshard.ir.lowered import Instruction
 from autoshard.offload import LOAD, STORE, Offload
 from autoshard.passes.capture import capture
 from autoshard.program.program import Program
@@ -377,6 +379,13 @@ def test_a_cluster_must_know_its_host() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------
 
 
+def _reading(item: Instruction, same: Mapping[str, str]) -> Instruction:
+    """An instruction of main that reads some values under other names."""
+    if isinstance(item, Call):
+        return replace(item, args=tuple(same.get(a, a) for a in item.args))
+    return substitute(item, lambda name: Ref(same.get(name, name)))
+
+
 def _without(made: Program, op: str) -> Iterator[tuple[str, Program]]:
     """Programs that lack one store or load: whoever reads its results reads what it was given."""
     lowered = made.lowered
@@ -387,11 +396,7 @@ def _without(made: Program, op: str) -> Iterator[tuple[str, Program]]:
         if [n.op for n in nodes] != [op]:
             continue
         same = dict(zip(item.outs, item.args, strict=True))
-        main = [
-            replace(i, args=tuple(same.get(a, a) for a in i.args)) if isinstance(i, Call) else i
-            for n, i in enumerate(lowered.main)
-            if n != k
-        ]
+        main = [_reading(i, same) for n, i in enumerate(lowered.main) if n != k]
         parts = tuple(
             replace(p, start=p.start - (p.start > k), stop=p.stop - (p.stop > k)) for p in lowered.parts
         )

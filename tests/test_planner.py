@@ -18,7 +18,17 @@ from torch import nn
 import autoshard
 from autoshard.analysis import analyse, fingerprint
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
-from autoshard.cost.step_time import Exposure, Overlap, Sums, dot, exposure_of, step_time, weights
+from autoshard.cost.step_time import (
+    Exposure,
+    Overlap,
+    Sums,
+    bubble_seconds,
+    busy_seconds,
+    dot,
+    exposure_of,
+    step_time,
+    weights,
+)
 from autoshard.errors import InfeasibleError
 from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
@@ -150,6 +160,23 @@ def _policies(name: str) -> Iterator[dict[str, Recompute]]:
     ]
     for combo in product(*options):
         yield {s: r for s, r in zip(_calls(name), combo, strict=True) if r is not None}
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=10, max_size=10),
+    st.integers(1, 64),
+    st.floats(0, 30),
+    st.floats(0, 5),
+)
+def test_a_schedule_only_says_how_long_ranks_wait(
+    seconds: list[float], stages: int, filling: float, hops: float
+) -> None:
+    sums, how = Sums(*seconds), Overlap(8, 0.6, 0.1, stages, 3.0, 0.25)
+    busy = busy_seconds(sums, how)
+    total = step_time(sums, replace(how, filling=filling, hops=hops)).total
+    assert total == busy + bubble_seconds(sums, stages, filling, hops)
+    parts = [Sums(**{f.name: getattr(sums, f.name)}) for f in fields(Sums)]
+    assert sum(parts, Sums()) == sums
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("mixtral", "fsdp=4")])

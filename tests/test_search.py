@@ -19,10 +19,12 @@ from autoshard.search import (
 )
 from autoshard.search.direct import Orders, least
 from autoshard.search.dive import dive, widen
+from autoshard.search.eliminate import find_order
 from autoshard.search.improve import measure
 from autoshard.search.milp import solve_milp
 from autoshard.search.minimise import minimise_pruned
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+from autoshard.search.reduced import Reduction
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
@@ -396,3 +398,69 @@ def test_neighbourhoods_solve_what_fits_at_once() -> None:
     assert states is not None
     best = solve(network).seconds
     assert measure(net, widen(net, states, Limits()))[0] <= best * 1.02 + 1e-12
+
+
+@settings(few, max_examples=40)
+@given(st.integers(0, 10_000), st.sampled_from(SHAPES), st.booleans())
+def test_a_network_that_was_pruned_before_gives_the_same_solutions(seed: int, shape: str, ties: bool) -> None:
+    network = network_of(seed, shape, 7, ties)
+    held = [sum(float(m.min()) for m in network.memory), sum(float(m.max()) for m in network.memory)]
+    reduction = Reduction()
+    for share in (0.6, 0.2, 0.0, 0.4):
+        budget = held[0] + share * (held[1] - held[0])
+        for limits in (Limits(pareto=0, labels=0, nodes=0, milp=0), Limits(), TINY):
+            alone = solve(network, budget, limits, tight=True)
+            assert solve(network, budget, limits, tight=True, reduction=reduction) == alone
+    assert reduction.made is not None
+    with pytest.raises(InfeasibleNetwork) as first:
+        solve(network, held[0] - 1, tight=True)
+    with pytest.raises(InfeasibleNetwork) as second:
+        solve(network, held[0] - 1, tight=True, reduction=reduction)
+    assert (first.value.states, first.value.smallest_bytes) == (
+        second.value.states,
+        second.value.smallest_bytes,
+    )
+
+
+@few
+@given(st.integers(0, 10_000), st.integers(3, 16), st.sampled_from((0.15, 0.3, 0.6)))
+def test_an_order_is_that_of_looking_at_every_variable_each_time(seed: int, count: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = [int(k) for k in rng.integers(1, 3, count)]  # small tables: another order is tried for large ones
+    graph: list[set[int]] = [set() for _ in sizes]
+    for u in range(count):
+        for v in range(u + 1, count):
+            if rng.random() < share:
+                graph[u].add(v)
+                graph[v].add(u)
+    assert find_order(sizes, [set(n) for n in graph]).variables == slow_order(sizes, graph)
+
+
+def slow_order(sizes: list[int], graph: list[set[int]]) -> tuple[int, ...]:
+    """Who is alone, then who has at most two neighbours, then who adds fewest edges with the least table."""
+    left = set(range(len(sizes)))
+    order = [v for v in sorted(left) if not graph[v]]
+    left -= set(order)
+    core = False
+
+    def score(v: int) -> tuple[int, int, int]:
+        near = graph[v]
+        if not core:
+            return (len(near), 0, v)
+        if len(near) <= 2:
+            return (len(near) - 3, 0, v)
+        missing = sum(b not in graph[a] for a in near for b in near if a < b)
+        return (missing, sizes[v] * int(np.prod([sizes[w] for w in near])), v)
+
+    while left:
+        open_ = [v for v in left if core or len(graph[v]) <= 2]
+        if not open_:
+            core = True
+            continue
+        v = min(open_, key=score)
+        for a in graph[v]:
+            graph[a] |= graph[v] - {a}
+            graph[a].discard(v)
+        left.discard(v)
+        order.append(v)
+    return tuple(order)

@@ -98,10 +98,13 @@ _NOT_BUILT: Mapping[str, tuple[str, str]] = {
 }
 
 
+_RESERVED: Mapping[str, AxisMeaning] = {meaning.name: meaning for meaning in (DP, FSDP, TP, PP)}
+
+
 def meaning_of(name: str) -> AxisMeaning:
     """The meaning of an axis called ``name``; a name that is not reserved is free."""
     if name in _NOT_BUILT:
         what, instead = _NOT_BUILT[name]
         why = f"{name} means {what}, and this meaning is not built yet"
         raise UsageError(f"axis {name!r} cannot be used", why=why, hint=f"use {instead}")
-    return next((meaning for meaning in (DP, FSDP, TP, PP) if meaning.name == name), FREE)
+    return _RESERVED.get(name, FREE)

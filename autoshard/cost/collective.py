@@ -11,7 +11,7 @@ uses. The launch of the operation is not included.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from autoshard.errors import UsageError
 __all__ = ["KINDS", "AxisLink", "link_of", "seconds"]
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Bytes = TypeVar("Bytes", float, Array)
 
 
 @overload
@@ -41,11 +42,26 @@ def seconds(kind: str, nbytes: float | Array, link: AxisLink) -> float | Array:
     formula = _hop if kind == "hop" else _FORMULAS.get(kind)
     if formula is None:
         raise UsageError(f"there is no collective {kind!r}", hint=nearest(kind, _FORMULAS))
-    n = np.asarray(nbytes, dtype=np.float64)
     timed = next((table.at for table in link.measured if table.kind == kind), None)
+    if timed is None and not isinstance(nbytes, np.ndarray):
+        return formula(float(nbytes), link) if nbytes > 0 and link.size > 1 else 0.0
+    n = np.asarray(nbytes, dtype=np.float64)
     found = formula(n, link) if timed is None else timed(n)
     result = np.where(n > 0, found, 0.0) if link.size > 1 else np.zeros_like(n)
     return result if isinstance(nbytes, np.ndarray) else float(result)
+
+
+def _less(a: Bytes, b: Bytes) -> Bytes:
+    """Of two numbers, or of each pair in two arrays; arrays of one number are slow."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.minimum(a, b)
+    return min(a, b)
+
+
+def _more(a: Bytes, b: Bytes) -> Bytes:
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.maximum(a, b)
+    return max(a, b)
 
 
 def _steps(link: AxisLink) -> int:
@@ -53,12 +69,12 @@ def _steps(link: AxisLink) -> int:
     return (link.size - 1).bit_length()
 
 
-def _wire(n: Array, link: AxisLink) -> Array:
+def _wire(n: Bytes, link: AxisLink) -> Bytes:
     """Bytes that a rank must send at least: all but its own 1/p of the tensor."""
     return n * ((link.size - 1) / link.size)
 
 
-def _gather_or_scatter(n: Array, link: AxisLink) -> Array:
+def _gather_or_scatter(n: Bytes, link: AxisLink) -> Bytes:
     """All-gather (ring; recursive doubling) and its mirror image reduce-scatter (ring; recursive halving).
 
     ring: (p - 1) a + (p - 1)/p n/b. tree: ceil(log2 p) a + (p - 1)/p n/b; its partners are far apart, so
@@ -67,51 +83,51 @@ def _gather_or_scatter(n: Array, link: AxisLink) -> Array:
     wire = _wire(n, link)
     ring = (link.size - 1) * link.latency + wire / link.bandwidth
     tree = _steps(link) * link.latency + wire / link.alone
-    return np.minimum(ring, tree)
+    return _less(ring, tree)
 
 
-def _all_reduce(n: Array, link: AxisLink) -> Array:
+def _all_reduce(n: Bytes, link: AxisLink) -> Bytes:
     """Reduce-scatter then all-gather (ring; Rabenseifner), or a double tree: 2 ceil(log2 p) a + 2 n/b."""
     tree = 2 * _steps(link) * link.latency + 2 * n / link.bandwidth
-    return np.minimum(2 * _gather_or_scatter(n, link), tree)
+    return _less(2 * _gather_or_scatter(n, link), tree)
 
 
-def _all_to_all(n: Array, link: AxisLink) -> Array:
+def _all_to_all(n: Bytes, link: AxisLink) -> Bytes:
     """Pairwise: (p - 1) a + (p - 1)/p n/b. Bruck: ceil(log2 p) (a + n/2b).
 
     Pairs do not profit from rings: what leaves the side of the slowest level, (p - local)/p n, goes over
     the link of the rank alone.
     """
     leaving = n * ((link.size - link.local) / link.size)
-    transfer = np.maximum(_wire(n, link) / link.bandwidth, leaving / link.alone)
+    transfer = _more(_wire(n, link) / link.bandwidth, leaving / link.alone)
     pairwise = (link.size - 1) * link.latency + transfer
     bruck = _steps(link) * (link.latency + n / (2 * link.alone))
-    return np.minimum(pairwise, bruck)
+    return _less(pairwise, bruck)
 
 
-def _broadcast(n: Array, link: AxisLink) -> Array:
+def _broadcast(n: Bytes, link: AxisLink) -> Bytes:
     """Binomial tree: ceil(log2 p) (a + n/b). Long: scatter by a tree, ceil(log2 p) a + (p - 1)/p n/b, then
     all-gather."""
     binomial = _steps(link) * (link.latency + n / link.alone)
     scatter = _steps(link) * link.latency + _wire(n, link) / link.alone
-    return np.minimum(binomial, scatter + _gather_or_scatter(n, link))
+    return _less(binomial, scatter + _gather_or_scatter(n, link))
 
 
-def _send(n: Array, link: AxisLink) -> Array:
+def _send(n: Bytes, link: AxisLink) -> Bytes:
     """One message: a + n/b."""
     return link.latency + n / link.alone
 
 
-def _hop(n: Array, link: AxisLink) -> Array:
+def _hop(n: Bytes, link: AxisLink) -> Bytes:
     """One step of a ring, all ranks at once: a + n/b, b of a rank alone where the axis leaves a node, as one
     ring crosses there over one card. Never below its share, 1/(p - 1), of an all-gather of all that goes
     round."""
     whole = seconds("all_gather", n * link.size, link)
     step = link.latency + n / min(link.bandwidth, link.alone)
-    return np.maximum(step, whole / max(1, link.size - 1))
+    return _more(step, whole / max(1, link.size - 1))
 
 
-_FORMULAS: Mapping[str, Callable[[Array, AxisLink], Array]] = {
+_FORMULAS: Mapping[str, Callable[[Any, AxisLink], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": _gather_or_scatter,
     "reduce_scatter": _gather_or_scatter,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
-from autoshard.placement import Layout, Partial, Placement, Replicate, Shard, layout_ok, local_shape
+from autoshard.placement import Layout, Partial, Placement, R, Replicate, Shard, layout_ok, local_shape
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -177,9 +177,9 @@ class ReshardCost:
 
         share: of messages with other values. The ways are those that are cheapest for the value alone.
         """
-        per_axis = tuple(
-            tuple(dict.fromkeys([Replicate(), *placed])) for placed in zip(*layouts, strict=True)
-        ) or ((Replicate(),),) * len(self.sizes)
+        per_axis = tuple(tuple(dict.fromkeys([R, *placed])) for placed in zip(*layouts, strict=True)) or (
+            (R,),
+        ) * len(self.sizes)
         return self._known(type_, per_axis, share)
 
     def _known(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
@@ -234,27 +234,35 @@ class ReshardCost:
                 if len(group) > 1:
                     # whoever splits nothing on this axis holds the whole
                     whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
-                    for i in group:
-                        source = nodes[i]
-                        for j in group:
-                            kind = _kind(type_.shape, source, nodes[j], axis, self.sizes) if i != j else None
-                            if kind is not None:
-                                ends = source[axis], nodes[j][axis]
-                                cost[i, j] = self._price(kind, axis, whole, *ends, share.of(kind))
+                    prices: dict[StepKind, tuple[float, float]] = {}
+                    copied = [_is_copied(nodes[i][axis]) for i in group]
+                    for i, copied_from in zip(group, copied, strict=True):
+                        for j, copied_to in zip(group, copied, strict=True):
+                            kind = (
+                                _kind(type_.shape, nodes[i], nodes[j], axis, self.sizes) if i != j else None
+                            )
+                            if kind is None:
+                                continue
+                            if kind not in prices:
+                                prices[kind] = self._prices(kind, axis, whole, share.of(kind))
+                            time, copy = prices[kind]
+                            if copied_from:
+                                time += copy
+                            cost[i, j] = time + copy if copied_to else time
         return cost
 
-    def _price(
-        self,
-        kind: StepKind,
-        axis: int,
-        whole: float,
-        source: Placement,
-        target: Placement,
-        share: float = 1.0,
-    ) -> float:
+    def _price(self, kind: StepKind, axis: int, whole: float, source: Placement, target: Placement) -> float:
         """Seconds of a step; whole: bytes on a rank if the axis splits nothing."""
+        time, copy = self._prices(kind, axis, whole)
+        for placed in (source, target):
+            if _is_copied(placed):
+                time += copy
+        return time
+
+    def _prices(self, kind: StepKind, axis: int, whole: float, share: float = 1.0) -> tuple[float, float]:
+        """(seconds of the message of a step, of each copy that its ends need)."""
         if kind == "slice":
-            return SLICE_SECONDS
+            return SLICE_SECONDS, 0.0
         nbytes = whole / self.sizes[axis] if kind == "all_to_all" else whole
         key = (kind, axis, nbytes, share)
         time = self.priced.get(key)
@@ -264,7 +272,9 @@ class ReshardCost:
                 # half of an all-reduce, whatever was measured: else sums would be made whole to be cut again
                 time = min(time, seconds("all_reduce", nbytes / share, self.links[axis]))
             time = self.priced[key] = share * float(time)
-        for placed in (source, target):
-            if isinstance(placed, Shard) and (placed.dim or placed.outer > 1 or placed.inner > 1):
-                time += 2 * nbytes / self.memory_bandwidth
-        return time
+        return time, 2 * nbytes / self.memory_bandwidth
+
+
+def _is_copied(placed: Placement) -> bool:
+    """Whether what a collective takes or gives lies otherwise in memory than the tensor does."""
+    return isinstance(placed, Shard) and (placed.dim > 0 or placed.outer > 1 or placed.inner > 1)

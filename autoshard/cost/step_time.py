@@ -36,6 +36,20 @@ class Sums:
     last: float = 0.0
     update: float = 0.0
 
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.work_forward + other.work_forward,
+            self.work_backward + other.work_backward,
+            self.talk_forward + other.talk_forward,
+            self.talk_backward + other.talk_backward,
+            self.gather_forward + other.gather_forward,
+            self.gather_backward + other.gather_backward,
+            self.reduce + other.reduce,
+            self.first + other.first,
+            self.last + other.last,
+            self.update + other.update,
+        )
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -88,6 +102,27 @@ def step_time(sums: Sums, how: Overlap) -> StepTime:
 
     A window of computing w hides at most ``share * w`` of the parameter collectives of the same phase.
     """
+    compute, exposed, hidden = _spent(sums, how)
+    p = how.stages
+    bubble = bubble_seconds(sums, p, how.filling, how.hops)
+    total = (compute + exposed + sums.update) / p + bubble
+    return StepTime(total, compute / p, exposed / p, hidden / p, sums.update / p, bubble)
+
+
+def busy_seconds(sums: Sums, how: Overlap) -> float:
+    """Of a step, but for its bubble: however long a rank waits for others, it is busy as long."""
+    compute, exposed, _ = _spent(sums, how)
+    return (compute + exposed + sums.update) / how.stages
+
+
+def bubble_seconds(sums: Sums, stages: int, filling: float, hops: float) -> float:
+    """That a rank waits for others; see `Overlap`."""
+    once = sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
+    return filling * once / stages + hops
+
+
+def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
+    """(computing, communication that nothing hides, communication that computing hides) of all ranks."""
     m, others = how.microbatches, how.microbatches - 1
     (ahead, room), (behind, room_back), (first, _), (last, _) = _windows(sums, how)
     compute = m * (sums.work_forward + sums.work_backward)
@@ -100,12 +135,7 @@ def step_time(sums: Sums, how: Overlap) -> StepTime:
         + max(0.0, last - room_back)
     )
     edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
-    exposed = talk + bare + edges
-    p = how.stages
-    once = sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
-    bubble = how.filling * once / p + how.hops
-    total = (compute + exposed + sums.update) / p + bubble
-    return StepTime(total, compute / p, exposed / p, (moved - bare) / p, sums.update / p, bubble)
+    return compute, talk + bare + edges, moved - bare
 
 
 def exposure_of(sums: Sums, how: Overlap) -> Exposure:

@@ -18,7 +18,7 @@ class Statement(NamedTuple):
     """One op of the whole program; a tuple, since a deep program has tens of thousands.
 
     item: place of its call (or of the node itself) in main. number: place in the segment, -1 for a node of
-    main. uses, makes: values under names that are unique over the whole program.
+    main. uses, makes: values under names that are unique over the whole program. backward: that of the node.
     """
 
     item: int
@@ -26,10 +26,7 @@ class Statement(NamedTuple):
     node: Node
     uses: tuple[str, ...]
     makes: tuple[str, ...]
-
-    @property
-    def backward(self) -> bool:
-        return self.node.backward
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def statements_of(lowered: Lowered) -> Statements:
     for item, instruction in enumerate(lowered.main):
         if isinstance(instruction, Node):
             uses = tuple(same.get(r, r) for r in refs_of(instruction))
-            found.append(Statement(item, -1, instruction, uses, instruction.outs))
+            found.append(Statement(item, -1, instruction, uses, instruction.outs, instruction.backward))
             continue
         segment = lowered.segments[instruction.segment]
         graph = segment.graph
@@ -73,14 +70,22 @@ def statements_of(lowered: Lowered) -> Statements:
         key = instruction.segment, instruction.backward
         if key not in bodies:
             bodies[key] = _body(segment, instruction.backward)
+        behind, backward = f"_c{item}", instruction.backward
         for number, (node, refs, outs) in enumerate(bodies[key]):
+            uses = tuple([names[r] for r in refs])
             makes = []
             for out, placed in outs:
-                name = names[out] = leaving.get(out) or _fresh(f"{out}_c{item}", taken)
+                name = leaving.get(out)
+                if name is None:
+                    name = out + behind
+                    if name in taken:
+                        name = free_name(name, taken)
+                    taken.add(name)
+                names[out] = name
                 makes.append(name)
                 if placed is not None:
                     values[name] = placed
-            found.append(Statement(item, number, node, tuple([names[r] for r in refs]), tuple(makes)))
+            found.append(Statement(item, number, node, uses, tuple(makes), backward))
     results = tuple(same.get(r, r) for r in lowered.results)
     return Statements(lowered, tuple(found), same, results, values)
 
@@ -221,12 +226,12 @@ class Taker:
         leaving: dict[str, str] = {}
         own: set[str] = set()
         given: dict[str, str] = {}
-        for statement in group:
-            for inner, value in zip(refs[statement.number], statement.uses, strict=True):
+        for _, number, _, uses, makes, _ in group:
+            for inner, value in zip(refs[number], uses, strict=True):
                 if value not in own:
                     given[inner] = value
-            for inner, value in zip(nodes[statement.number].outs, statement.makes, strict=True):
-                own.add(value)
+            own.update(makes)
+            for inner, value in zip(nodes[number].outs, makes, strict=True):
                 if value in wanted or users.get(value, item) != item:
                     leaving[inner] = value
         self._know((*leaving.values(), *given.values()))
@@ -235,8 +240,9 @@ class Taker:
 
     def _know(self, values: Collection[str]) -> None:
         for value in values:
-            if value in self.whole.values:
-                self.values[value] = self.whole.values[value]
+            placed = self.whole.values.get(value)
+            if placed is not None:
+                self.values[value] = placed
 
     def _segment(
         self, call: Call, group: list[Statement], outputs: tuple[str, ...], inputs: tuple[str, ...]

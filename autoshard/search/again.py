@@ -15,7 +15,7 @@ from math import ceil
 from typing import Literal
 
 from autoshard.search.plan import Recompute
-from autoshard.search.setting import Setting
+from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.terms import Profile
 
 #: kinds of layers that each get a policy of their own; those beyond share the last one's
@@ -54,6 +54,8 @@ class Filling:
 
     def __init__(self, taken: Profile, calls: Mapping[str, int]) -> None:
         self.taken, self.calls = taken, calls
+        #: the part of it that belongs to parameters
+        self._state = Profile({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
         self._plain: dict[float, float] = {}
         #: bytes of activations by all that they depend on
         self._held: dict[Hashable, float] = {}
@@ -76,7 +78,7 @@ class Filling:
         step that runs nothing again, if they are known.
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
-        state = bare.state_bytes(beside, bare.state_bytes(self.taken))
+        state = bare.state_bytes(beside, bare.state_bytes(self._state))
         if state > budget:
             return None
         if state + self._activations(bare) <= budget:

@@ -132,13 +132,19 @@ def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -
 
 def _remove(v: int, graph: list[set[int]], *, wide: bool) -> list[int]:
     """Take v out and join its neighbours; the variables whose score may have changed."""
-    near = sorted(graph[v])
+    joined = graph[v]
+    near = sorted(joined)
+    wide = wide and 2 <= len(near) <= _FILL_DEGREE
+    new = [(w, b) for w in near for b in joined - graph[w] if b > w] if wide else []
     for w in near:
-        graph[w] |= graph[v]
+        graph[w] |= joined
         graph[w] -= {v, w}
-    if wide and 2 <= len(near) <= _FILL_DEGREE:
+    if not wide:
+        return near
+    if any(len(graph[w]) > _FILL_DEGREE for w in near):
         return sorted(set(near).union(*(graph[w] for w in near if len(graph[w]) <= _FILL_DEGREE)))
-    return near
+    # of the others, only those that see both ends of a new edge have a pair less to join
+    return sorted(set(near).union(*(graph[a] & graph[b] for a, b in new))) if new else near
 
 
 def _finish(sizes: Sequence[int], variables: list[int], around: list[set[int]]) -> Order:
@@ -274,8 +280,12 @@ def bucket(
     # the fewest axes first, so that only the last sums are as large as the result
     parts.sort(key=lambda part: part[0])
     total = unary.reshape(-1, *(1,) * len(near))
+    own = False
     for _, part in parts:
-        total = total + part
+        if own and all(n in (1, m) for n, m in zip(part.shape, total.shape, strict=True)):
+            np.add(total, part, out=total)
+        else:
+            total, own = total + part, True
     return total
 
 

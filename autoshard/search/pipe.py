@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.errors import UsageError
 
@@ -36,9 +37,14 @@ class Pipe:
     @property
     def hops(self) -> float:
         """Seconds that the first microbatch is on its way, there and back; what follows is sent meanwhile."""
-        return 2 * (self.ranks * self.chunks - 1) * self.hop
+        return self.legs * self.hop
 
     @property
+    def legs(self) -> int:
+        """How often the first microbatch is sent, there and back."""
+        return 2 * (self.ranks * self.chunks - 1)
+
+    @cached_property
     def filling(self) -> float:
         """How many microbatches a rank could compute while it waits; see `autoshard.schedules.formulas`.
 

@@ -145,12 +145,13 @@ def _all_finite(arrays: list[Array]) -> bool:
 
 def make_consistent(net: Residual) -> None:
     """Remove states that no assignment of finite time can have, as far as single edges tell (AC-3)."""
-    for i, u in enumerate(net.unary):
-        finite = np.isfinite(u)
-        if not finite.all():
-            net.shrink(i, np.flatnonzero(finite))
-        if not len(net.unary[i]):
-            raise Contradiction
+    if not _all_finite(net.unary):
+        for i, u in enumerate(net.unary):
+            finite = np.isfinite(u)
+            if not finite.all():
+                net.shrink(i, np.flatnonzero(finite))
+    if not all(map(len, net.unary)):
+        raise Contradiction
     around: dict[int, list[int]] = {}
     for a, b in sorted(net.hard):
         around.setdefault(a, []).append(b)
@@ -195,22 +196,26 @@ def prune(net: Residual) -> None:
     fold_decided(net)
     with np.errstate(invalid="ignore"):
         dirty = set(range(len(net.unary)))
+        # where nothing holds bytes, they dominate nothing
+        bytes_too = bool(net.memory) and bool(np.concatenate(net.memory).any())
         for _ in range(_ROUNDS):
             if not dirty:
                 return
             todo, dirty = sorted(dirty), set()
             for i in todo:
-                if len(net.unary[i]) > 1 and _prune_variable(net, i):
+                if len(net.unary[i]) > 1 and _prune_variable(net, i, bytes_too):
                     dirty.update(net.rows[i])
                     dirty.update((i,) if len(net.unary[i]) > 1 else ())
                     _simplify(net, i)
 
 
-def _prune_variable(net: Residual, i: int) -> bool:
+def _prune_variable(net: Residual, i: int, bytes_too: bool) -> bool:
+    """Whether states of a variable went. bytes_too: whether any state of the network holds bytes."""
     tables = [net.unary[i][None], *[net.rows[j][i] for j in net.rows[i]]]
     heights = [len(table) for table in tables]
     dense = len(net.unary[i]) ** 2 * (sum(heights) - 1) <= _DENSE
-    dominates = _dominance(tables, heights, net.memory[i]) if dense else _dominance_of_pairs(net, i)
+    memory = net.memory[i] if bytes_too else None
+    dominates = _dominance(tables, heights, memory) if dense else _dominance_of_pairs(net, i)
     dominates.ravel()[:: len(dominates) + 1] = False
     if not np.count_nonzero(dominates):
         return False
@@ -218,16 +223,18 @@ def _prune_variable(net: Residual, i: int) -> bool:
     return True
 
 
-def _dominance(tables: list[Array], heights: list[int], m: Array) -> NDArray[np.bool_]:
+def _dominance(tables: list[Array], heights: list[int], m: Array | None) -> NDArray[np.bool_]:
     """[t, s]: whether state t makes state s superfluous.
 
-    tables: seconds [1, states] of the variable itself and [heights, states] with each neighbour. m: bytes.
+    tables: seconds [1, states] of the variable itself and [heights, states] with each neighbour. m: bytes,
+    None if no state holds any.
     """
     starts = [0, *accumulate(heights[:-1])]
     rows = np.concatenate(tables)
     # where both are forbidden the difference is nan, which fmax passes over
     worst = np.add.reduce(np.fmax.reduceat(rows[:, :, None] - rows[:, None, :], starts))
-    return np.asarray((worst <= 0.0) & (m[:, None] <= m))
+    cheaper = np.asarray(worst <= 0.0)
+    return cheaper if m is None else cheaper & (m[:, None] <= m)
 
 
 def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:

@@ -21,7 +21,7 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.reshard import Share, StepKind
-from autoshard.cost.step_time import Sums, step_time
+from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds
 from autoshard.ir import DTYPES
 from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import Filling
@@ -292,7 +292,9 @@ def rank(
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
-        of_mesh = lives.setdefault((mesh, cut), _Lives(shape, cut, mesh, cluster, recipe))
+        if (mesh, cut) not in lives:
+            lives[mesh, cut] = _Lives(shape, cut, mesh, cluster, recipe, setting)
+        of_mesh = lives[mesh, cut]
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
             if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
@@ -300,14 +302,12 @@ def rank(
             count = max(1, total // batch)
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
-            hop = staged.hop_seconds(shape.between * each)
-            pipes = [replace(pipe, hop=hop) for pipe in staged.pipes]
-            one = _Candidate(
-                bare.setdefault((each, cut), _Bare(shape, cut, each, setting.calls)), of_mesh, budget
-            )
+            if (each, cut) not in bare:
+                bare[each, cut] = _Bare(shape, cut, each, setting)
+            ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
+            one = _Candidate(bare[each, cut], of_mesh, ways_to_run, budget)
             bound = count * shape.seconds(each) / staged.ranks
-            ways_to_run = [replace(setting, microbatches=count, pipe=pipe) for pipe in pipes]
-            best, how = one.best(ways_to_run, known * _FAR)
+            best, how = one.best(known * _FAR)
             where = Configuration(mesh, batch, count, how.pipe)
             if best is not None:
                 found.append(Estimated(where, how, best, min(slack * bound, best)))
@@ -318,18 +318,53 @@ def rank(
 
 
 class _Bare:
-    """A microbatch of ``each`` sequences per data rank, on any mesh of a shape."""
+    """A microbatch of ``each`` sequences per data rank, on any mesh of a shape.
 
-    def __init__(self, shape: Shape, staged: bool, each: int, calls: Mapping[str, int]) -> None:
-        self._shape, self._staged, self._each, self._calls = shape, staged, each, calls
+    free_sums, lean_sums: seconds that it takes, with nothing computed again.
+    """
+
+    def __init__(self, shape: Shape, staged: bool, each: int, setting: Setting) -> None:
+        self._shape, self._staged, self._each, self._setting = shape, staged, each, setting
 
     @cached_property
     def free(self) -> Filling:
-        return Filling(self._shape.free(self._each), self._calls)
+        return Filling(self._shape.free(self._each), self._setting.calls)
 
     @cached_property
     def lean(self) -> Filling:
-        return Filling(self._shape.lean(self._each, self._staged), self._calls)
+        return Filling(self._shape.lean(self._each, self._staged), self._setting.calls)
+
+    @cached_property
+    def free_sums(self) -> Sums:
+        return self._setting.sums(self.free.taken)
+
+    @cached_property
+    def lean_sums(self) -> Sums:
+        return self._setting.sums(self.lean.taken)
+
+
+class _Ways:
+    """The pipelines that a microbatch may run through, ``count`` times a step; hop: see `Pipe`."""
+
+    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe], hop: float) -> None:
+        self._setting, self._count, self._pipes, self._hop = setting, count, pipes, hop
+        self._made: dict[int, Setting] = {}
+
+    def __getitem__(self, k: int) -> Setting:
+        if k not in self._made:
+            pipe = replace(self._pipes[k], hop=self._hop)
+            self._made[k] = replace(self._setting, microbatches=self._count, pipe=pipe)
+        return self._made[k]
+
+    def totals(self, plain: Sequence[Sums]) -> list[list[float]]:
+        """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].
+
+        All that a schedule says of them is how long ranks wait.
+        """
+        how = self[0].how
+        busy = [(sums, busy_seconds(sums, how)) for sums in plain]
+        waits = [(p.filling, p.legs * self._hop) for p in self._pipes]
+        return [[b + bubble_seconds(s, how.stages, *wait) for s, b in busy] for wait in waits]
 
 
 @dataclass(frozen=True)
@@ -338,13 +373,13 @@ class _Candidate:
 
     bare: _Bare
     lives: _Lives
+    ways: _Ways
     budget: float | None
 
-    def best(self, ways: Sequence[Setting], far: float) -> tuple[float | None, Setting]:
+    def best(self, far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        free, lean = self.bare.free, None
-        plain = [ways[0].sums(free.taken, extra) for extra in self.lives.free]
-        steps = [_totals(plain, how) for how in ways]
+        free, ways, lean = self.bare.free, self.ways, None
+        steps = ways.totals([self.bare.free_sums + extra for extra in self.lives.free_sums])
         floors = sorted((min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
@@ -354,25 +389,24 @@ class _Candidate:
                 break
             filled = _best(free, self.lives.free, steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
-                lean = lean or [ways[0].sums(self.bare.lean.taken, extra) for extra in self.lives.lean]
-                others = _totals(lean, ways[k])
-                other = _best(self.bare.lean, self.lives.lean, others, ways[k], self.budget)
+                lean = lean or ways.totals([self.bare.lean_sums + extra for extra in self.lives.lean_sums])
+                other = _best(self.bare.lean, self.lives.lean, lean[k], ways[k], self.budget)
                 filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or filled[1] < best[0]):
                 best = (filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
 
-def _totals(plain: Sequence[Sums], how: Setting) -> list[float]:
-    """Seconds of steps that nothing has to be computed again for; plain: what they take."""
-    return [step_time(sums, how.how).total for sums in plain]
-
-
 class _Lives:
-    """What the parameters of a shape may take on one mesh, for either of its placements."""
+    """What the parameters of a shape may take on one mesh, for either of its placements.
 
-    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> None:
-        self._shape, self._staged, self._on = shape, staged, (mesh, cluster, recipe)
+    free_sums, lean_sums: the seconds among it.
+    """
+
+    def __init__(
+        self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe, setting: Setting
+    ) -> None:
+        self._shape, self._staged, self._on, self._setting = shape, staged, (mesh, cluster, recipe), setting
 
     @cached_property
     def free(self) -> list[Profile]:
@@ -382,6 +416,14 @@ class _Lives:
     def lean(self) -> list[Profile]:
         end = self._shape.ends[0]
         return _lives((end.staged if self._staged else end.lean).parameters, *self._on)
+
+    @cached_property
+    def free_sums(self) -> list[Sums]:
+        return [self._setting.sums(extra) for extra in self.free]
+
+    @cached_property
+    def lean_sums(self) -> list[Sums]:
+        return [self._setting.sums(extra) for extra in self.lean]
 
 
 def _best(

@@ -113,10 +113,13 @@ def _solved(
             found = solve(network, None, limits, orders=problem.known.orders)
             problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
         return replace(found, bytes=network.bytes_of(found.states))
-    held = (budget, *(setting.bytes_weight(kind) for kind in terms.bytes))
+    weights = tuple(setting.bytes_weight(kind) for kind in terms.bytes)
+    held = (budget, *weights)
     found = problem.known.get(times, held, limits, allowed)
     if found is None:
-        found = solve(network, budget, limits, tight=tight, orders=problem.known.orders)
+        reduction = problem.known.reduction(times, weights, allowed)
+        orders = problem.known.orders
+        found = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
         problem.known.put(times, held, limits, allowed, found)
     return found
 

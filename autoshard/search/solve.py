@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from time import perf_counter
@@ -22,6 +22,7 @@ from autoshard.search.network import (
     Solution,
 )
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+from autoshard.search.reduced import Reduced, Reduction
 
 __all__ = ["min_marginals", "solve"]
 
@@ -50,12 +51,14 @@ def solve(
     *,
     tight: bool = False,
     orders: Orders | None = None,
+    reduction: Reduction | None = None,
 ) -> Solution:
     """The fastest assignment, within the budget if there is one.
 
     tight: whether the fastest of all most likely holds more than the budget, of a network that is known to
     have an assignment of finite time; if so, it is not sought twice. orders: of elimination, which networks
-    with the same states and edges share.
+    with the same states and edges share. reduction: what is left of this very network, if it was solved under
+    another budget or limits before.
 
     Raises InfeasibleNetwork when nothing meets the budget and NoFiniteAssignment when everything is
     forbidden. The same network gives the same answer; of equal states the lower is preferred.
@@ -64,12 +67,12 @@ def solve(
     limits, orders = limits or Limits(), orders or Orders()
     held: _Answer | None = None
     if tight and budget_bytes is not None:
-        held = _within(network, budget_bytes, limits)
+        held = _within(network, budget_bytes, limits, reduction)
     answer = held
     if answer is None or answer.is_fastest:
         answer = _fastest(network, limits, orders)
         if budget_bytes is not None and network.bytes_of(answer.states) > budget_bytes:
-            answer = held or _within(network, budget_bytes, limits)
+            answer = held or _within(network, budget_bytes, limits, reduction)
     stats = SearchStats(
         len(network.unary),
         sum(len(u) for u in network.unary),
@@ -109,32 +112,25 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
     return _Answer(net.original(found.states), found.lower_bound, found.method, order, sum(net.sizes))
 
 
-def _within(network: CostNetwork, budget: float, limits: Limits) -> _Answer:
+def _within(
+    network: CostNetwork, budget: float, limits: Limits, reduction: Reduction | None = None
+) -> _Answer:
     """Within the budget; most variables are decided by pruning, and left out of the search."""
-    net = _pruned(_whole(network))
-    small, numbers = net.undecided()
-    chosen = [k.item(0) for k in net.kept]
-    decided = [i for i, size in enumerate(net.sizes) if size == 1]
-    seconds = sum([net.unary[i].item() for i in decided])
-    used = sum([net.memory[i].item() for i in decided])
-
-    def whole(states: Iterable[int]) -> tuple[int, ...]:
-        for i, state in zip(numbers, states, strict=True):
-            chosen[i] = state
-        return tuple(chosen)
-
-    order = find_order(small.sizes, small.rows)
+    reduction = reduction or Reduction()
+    if reduction.made is None:
+        reduction.made = Reduced.of(_pruned(_whole(network)))
+    net = reduction.made
     try:
-        held = minimise_within(small, order, budget - used, limits)
+        held = minimise_within(net.small, net.order, budget - net.bytes, limits)
     except InfeasibleNetwork as error:
-        states = whole(error.states)
+        states = net.whole(error.states)
         raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None
     return _Answer(
-        whole(small.original(held.states)),
-        held.lower_bound + seconds,
+        net.whole(net.small.original(held.states)),
+        held.lower_bound + net.seconds,
         held.method,
-        order,
-        sum(net.sizes),
+        net.order,
+        net.left,
         held.steps,
         held.multiplier,
         held.is_fastest,

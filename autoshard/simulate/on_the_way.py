@@ -84,7 +84,7 @@ class Messages:
         peak = 0.0
         for message in [m for m in self.all if (turn and m.turn == turn) or not m.outs.isdisjoint(needed)]:
             peak = max(peak, self.held + message.finish)
-            self.all.remove(message)
+            self.all = [m for m in self.all if m is not message]
         return peak
 
     def arrive_all(self) -> float:
