@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+#: bytes of a whole tensor up to which gloo's all-to-all is as quick as that many sends and receives
+#: (measured on 4 processes, 2 cores: 1.5 ms against 2.4 ms at 0.25 MiB, 5.7 ms against 5.0 ms at 4 MiB)
+FEW = 1 << 20
+
 _SCALE, _ALIGN = 4, 16
 
 

@@ -13,14 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.cost.wire import FEW
 from autoshard.runtime.pending import Finish, as_it_is, wait
 from autoshard.runtime.transport import Arrival, Join, sum_of
 from autoshard.torch_adapters.groups import group_named
 
 _FUNCTIONAL = torch.ops._c10d_functional
-#: bytes of a whole tensor up to which gloo's all-to-all is as quick as that many sends and receives
-#: (measured on 4 processes, 2 cores: 1.5 ms against 2.4 ms at 0.25 MiB, 5.7 ms against 5.0 ms at 4 MiB)
-_FEW = 1 << 20
 #: bytes up to which every rank gets all parts of a sum at once instead of going round the ring twice
 _TINY = 1 << 18
 #: of direct messages, which arrive in the order in which they are sent; others use small numbers
@@ -41,7 +39,7 @@ class Network:
         if x.device.type != "cpu":
             return partial(_given, _FUNCTIONAL.all_gather_into_tensor(x, self.ways, self.name), x)
         shape = (self.ways * x.shape[0], *x.shape[1:])
-        if self.ways * x.nbytes > _FEW:
+        if self.ways * x.nbytes > FEW:
             out = torch.empty(shape, dtype=x.dtype)
             parts = out.chunk(self.ways)
             wait_for = self._exchange([x] * self.ways, parts)
@@ -61,7 +59,7 @@ class Network:
             given = _FUNCTIONAL.reduce_scatter_tensor(x, "sum", self.ways, self.name)
             return partial(_given, given, x), as_it_is
         shape = (x.shape[0] // self.ways, *x.shape[1:])
-        if x.nbytes > _FEW:
+        if x.nbytes > FEW:
             rank, parts = self.rank, x.view(self.ways, -1)
             got = torch.empty((self.ways - 1, parts.shape[1]), dtype=x.dtype)
             rows = [*got[:rank], parts[rank], *got[rank:]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from autoshard.cost.wire import FEW
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, goes_in_turn, is_bucket
 from autoshard.ir.lowered import Placed
@@ -51,6 +52,8 @@ def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
             held = 0.0 if whole else taken
             if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
                 held, finish = held + taken - given, given
+                if taken > FEW:  # only what others send arrives
+                    held -= given
         case "all_to_all":
             held, finish = taken, given
         case "all_gather_q" | "all_gather_wire":
