@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from planned import analysed
 
 from autoshard.candidates import PipeAsk, searched
-from autoshard.cluster import load_cluster
+from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.rank import Configuration
+from autoshard.search.pipe import Pipe
+from autoshard.search.race import Race
+from autoshard.search.rank import Configuration, Estimated
+from autoshard.search.setting import Setting
 
 BATCH = 8
 
@@ -73,3 +78,40 @@ def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
         assert not any(kinds)
         # where one is so slow, its like are not even solved
         assert len(judge.cut) == 1
+
+
+# -- what one solution says of others ------------------------------------------------------------------------
+
+
+def _solved(where: Configuration, estimated: float, seconds: float, choices: int = 100) -> Race:
+    """A race in which one was solved and is a program."""
+    made = Race(one_kind=True)
+    posed = SimpleNamespace(problem=SimpleNamespace(choices=choices))
+    found = cast(
+        Settled, SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed)
+    )
+    made.enter(where)
+    made.solve(Estimated(where, cast(Setting, None), estimated, 0.0), found, seconds)
+    assert made.next(inf) == (found, seconds)
+    made.finish(found, seconds)
+    return made
+
+
+def _estimated(mesh: str, seconds: float) -> Estimated:
+    return Estimated(Configuration(Mesh.parse(mesh), 8, 1, Pipe()), cast(Setting, None), seconds, 0.0)
+
+
+def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
+    """What a tensor axis costs beyond the estimate says nothing of meshes without one, however much work was
+    done before."""
+    for choices in (100, 10**6):
+        race = _solved(Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), 1.0, 2.0, choices)
+        assert not race.leaves_out(_estimated("fsdp=8", 1.5))
+        assert race.leaves_out(_estimated("fsdp=2,tp=4", 1.5))
+        assert race.leaves_out(_estimated("fsdp=8", 2.5))
+
+
+def test_a_little_faster_is_not_worth_any_work() -> None:
+    where = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe())
+    assert not _solved(where, 1.0, 2.0).leaves_out(_estimated("fsdp=8", 1.9))
+    assert _solved(where, 1.0, 2.0, 10**6).leaves_out(_estimated("fsdp=8", 1.9))

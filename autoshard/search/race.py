@@ -79,17 +79,33 @@ class Race:
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
             or self._like(where) >= (_PIPED if _piped(where) else _MOST)
-            or sum(s.found.posed.problem.choices for s in self._standing.values()) > _WORK
+            or (
+                sum(s.found.posed.problem.choices for s in self._standing.values()) > _WORK
+                and not self._far_ahead(estimated)
+            )
         )
+
+    def _far_ahead(self, estimated: Estimated) -> bool:
+        """Whether one is expected to be so much faster than what was reached that it is worth any work, given
+        by how much the estimates of those like it were wrong."""
+        where = estimated.configuration
+        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, where)]
+        return _FAR * estimated.seconds * max(off, default=1.0) < self.reached
+
+    def _err_alike(self, other: _Solved, where: Configuration) -> bool:
+        """Whether what an estimate missed of one says anything of the other."""
+        known = other.found.configuration
+        return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
 
     def _says_enough(self, other: _Solved, estimated: Estimated) -> bool:
         """Whether one like it has to be made a program first, or was so much slower than estimated that this
-        one would be far behind, too: estimates with a pipeline err alike, and those without."""
+        one would be far behind, too: estimates with a pipeline err alike, and those without, as long as both
+        split tensors or neither does."""
         where = estimated.configuration
-        if _piped(where) != _piped(other.found.configuration):
-            return False
-        if other in self._waiting:
+        if other in self._waiting and _piped(where) == _piped(other.found.configuration):
             return True
+        if not self._err_alike(other, where):
+            return False
         near = alike(where) == alike(other.found.configuration)
         expected = estimated.seconds * other.judged / other.estimated
         return expected > (_MARGIN if near else _FAR) * self.reached
@@ -133,3 +149,8 @@ class Race:
 
 def _piped(where: Configuration) -> bool:
     return where.pipe.ranks > 1
+
+
+def _splits(where: Configuration) -> bool:
+    """Whether an axis splits anything but the batch and what is stored."""
+    return any(not axis.meaning.splits_batch for axis in where.mesh.axes)
