@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.ir import Graph, Node, Ref, refs_of
+from autoshard.ir.comm import wheres_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
 
 #: collectives that have a form for many tensors
@@ -90,11 +91,7 @@ def _bucket_node(members: list[Node]) -> Node:
     kwargs = tuple((k, v) for k, v in first.kwargs if k == "op")
     wheres: tuple[object, ...] = ()
     if kind != "all_reduce":
-        wheres = (
-            tuple(
-                (n.args[2], n.kwarg("outer", 1), n.kwarg("inner", 1), n.kwarg("size", None)) for n in members
-            ),
-        )
+        wheres = (tuple(where for n in members for where in wheres_of(n)),)
     return Node(
         f"comm.{kind}_bucket.default",
         (sources, first.args[1], *wheres),

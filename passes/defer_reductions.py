@@ -16,11 +16,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
-from autoshard.ir.comm import BUCKET_BYTES
+from autoshard.ir.comm import BUCKET_BYTES, SCATTERS, wheres_of
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 
 _ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
-_SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 #: (dim, outer, inner, size) of what a reduction scatters, None for one that does not
 Where = tuple[object, ...] | None
 
@@ -64,13 +63,9 @@ def _deferred(node: Node) -> dict[str, _Deferred]:
     """Output of a reduction -> what it is."""
     sources, axis = list(refs_of(node)), str(node.args[1])
     if node.op in _ALL:
-        wheres: list[Where] = [None] * len(sources)
-    elif node.op == _SCATTERS[0]:
-        wheres = [
-            (node.args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))
-        ]
+        wheres: Sequence[Where] = [None] * len(sources)
     else:
-        wheres = [tuple(where) for where in node.args[2]]
+        wheres = wheres_of(node)
     return {o: _Deferred(s, axis, w) for o, s, w in zip(node.outs, sources, wheres, strict=True)}
 
 
@@ -107,7 +102,7 @@ class _Round:
 
     def _may_wait(self, node: Node, values: Collection[str]) -> bool:
         """Whether a reduction, whose results are these main values, can be done at the end."""
-        if node.op not in (*_ALL, *_SCATTERS) or node.kwarg("op", "sum") != "sum":
+        if node.op not in (*_ALL, *SCATTERS) or node.kwarg("op", "sum") != "sum":
             return False
         allowed = self.ends if node.op in _ALL else self.scattered
         return all(v in allowed and v not in self.used for v in values)
@@ -242,7 +237,7 @@ class _Round:
         outs = tuple(reduced for _, reduced in bucket.pairs)
         types = tuple(self.values[out].type for out in outs)
         if bucket.wheres[0] is not None:
-            return Node(_SCATTERS[1], (sources, axis, tuple(bucket.wheres)), (), outs, types, Origin(), True)
+            return Node(SCATTERS[1], (sources, axis, tuple(bucket.wheres)), (), outs, types, Origin(), True)
         if len(outs) == 1:
             return Node(_ALL[0], (sources[0], axis), (), outs, types, Origin(), True)
         return Node(_ALL[1], (sources, axis), (), outs, types, Origin(), True)

@@ -21,14 +21,13 @@ from math import prod
 from typing import TypeAlias
 
 from autoshard.ir import DTYPES, Call, Node, Origin, Ref
-from autoshard.ir.comm import GATHERS, collective_kind
+from autoshard.ir.comm import GATHERS, SCATTERS, collective_kind, wheres_of
 from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.part_names import parts_named
 from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
 
-_SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 #: the same op over the same axis on the same element type
 _Key: TypeAlias = "tuple[str, str, str]"
 
@@ -87,7 +86,7 @@ def _pieces(
         if len(free) == len(own) and all(s.node.op in GATHERS for s in own) and not _chained(own):
             yield _Piece(item, tuple(own), True)
             continue
-        last = [s for s in free if s.node.op in _SCATTERS and not any(v in used for v in s.makes)]
+        last = [s for s in free if s.node.op in SCATTERS and not any(v in used for v in s.makes)]
         apart = {s.number for s in last}
         rest = [s for s in own if s.number not in apart]
         if rest:
@@ -188,7 +187,7 @@ def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
 def _message(members: Sequence[Statement], whole: Statements) -> Node:
     """All of them as one: ``a, b = comm.all_gather_bucket((x, y), axis, (where, where))``."""
     first = members[0].node
-    wheres = tuple(where for s in members for where in _wheres(s.node))
+    wheres = tuple(where for s in members for where in wheres_of(s.node))
     outs = tuple(value for s in members for value in s.makes)
     sources = tuple(Ref(value) for s in members for value in s.uses)
     types = tuple(whole.values[out].type for out in outs)
@@ -196,10 +195,3 @@ def _message(members: Sequence[Statement], whole: Statements) -> Node:
     return Node(
         f"comm.{collective_kind(first)}_bucket.default", args, (), outs, types, Origin(), first.backward
     )
-
-
-def _wheres(node: Node) -> list[tuple[object, ...]]:
-    """(dim, outer, inner, size) of every tensor of a message."""
-    if isinstance(node.args[2], tuple):
-        return [tuple(where) for where in node.args[2]]
-    return [(node.args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))]

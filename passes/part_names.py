@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from autoshard.ir import Call
-from autoshard.ir.comm import GATHER_Q, GATHERS
+from autoshard.ir.comm import ANY_GATHER
 from autoshard.ir.lowered import Lowered
 
 #: of a segment that was taken apart
@@ -22,7 +22,7 @@ def parts_named(made: Lowered, before: Lowered) -> Lowered:
         if name in before.segments or base not in before.segments:
             continue
         makers = {o: n.op for n in segment.graph.nodes for o in n.outs}
-        gathers = all(makers.get(o) in (*GATHERS, GATHER_Q) for o in segment.graph.outputs)
+        gathers = all(makers.get(o) in ANY_GATHER for o in segment.graph.outputs)
         wanted = f"{base}_gather" if gathers else base
         if wanted not in taken:
             taken.add(wanted)

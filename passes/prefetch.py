@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from autoshard.ir import Call
-from autoshard.ir.comm import GATHER_Q, GATHERS
+from autoshard.ir.comm import ANY_GATHER
 from autoshard.ir.lowered import Lowered, Part
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.part_names import parts_named
-
-#: ops that may stand between a parameter and its gather
-_GATHERS = (*GATHERS, GATHER_Q)
 
 
 def prefetch(lowered: Lowered, parameters: Collection[str]) -> Lowered:
@@ -48,7 +45,7 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     """The gathers of parameters in a call, with what is between a parameter and its gather."""
     if not isinstance(whole.lowered.main[item[0].item], Call):
         return []
-    if not any(s.node.op in _GATHERS for s in item):
+    if not any(s.node.op in ANY_GATHER for s in item):
         return []
     known: set[str] = set()
     derived: list[Statement] = []
@@ -59,7 +56,7 @@ def _gathers(item: Sequence[Statement], whole: Statements, parameters: Collectio
     wanted: set[str] = set()
     found: list[Statement] = []
     for statement in reversed(derived):
-        if statement.node.op in _GATHERS or not wanted.isdisjoint(statement.makes):
+        if statement.node.op in ANY_GATHER or not wanted.isdisjoint(statement.makes):
             found.append(statement)
             wanted.update(statement.uses)
     return found[::-1]

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from autoshard.cost.wire import packed_bytes
 from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
-from autoshard.ir.comm import GATHER_Q, GATHERS, SCATTER_Q
+from autoshard.ir.comm import ANY_GATHER, GATHER_Q, GATHERS, SCATTER_Q, SCATTERS, wheres_of
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.passes.activations import Activations
 from autoshard.placement import local_shape
@@ -35,8 +35,7 @@ from autoshard.wires import FLOATS, rows_of_rank
 GROUP = 256
 #: the smallest number of elements that may share a scale (`kernels.quant`)
 _LEAST = 32
-_SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
-_REDUCTIONS = (*_SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
+_REDUCTIONS = (*SCATTERS, "comm.all_reduce.default", "comm.all_reduce_bucket.default")
 _ALLOWED = re.compile(r"^int(8|4)-(weights|gradients)$|^int(8)-(activations)$")
 #: what a collective moves
 Kind: TypeAlias = Literal["weights", "gradients", "activations"]
@@ -225,7 +224,7 @@ class _Chosen:
         if fewer >= exact:
             return None, ""
         over = axes if len(axes) > 1 else axes[0]
-        args = (self._sources(first), over, self._wheres(first), bits, group)
+        args = (self._sources(first), over, wheres_of(first), bits, group)
         made = replace(last, op=GATHER_Q if gathers else SCATTER_Q, args=args, kwargs=())
         reason = (
             f"int{allowed} {kind}: {fewer * 1e6:.0f} us, exact {exact * 1e6:.0f} us; "
@@ -237,7 +236,7 @@ class _Chosen:
         """The most elements that may share a scale such that rows are whole groups, 0 if there are none, or
         if ranks hold shards of unlike sizes."""
         rows = [rows_of_rank(p, self.mesh) for p in parts]
-        uneven = any(where[2:] != (1, None) for node in chain for where in self._wheres(node))
+        uneven = any(where[2:] != (1, None) for node in chain for where in wheres_of(node))
         if uneven or not all(rows):
             return 0
         group = self.how.precision.group
@@ -279,13 +278,6 @@ class _Chosen:
     def _sources(node: Node) -> tuple[object, ...]:
         first = node.args[0]
         return first if isinstance(first, tuple) else (first,)
-
-    @staticmethod
-    def _wheres(node: Node) -> tuple[Any, ...]:
-        if isinstance(node.args[0], tuple):
-            return tuple(node.args[2])
-        rest = (node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None)))
-        return ((node.args[2], *rest),)
 
 
 def _chains(nodes: Collection[Node], uses: Mapping[str, int]) -> list[list[Node]]:
@@ -346,7 +338,7 @@ class Weights:
     @staticmethod
     def _gathered(nodes: Collection[Node], found: set[str]) -> None:
         for node in nodes:
-            if node.op in (*GATHERS, GATHER_Q):
+            if node.op in ANY_GATHER:
                 found.update(o for o, r in zip(node.outs, refs_of(node), strict=True) if r in found)
 
     def are_gathered(self, node: Node, inside: str) -> bool:
@@ -394,4 +386,4 @@ class Gradients:
 
     def are_scattered(self, node: Node, inside: str) -> bool:
         """Whether a node scatters sums of gradients and nothing else."""
-        return node.op in _SCATTERS and all(o in self.inside[inside] for o in node.outs)
+        return node.op in SCATTERS and all(o in self.inside[inside] for o in node.outs)

@@ -19,14 +19,12 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
-from autoshard.ir.comm import BUCKET_BYTES, GATHERS
+from autoshard.ir.comm import BUCKET_BYTES, GATHERS, SCATTERS, wheres_of
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
 from autoshard.ir.names import free_name
 from autoshard.passes.hierarchy import CannotRefineError
 from autoshard.passes.quantise_collectives import Gradients
 from autoshard.placement import Layout
-
-_SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,7 @@ def secondary_shards(
 
 def _members(node: Node) -> list[tuple[str, str, object]]:
     """(source, output, where) of a gather or reduction that splits or joins."""
-    first = node.args[0]
-    if isinstance(first, tuple):
-        return [(r.name, o, w) for r, o, w in zip(first, node.outs, node.args[2], strict=True)]
-    rest = (node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None)))
-    return [(first.name, node.outs[0], (node.args[2], *rest))]
+    return list(zip(refs_of(node), node.outs, wheres_of(node), strict=True))
 
 
 def _only(node: Node, chosen: Collection[str]) -> Node | None:
@@ -416,7 +410,7 @@ class _Waiting:
             at = out
             while at in inside and at in makers:
                 node = makers[at]
-                if node.op not in _SCATTERS or node.args[1] not in self.axes:
+                if node.op not in SCATTERS or node.args[1] not in self.axes:
                     break
                 only = _only(node, {at})
                 assert only is not None
@@ -429,7 +423,7 @@ class _Waiting:
             return segment, {}
         nodes: list[Node] = []
         for node in graph.nodes:
-            if node.op in _SCATTERS and not gone.isdisjoint(node.outs):
+            if node.op in SCATTERS and not gone.isdisjoint(node.outs):
                 kept = _only(node, set(node.outs) - gone)
                 nodes += [] if kept is None else [kept]
             else:
@@ -485,4 +479,4 @@ class _Waiting:
         types = tuple(self.values[o].type for o in bucket.outs)
         refs = tuple(Ref(s) for s in bucket.sources)
         args = (refs, axis, tuple(bucket.wheres))
-        return Node(_SCATTERS[1], args, (), tuple(bucket.outs), types, Origin(), True)
+        return Node(SCATTERS[1], args, (), tuple(bucket.outs), types, Origin(), True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.ir.graph import Node
+from autoshard.ir.graph import Arg, Node
 
 #: reductions of gradients once a step go out in messages of so many bytes, as DistributedDataParallel's do
 BUCKET_BYTES = 25 * 2**20
@@ -12,6 +12,9 @@ GATHER_MM, MM_SCATTER = "comm.all_gather_mm.default", "comm.mm_reduce_scatter.de
 GATHERS = ("comm.all_gather.default", "comm.all_gather_bucket.default")
 #: with fewer bits than the values have
 GATHER_Q, SCATTER_Q = "comm.all_gather_q_bucket.default", "comm.reduce_scatter_q_bucket.default"
+ANY_GATHER = (*GATHERS, GATHER_Q)
+#: reductions of which each rank keeps a part, of one tensor and of several
+SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
 #: rows that are quantised already (`autoshard.wires`)
 GATHER_WIRE = "comm.all_gather_wire.default"
 
@@ -34,6 +37,13 @@ def is_ring(node: Node) -> bool:
 def axes_of(node: Node) -> tuple[str, ...]:
     """The mesh axes that a collective goes over, one after the other."""
     return (node.args[1],) if isinstance(node.args[1], str) else tuple(node.args[1])
+
+
+def wheres_of(node: Node) -> tuple[tuple[Arg, ...], ...]:
+    """(dim, outer, inner, size) of every tensor that a gather or a reduction in parts joins or splits."""
+    if isinstance(node.args[0], tuple):
+        return tuple(tuple(where) for where in node.args[2])
+    return ((node.args[2], node.kwarg("outer", 1), node.kwarg("inner", 1), node.kwarg("size", None)),)
 
 
 def goes_in_turn(op: str) -> bool:
