@@ -7,7 +7,7 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -152,14 +152,15 @@ class Cutting:
         self._trials: dict[tuple[str, int], _Trial | None] = {}
 
     def seconds(self, *, fixed: bool = False) -> float:
-        """Of a simulated step by the plan's own schedule, or where no cut fits that, the best other one.
+        """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
+        fits the own one, by the best other one.
 
         Raises InfeasibleError if no cut fits any.
         """
-        found = self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        found = _shortest(self._trials.values())
         if found is None and not fixed:
-            tried = (self._trial(*kind) for kind in self._kinds())
-            found = min((t for t in tried if t is not None), key=lambda t: t.seconds, default=None)
+            found = _shortest(self._trial(*kind) for kind in self._kinds())
         if found is None:
             raise self._no_room()
         return found.seconds
@@ -177,7 +178,7 @@ class Cutting:
         """
         kinds = self._kinds()
         found = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
-        best = min((t for t in found.values() if t is not None), key=lambda t: t.seconds, default=None)
+        best = _shortest(found.values())
         if best is None:
             raise self._no_room()
         tried = {
@@ -207,6 +208,10 @@ class Cutting:
             why=f"parameters and optimizer state alone are {bytes_up(least)} per rank on average",
             hint="use more pipeline ranks, more tp or fsdp, smaller microbatches, or a larger --memory",
         )
+
+
+def _shortest(trials: Iterable[_Trial | None]) -> _Trial | None:
+    return min((t for t in trials if t is not None), key=lambda t: t.seconds, default=None)
 
 
 def staged(

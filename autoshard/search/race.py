@@ -75,7 +75,10 @@ class Race:
         kinds = {_piped(c) for c in self._standing}
         if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
             return False
-        limit = min((s.limit for s in self._standing.values()), default=inf)
+        if not isfinite(estimated.seconds) and self.one_kind and self.best is not None:
+            return True  # what seems not to fit is worth no work that takes long
+        # where nothing says how an estimate errs it is taken as it is
+        limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
             or self._like(where) >= (_PIPED if _piped(where) else _MOST)
@@ -84,6 +87,10 @@ class Race:
                 and not self._far_ahead(estimated)
             )
         )
+
+    def _limit(self, other: _Solved, where: Configuration) -> float:
+        """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
+        return other.limit if _piped(other.found.configuration) == _piped(where) else self.reached
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
@@ -128,8 +135,12 @@ class Race:
 
     def next(self, expected: float) -> tuple[Settled, float] | None:
         """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
-        what is not solved yet."""
-        first = min(self._waiting, key=lambda s: s.judged, default=None)
+        what is not solved yet.
+
+        One without a pipeline goes before one with that is about as fast: it is a program sooner, and what a
+        schedule piles up, which often does not fit, is not in the judgement.
+        """
+        first = min(self._waiting, key=_turn, default=None)
         if first is None or first.judged > expected:
             return None
         self._waiting.remove(first)
@@ -145,6 +156,10 @@ class Race:
         self.seconds[found.configuration] = judged
         if self.best is None or judged < self.reached:
             self.best, self.reached = found, judged
+
+
+def _turn(waiting: _Solved) -> float:
+    return waiting.judged * (_MARGIN if _piped(waiting.found.configuration) else 1.0)
 
 
 def _piped(where: Configuration) -> bool:

@@ -13,31 +13,20 @@ from functools import cached_property
 from math import inf
 from typing import TypeVar
 
-import numpy as np
-
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
-from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.reshard import Share, StepKind
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds
-from autoshard.ir import DTYPES
-from autoshard.placement import Layout, R, Shard, chunk, local_shape
 from autoshard.search.again import Filling
-from autoshard.search.buckets import Shares
-from autoshard.search.lives import GATHERED
-from autoshard.search.network import Array
+from autoshard.search.parameters import Parameters, parameters_of, zero_stages
 from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed
 from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import Placed
-from autoshard.search.terms import Bytes, Profile, Time
-from autoshard.search.variables import ParamVar
+from autoshard.search.terms import Profile
 
 K = TypeVar("K")
-#: bytes that differ by less are the same, but for uneven parts
-_MORE = 1.01
 #: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
 _ALONE = 0.98
 #: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
@@ -104,25 +93,6 @@ class Estimated:
 
 
 @dataclass(frozen=True)
-class Parameters:
-    """The trained parameters of a shape, as they are used. Arrays over classes.
-
-    count: members. whole: bytes of one member in use. base: as stored, were it not split over data ranks.
-    split: over how many of the data ranks its use is split, which need no gather. width: bytes per element.
-    phases: how many of forward and backward use it. shapes: of one member, as stored but for data ranks.
-    """
-
-    count: Array
-    whole: Array
-    base: Array
-    split: Array
-    width: Array
-    phases: Array
-    shapes: tuple[tuple[int, ...], ...]
-    shares: tuple[Shares, ...]
-
-
-@dataclass(frozen=True)
 class Way:
     """Placements of everything: what they take, and how they use the parameters."""
 
@@ -155,6 +125,10 @@ class End:
         """For the stages of a pipeline, which have nothing on its way to a reduction."""
         return self.find_lean(False)
 
+    def holding(self, staged: bool) -> Way:
+        """Placements that hold less. staged: for a stage of a pipeline."""
+        return self.staged if staged else self.lean
+
     @cached_property
     def bytes(self) -> float:
         return self.find_bytes()
@@ -175,29 +149,28 @@ class Shape:
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
-        low, high, t = self._place(batch)
+        low, high, t = self.place(batch)
         return _between(low.free, high.free, t)
 
     def lean(self, batch: int, staged: bool) -> Profile:
         """The same for those that hold less. staged: as a stage of a pipeline."""
-        low, high, t = self._place(batch)
-        ends = (low.staged, high.staged) if staged else (low.lean, high.lean)
-        return _between(*ends, t)
+        low, high, t = self.place(batch)
+        return _between(low.holding(staged), high.holding(staged), t)
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
-        low, high, t = self._place(batch)
+        low, high, t = self.place(batch)
         return low.seconds + t * (high.seconds - low.seconds)
 
     def bytes(self, batch: int) -> float:
         """Bytes that are held at least."""
-        low, high, t = self._place(batch)
+        low, high, t = self.place(batch)
         return low.bytes + t * (high.bytes - low.bytes)
 
     def covers(self, batch: int) -> bool:
         return self.ends[0].batch <= batch <= self.ends[-1].batch
 
-    def _place(self, batch: int) -> tuple[End, End, float]:
+    def place(self, batch: int) -> tuple[End, End, float]:
         """The ends around a number of sequences per data rank, and how far it is from one to the other."""
         above = next(k for k, end in enumerate(self.ends) if end.batch >= batch)
         low, high = self.ends[max(0, above - 1)], self.ends[above]
@@ -216,59 +189,7 @@ def _between(low: Way, high: Way, t: float) -> Profile:
 
 def way_of(posed: Posed, placed: Placed) -> Way:
     """What is worth knowing of placements."""
-    return Way(placed.taken, _parameters_of(posed, placed))
-
-
-def _parameters_of(posed: Posed, placed: Placed) -> Parameters:
-    """The parameters of a problem, in the layouts that its placements use."""
-    rows = []
-    shapes: list[tuple[int, ...]] = []
-    shares: list[Shares] = []
-    known = posed.model.shares
-    axes = posed.problem.axes
-    groups = posed.model.flow.classes
-    backward = posed.model.folded.is_backward()
-    for variable, state in zip(posed.problem.variables, placed.states, strict=True):
-        if not isinstance(variable, ParamVar):
-            continue
-        group = groups[variable.place]
-        if not group.grads:
-            continue
-        life = variable.states[state]
-        type_ = group.first.type
-        phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
-        off_data = _off_data(life.stored, posed)
-        shares.append(known[variable.place])
-        shapes.append(local_shape(type_.shape, off_data, axes.mesh_sizes, (0,) * len(axes.mesh_sizes)))
-        rows.append(
-            (
-                len(group.ports),
-                posed.prices.ops.local_bytes(type_, life.use, axes.sizes),
-                posed.prices.params.local_bytes(type_, off_data, axes.mesh_sizes),
-                _data_ways(life.use, posed),
-                DTYPES[type_.dtype][1],
-                len(phases),
-            )
-        )
-    table = np.array(rows, dtype=np.float64).reshape(-1, 6)
-    count, whole, base, split, width, both = table.T
-    return Parameters(count, whole, base, split, width, both, tuple(shapes), tuple(shares))
-
-
-def _off_data(stored: Layout, posed: Posed) -> Layout:
-    """The layout of a stored parameter, were it whole on every data rank."""
-    meanings = posed.problem.axes.mesh_meanings
-    return tuple(R if m.splits_batch else p for p, m in zip(stored, meanings, strict=True))
-
-
-def _data_ways(use: Layout, posed: Posed) -> float:
-    """Over how many of the ranks that split the batch a parameter in use is split."""
-    axes = posed.problem.axes
-    ways = 1
-    for placed, size, meaning in zip(use, axes.sizes, axes.meanings, strict=True):
-        if meaning.splits_batch and isinstance(placed, Shard):
-            ways *= size
-    return float(ways)
+    return Way(placed.taken, parameters_of(posed, placed))
 
 
 def rank(
@@ -324,15 +245,15 @@ class _Bare:
     """
 
     def __init__(self, shape: Shape, staged: bool, each: int, setting: Setting) -> None:
-        self._shape, self._staged, self._each, self._setting = shape, staged, each, setting
+        self._shape, self._staged, self.each, self._setting = shape, staged, each, setting
 
     @cached_property
     def free(self) -> Filling:
-        return Filling(self._shape.free(self._each), self._setting.calls)
+        return Filling(self._shape.free(self.each), self._setting.calls)
 
     @cached_property
     def lean(self) -> Filling:
-        return Filling(self._shape.lean(self._each, self._staged), self._setting.calls)
+        return Filling(self._shape.lean(self.each, self._staged), self._setting.calls)
 
     @cached_property
     def free_sums(self) -> Sums:
@@ -378,8 +299,9 @@ class _Candidate:
 
     def best(self, far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        free, ways, lean = self.bare.free, self.ways, None
-        steps = ways.totals([self.bare.free_sums + extra for extra in self.lives.free_sums])
+        ways, of_lean = self.ways, None
+        lives, sums = self.lives.at(self.bare.each, lean=False)
+        steps = ways.totals([self.bare.free_sums + extra for extra in sums])
         floors = sorted((min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
@@ -387,10 +309,11 @@ class _Candidate:
                 return floor, ways[k]
             if best is not None and floor >= best[0]:
                 break
-            filled = _best(free, self.lives.free, steps[k], ways[k], self.budget)
+            filled = _best(self.bare.free, lives, steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
-                lean = lean or ways.totals([self.bare.lean_sums + extra for extra in self.lives.lean_sums])
-                other = _best(self.bare.lean, self.lives.lean, lean[k], ways[k], self.budget)
+                leaner, sums = self.lives.at(self.bare.each, lean=True)
+                of_lean = of_lean or ways.totals([self.bare.lean_sums + extra for extra in sums])
+                other = _best(self.bare.lean, leaner, of_lean[k], ways[k], self.budget)
                 filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or filled[1] < best[0]):
                 best = (filled[1], filled[0])
@@ -398,32 +321,47 @@ class _Candidate:
 
 
 class _Lives:
-    """What the parameters of a shape may take on one mesh, for either of its placements.
+    """What the parameters of a shape may take on one mesh, by the sequences of a data rank.
 
-    free_sums, lean_sums: the seconds among it.
+    Placements of different microbatches may use parameters differently (experts are gathered for many
+    sequences, and exchange rows for few), so what they take is interpolated as everything else is.
     """
 
     def __init__(
         self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe, setting: Setting
     ) -> None:
         self._shape, self._staged, self._on, self._setting = shape, staged, (mesh, cluster, recipe), setting
+        self._ends: dict[tuple[int, bool], list[Profile]] = {}
+        self._at: dict[tuple[int, bool], tuple[list[Profile], list[Sums]]] = {}
 
-    @cached_property
-    def free(self) -> list[Profile]:
-        return _lives(self._shape.ends[0].free.parameters, *self._on)
+    def at(self, each: int, *, lean: bool) -> tuple[list[Profile], list[Sums]]:
+        """By stages of ZeRO, and the seconds among it. lean: of placements that hold less."""
+        if (each, lean) not in self._at:
+            low, high, t = self._shape.place(each)
+            found = _mixed_stages(self._of(low, lean), self._of(high, lean), t)
+            self._at[each, lean] = found, [self._setting.sums(extra) for extra in found]
+        return self._at[each, lean]
 
-    @cached_property
-    def lean(self) -> list[Profile]:
-        end = self._shape.ends[0]
-        return _lives((end.staged if self._staged else end.lean).parameters, *self._on)
+    def _of(self, end: End, lean: bool) -> list[Profile]:
+        key = (end.batch, lean)
+        if key not in self._ends:
+            way = end.holding(self._staged) if lean else end.free
+            self._ends[key] = zero_stages(way.parameters, *self._on)
+        return self._ends[key]
 
-    @cached_property
-    def free_sums(self) -> list[Sums]:
-        return [self._setting.sums(extra) for extra in self.free]
 
-    @cached_property
-    def lean_sums(self) -> list[Sums]:
-        return [self._setting.sums(extra) for extra in self.lean]
+def _mixed_stages(low: list[Profile], high: list[Profile], t: float) -> list[Profile]:
+    """What is interpolated between two ends, stage by stage; that of one where the other has none."""
+    if t == 0.0 or not high or low == high:
+        return low
+    if t == 1.0 or not low:
+        return high
+    most = max(len(low), len(high))
+    # where nothing is gathered all stages are the same
+    pairs = zip(*(found * most if len(found) == 1 else found for found in (low, high)), strict=False)
+    return [
+        Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t)) for a, b in list(pairs)[:most]
+    ]
 
 
 def _best(
@@ -465,73 +403,6 @@ def data_ways(mesh: Mesh) -> int:
     for axis in mesh.axes:
         ways *= axis.size if axis.meaning.splits_batch else 1
     return ways
-
-
-def _lives(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> list[Profile]:
-    """What parameters take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded."""
-    links = cost_model(cluster, mesh).reshard.links
-    stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
-    spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
-    ways = int(np.prod([mesh.sizes[k] for k in stored]))
-    if (given.split > ways).any():
-        return []  # used in more parts than this mesh stores them in
-    # a shape that does not divide so that every rank holds some of it is stored whole
-    divides = np.array([any(_divides(n, ways) for n in shape) for shape in given.shapes], dtype=bool)
-    own, part = given.base / np.where(divides, ways, given.split), given.base / given.split
-    zeros = np.zeros(len(own))
-    inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
-
-    def one(kind: StepKind, nbytes: Array, axes: Sequence[int], shares: Sequence[Share]) -> Array:
-        """Of a member over some axes."""
-        share = np.array([s.of(kind) for s in shares])
-        return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
-
-    def sharded(shares: Sequence[Share]) -> Array:
-        """A gather of all members, or the reduce-scatter that mirrors it."""
-        over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
-        inside = np.where(given.whole > _MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
-        return given.count * (over_data + inside)
-
-    def reduced(shares: Sequence[Share]) -> float:
-        return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
-
-    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > _MORE * own
-    reduce = reduced([s.reduce for s in given.shares])
-    last = {Time("last", True): reduce}
-    grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
-    summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
-    optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
-    touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * given.width
-    elements = given.count * own / given.width
-    update = float((elements * touched).sum()) / cluster.device.memory_bandwidth
-    shards = given.count * own if recipe.resident else 0.0
-    state = float((shards + elements * (grad + optimizer)).sum())
-    whole = given.count * given.whole
-    copies = np.where(gathered, given.whole, 0.0)
-    sums = float((elements * (summed - grad)).sum())
-    windows = float((np.minimum(given.count, GATHERED) * copies).sum())
-    fixed = {Time("update"): update}
-    if not gathered.any():
-        return [Profile({**fixed, **last}, _held(state, sums))]
-    forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
-    ahead = {Time("gather"): forward, Time("gather", True): backward}
-    first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
-    held = state + float((given.count * copies).sum())
-    whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
-    return [
-        Profile({**fixed, **ahead, **each}, _held(state + windows, sums)),
-        Profile({**fixed, **first, **each}, _held(held, sums)),
-        Profile({**fixed, **first, **last}, _held(held, sums + whole_sums)),
-    ]
-
-
-def _held(state: float, sums: float) -> dict[Bytes, float]:
-    return {Bytes("state"): state, Bytes("sums"): sums}
-
-
-def _divides(size: int, ways: int) -> bool:
-    """Whether a dim can be split over so many ranks."""
-    return size % ways == 0 or (size >= ways and chunk(size, ways, ways - 1)[1] > 0)
 
 
 def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:
