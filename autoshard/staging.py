@@ -31,7 +31,7 @@ from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.amounts import bytes_up
-from autoshard.search.cuts import Ask, Line, best_cuts
+from autoshard.search.cuts import PLACES, Ask, Line, best_cuts
 from autoshard.search.pipe import TRIED
 from autoshard.search.plan import Cut, Pipeline
 from autoshard.search.problems import layer_calls
@@ -46,8 +46,6 @@ from autoshard.simulate.pipeline import (
 )
 from autoshard.simulate.slices import in_slices
 
-#: places that may be cut: with more of them, those are left out where most crosses
-_PLACES = 250
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -430,7 +428,7 @@ class _Slots:
                 and self.homes.slot[slot] is not None
             ):
                 rows.setdefault(statement.item, []).append(slot)
-        if sum(map(len, rows.values())) <= _PLACES:
+        if sum(map(len, rows.values())) <= PLACES:
             return [slot for row in rows.values() for slot in row]
         keys: list[tuple[bool, float, int, int]] = []
         for row in rows.values():
@@ -439,7 +437,7 @@ class _Slots:
                 crossing = float(f"{float(self.send[slot]):.6e}")  # sums of the same sends differ by rounding
                 keys.append((slot != row[-1], crossing, seen[crossing], slot))
                 seen[crossing] += 1
-        return sorted(slot for *_, slot in sorted(keys)[:_PLACES])
+        return sorted(slot for *_, slot in sorted(keys)[:PLACES])
 
     @property
     def most_stages(self) -> int:

@@ -25,6 +25,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from autoshard.search.network import Array, Indices
 
+#: places of a model that may be cut: with more of them, those are left out where most crosses
+PLACES = 250
 #: the slowest stage is first sought within so many times what it takes at least
 _NEAR = 1.25
 #: steps that differ by less than this share differ by rounding alone

@@ -25,6 +25,7 @@ from autoshard.search.problems import Posed
 from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Profile
+from autoshard.search.uneven import busiest
 
 K = TypeVar("K")
 #: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
@@ -107,6 +108,7 @@ class End:
     batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
     least. find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says
     what is held at least, with everything computed again. Both are asked only where memory is short.
+    find_chain: seconds of the ops of forward, in order; only asked where there are pipelines.
     """
 
     batch: int
@@ -114,6 +116,7 @@ class End:
     seconds: float
     find_lean: Callable[[bool], Way]
     find_bytes: Callable[[], float]
+    find_chain: Callable[[], tuple[float, ...]]
 
     @cached_property
     def lean(self) -> Way:
@@ -132,6 +135,10 @@ class End:
     @cached_property
     def bytes(self) -> float:
         return self.find_bytes()
+
+    @cached_property
+    def chain(self) -> tuple[float, ...]:
+        return self.find_chain()
 
 
 @dataclass(frozen=True)
@@ -210,12 +217,18 @@ def rank(
     found: list[Estimated] = []
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
+    uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
         if (mesh, cut) not in lives:
             lives[mesh, cut] = _Lives(shape, cut, mesh, cluster, recipe, setting)
         of_mesh = lives[mesh, cut]
+        if staged.pipes not in uneven:
+            # alike for any microbatch
+            uneven[staged.pipes] = tuple(
+                busiest(shape.ends[0].chain, p) if cut else 1.0 for p in staged.pipes
+            )
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
             if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
@@ -226,7 +239,7 @@ def rank(
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
-            one = _Candidate(bare[each, cut], of_mesh, ways_to_run, budget)
+            one = _Candidate(bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], budget)
             bound = count * shape.seconds(each) / staged.ranks
             best, how = one.best(known * _FAR)
             where = Configuration(mesh, batch, count, how.pipe)
@@ -290,11 +303,12 @@ class _Ways:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A microbatch on one mesh."""
+    """A microbatch on one mesh. uneven: seconds of a step over those with equal stages, by pipeline."""
 
     bare: _Bare
     lives: _Lives
     ways: _Ways
+    uneven: tuple[float, ...]
     budget: float | None
 
     def best(self, far: float) -> tuple[float | None, Setting]:
@@ -302,7 +316,7 @@ class _Candidate:
         ways, of_lean = self.ways, None
         lives, sums = self.lives.at(self.bare.each, lean=False)
         steps = ways.totals([self.bare.free_sums + extra for extra in sums])
-        floors = sorted((min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
+        floors = sorted((self.uneven[k] * min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
             if floor > far and best is None:
@@ -315,8 +329,8 @@ class _Candidate:
                 of_lean = of_lean or ways.totals([self.bare.lean_sums + extra for extra in sums])
                 other = _best(self.bare.lean, leaner, of_lean[k], ways[k], self.budget)
                 filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
-            if filled is not None and (best is None or filled[1] < best[0]):
-                best = (filled[1], filled[0])
+            if filled is not None and (best is None or self.uneven[k] * filled[1] < best[0]):
+                best = (self.uneven[k] * filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
 

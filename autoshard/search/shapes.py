@@ -29,6 +29,7 @@ from autoshard.search.settle import priced
 from autoshard.search.solve import solve
 from autoshard.search.terms import compose
 from autoshard.search.tune import QUICK
+from autoshard.search.uneven import chain_of
 
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
@@ -122,7 +123,10 @@ class Shapes:
         def least_bytes() -> float:
             return self._least_bytes(posed)
 
-        return End(each, way_of(posed, free), _least_seconds(posed), lean, least_bytes)
+        def chain() -> tuple[float, ...]:
+            return chain_of(posed, free)
+
+        return End(each, way_of(posed, free), _least_seconds(posed), lean, least_bytes, chain)
 
     def _least_bytes(self, posed: Posed) -> float:
         """Bytes that no placements go below, with everything computed again."""

@@ -1,0 +1,120 @@
+"""How much longer the busiest ranks of a pipeline take than equal ones would, before anything is cut.
+
+Layers have parts that nothing can be cut into, and embedding and head belong to the first and the last stage:
+many stages of few layers are never alike, however they are cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from autoshard.ir import refs_of
+from autoshard.search.cuts import PLACES
+from autoshard.search.pipe import Pipe
+from autoshard.search.problem import Model
+from autoshard.search.problems import Posed
+from autoshard.search.settle import Placed
+from autoshard.search.variables import NodeVar
+
+#: halvings of the interval in which the busiest stage lies: to a thousandth of its longest part
+_STEPS = 10
+
+
+def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
+    """Seconds of the parts of one forward between which it may be cut, in order (as `staging` chooses them).
+
+    Backward is taken to follow forward part by part, which is enough to compare stages.
+    """
+    folded = posed.model.folded
+    work: dict[int, float] = {}
+    for key, table in posed.problem.terms.alone.items():
+        if key.kind == "work" and not key.backward:
+            for variable, costs in table.items():
+                work[variable] = work.get(variable, 0.0) + float(costs[placed.states[variable]])
+    counts = folded.counts()
+    seconds: dict[tuple[str, int], float] = {}
+    for number, node in enumerate(posed.problem.variables):
+        if isinstance(node, NodeVar):
+            seconds[node.segment, node.number] = work.get(number, 0.0) / counts[node.segment]
+    calls = [c.segment for c in folded.calls if not c.backward]
+    crossing = {name: _crossing(posed.model, name) for name in dict.fromkeys(calls)}
+    chosen = _places([crossing[name] for name in calls])
+    parts: list[float] = []
+    so_far = 0.0
+    for call, name in enumerate(calls):
+        for number in range(len(crossing[name])):
+            so_far += seconds[name, number]
+            if (call, number) in chosen:
+                parts.append(so_far)
+                so_far = 0.0
+    return (*parts, so_far)
+
+
+def _crossing(model: Model, name: str) -> list[float]:
+    """Bytes that a call of a segment hands on behind each of its ops, parameters left out."""
+    graph = model.folded.segments[name]
+    types = graph.types()
+    ports = {target[1] for source, target in model.flow.edges if target[0] == name and not source[0]}
+    ends = {ref: len(graph.nodes) for ref in graph.outputs}
+    for number in reversed(range(len(graph.nodes))):
+        for ref in refs_of(graph.nodes[number]):
+            ends.setdefault(ref, number)
+    steps = [0.0] * (len(graph.nodes) + 1)
+    made = [(value, 0) for value, _ in graph.inputs if value not in ports]
+    made += [(out, number) for number, node in enumerate(graph.nodes) for out in node.outs]
+    for value, begin in made:
+        if ends.get(value, -1) > begin:
+            steps[begin] += types[value].nbytes
+            steps[ends[value]] -= types[value].nbytes
+    return list(accumulate(steps[:-1]))
+
+
+def _places(calls: Sequence[Sequence[float]]) -> set[tuple[int, int]]:
+    """(call, op) behind which a cut may be: everywhere, or the ends of calls and then where little crosses."""
+    if sum(map(len, calls)) <= PLACES:
+        return {(call, number) for call, row in enumerate(calls) for number in range(len(row))}
+    keys = []
+    for call, row in enumerate(calls):
+        seen: dict[float, int] = {}
+        for number, nbytes in enumerate(row):
+            seen[nbytes] = seen.get(nbytes, -1) + 1
+            keys.append((number != len(row) - 1, nbytes, seen[nbytes], call, number))
+    return {(call, number) for *_, call, number in sorted(keys)[:PLACES]}
+
+
+def unevenness(chain: Sequence[float], stages: int) -> float:
+    """Seconds of the busiest of so many stages over those of the mean one, at the best cuts; at least 1.0."""
+    ends = list(accumulate(chain))
+    if stages <= 1 or not ends or not ends[-1]:
+        return 1.0
+    mean, longest = ends[-1] / stages, max(chain)
+    low, high = max(1.0, longest / mean), 1.0 + longest / mean  # a part too many at most
+    if _fits(ends, stages, low * mean):
+        return low
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits(ends, stages, middle * mean) else (middle, high)
+    return high
+
+
+def _fits(ends: Sequence[float], stages: int, most: float) -> bool:
+    """Whether stages of so many seconds at most hold everything; ends: where each part ends."""
+    start, done = 0.0, 0
+    for _ in range(stages):
+        done = bisect_right(ends, start + most * (1 + 1e-9), done)
+        if done == len(ends):
+            return True
+        start = ends[done - 1]
+    return False
+
+
+def busiest(chain: Sequence[float], pipe: Pipe) -> float:
+    """Seconds of a step over those with equal stages.
+
+    The busiest stage delays the others as if it stood for all of its rank; its rank has other chunks, too,
+    and waits less for them. The truth lies between, and half way is taken.
+    """
+    beyond = unevenness(chain, pipe.ranks * pipe.chunks) - 1.0
+    return 1.0 + beyond * (1.0 + 1.0 / pipe.chunks) / 2
