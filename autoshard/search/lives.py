@@ -84,7 +84,7 @@ def lives_of(
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
     """(keep, late): ZeRO-3, ZeRO-2 and ZeRO-1 where there is something to gather."""
     if not gathered:
-        return ((False, True),)
+        return ((False, True), (False, False)) if trained else ((False, True),)
     return ((False, False), (True, False), (True, True)) if trained else ((False, False), (True, False))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -52,6 +52,8 @@ from autoshard.search.variables import (
 )
 
 Array = NDArray[np.float64]
+#: bytes that differ by less are the same, but for uneven parts
+_MORE = 1.01
 
 
 @dataclass(frozen=True)
@@ -481,11 +483,16 @@ class _Builder:
         table = self.prices.params.reshard.table(type_, list(dict.fromkeys([*given, *stored])), share)
         rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
         matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
+        sizes = self.axes.mesh_sizes
+        bytes_of = partial(self.prices.params.local_bytes, type_, sizes=sizes)
+        made = np.array([bytes_of(g) for g in given])
         if grad[0] in self.layers:
-            sizes = self.axes.mesh_sizes
-            sent = [self.prices.params.local_bytes(type_, g, sizes) if _is_partial(g) else 0.0 for g in given]
-            self.terms.hold(Bytes("sent"), maker, SENT * np.array(sent))
+            sent = np.where([_is_partial(g) for g in given], made, 0.0)
+            self.terms.hold(Bytes("sent"), maker, SENT * sent)
         late = np.array([life.late for life in variable.states])
+        # what waits for the last microbatch is counted as large as the parameter in use, not larger
+        used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
+        matrix = np.where((made[:, None] > _MORE * used) & late, np.inf, matrix)
         infinite = np.isinf(matrix)
         for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
             if wanted.any():

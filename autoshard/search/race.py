@@ -11,8 +11,8 @@ from autoshard.search.rank import Configuration, Estimated, alike
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
-#: of those with a pipeline, each of which is cut and simulated as well
-_PIPED = 2
+#: the same of those with a pipeline, each of which is cut and simulated as well
+_PIPED, _PIPED_ALIKE = 2, 1
 #: states of solved configurations together after which no other is solved
 _WORK = 8_000
 #: configurations whose estimate is this much over that of one that was solved are not solved
@@ -67,7 +67,8 @@ class Race:
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         where = estimated.configuration
-        if estimated.bound >= self.reached or self._alike[alike(where)] >= _ALIKE:
+        most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
+        if estimated.bound >= self.reached or self._alike[alike(where)] >= most_alike:
             return True
         if any(self._says_enough(other, estimated) for other in self._standing.values()):
             return True
@@ -77,7 +78,6 @@ class Race:
             return False
         if not isfinite(estimated.seconds) and self.one_kind and self.best is not None:
             return True  # what seems not to fit is worth no work that takes long
-        # where nothing says how an estimate errs it is taken as it is
         limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
@@ -90,7 +90,8 @@ class Race:
 
     def _limit(self, other: _Solved, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        return other.limit if _piped(other.found.configuration) == _piped(where) else self.reached
+        alike = _piped(other.found.configuration) == _piped(where)
+        return other.limit if alike else _MARGIN * self.reached
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
@@ -141,7 +142,7 @@ class Race:
         schedule piles up, which often does not fit, is not in the judgement.
         """
         first = min(self._waiting, key=_turn, default=None)
-        if first is None or first.judged > expected:
+        if first is None or _turn(first) > expected:
             return None
         self._waiting.remove(first)
         return first.found, first.judged
