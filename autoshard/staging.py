@@ -20,10 +20,11 @@ from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
 from autoshard.ir import DTYPES, Call, Folded, Port
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.cut_pipeline import Homes, Uncut, homes_of
 from autoshard.passes.gather_once import gathers_of
 from autoshard.passes.pipeline import Lowering, kept_ports, late_ports, place
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
+from autoshard.passes.stage_places import places_apart
+from autoshard.passes.uncut import Uncut
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
@@ -237,7 +238,7 @@ class _Slots:
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
         self.links = self.estimator.links
-        self.homes: Homes = homes_of(uncut, folded.joint, how.mesh)
+        self.homes = places_apart(uncut, folded.joint)
         #: by identity of their type and layout, which the program keeps
         self._bytes: dict[int, float] = {}
         self.ops = [s for s in whole.all if not s.backward]
@@ -283,7 +284,7 @@ class _Slots:
         known: dict[tuple[str, int, bool], float] = {}
         tables = {name: placed_of(s) for name, s in self.whole.lowered.segments.items()}
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             message = statement.node.op.startswith("comm.")
             if slot is None or (message and place_ in self.homes.weight):
                 continue  # collectives of parameters run beside the pipeline
@@ -308,7 +309,7 @@ class _Slots:
     def _placed(self) -> Iterator[tuple[int, Statement]]:
         """The ops of forward that stand in one stage, with their slots."""
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             if not statement.backward and slot is not None:
                 yield slot, statement
 
@@ -339,7 +340,7 @@ class _Slots:
                 self.held[self.makers[value]] += nbytes
                 self.held_weight[self.makers[value]] += nbytes * (value in late)
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 made = [v for v in statement.makes if v in late and v in self.whole.values]
                 self.made[slot] += sum(self.bytes_of(v) for v in made)
@@ -420,10 +421,7 @@ class _Slots:
         """
         rows: dict[int, list[int]] = {}
         for slot, statement in enumerate(self.ops[:-1]):
-            if (
-                isinstance(self.whole.lowered.main[statement.item], Call)
-                and self.homes.slot[slot] is not None
-            ):
+            if isinstance(self.whole.lowered.main[statement.item], Call) and self.homes.at[slot] is not None:
                 rows.setdefault(statement.item, []).append(slot)
         if sum(map(len, rows.values())) <= _PLACES:
             return [slot for row in rows.values() for slot in row]
