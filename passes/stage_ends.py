@@ -11,9 +11,10 @@ from itertools import accumulate, pairwise
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call
+from autoshard.ir.held import held_bytes
 from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statements
-from autoshard.placement import R, local_shape
+from autoshard.placement import R
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Cut
 
@@ -95,9 +96,7 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
 
 def _sent(placed: Placed, mesh: MeshShape) -> int:
     """Bytes of a value that a rank sends."""
-    size = placed.type.nbytes // max(1, placed.type.numel)
-    for n in local_shape(placed.type.shape, placed.layout, mesh.sizes, (0,) * len(mesh.sizes)):
-        size *= n
+    size = held_bytes(placed.type, placed.layout, mesh.sizes)
     for p, ways in zip(placed.layout, mesh.sizes, strict=True):
         size = -(-size // ways) if p == R else size
     return size
