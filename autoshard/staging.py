@@ -7,7 +7,7 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -313,16 +313,10 @@ class _Slots:
             if not statement.backward and slot is not None:
                 yield slot, statement
 
-    def _sources(self, statement: Statement) -> Iterator[str]:
-        """What an op uses, views as what they are views of."""
-        for value in statement.uses:
+    def _sources(self, values: Iterable[str]) -> Iterator[str]:
+        """The values, views as what they are views of."""
+        for value in values:
             yield from self.homes.bases.get(value, (value,))
-
-    def _all_sources(self, statements: Sequence[Statement]) -> set[str]:
-        """What these ops use."""
-        used = {v for s in statements for v in s.uses}
-        bases = self.homes.bases
-        return {v for v in used if v not in bases}.union(*(bases[v] for v in used if v in bases))
 
     def _makers(self) -> dict[str, int]:
         """Value of forward that one stage makes and others are sent -> its slot."""
@@ -330,8 +324,8 @@ class _Slots:
 
     def _kept(self) -> None:
         """What backward reads of forward, at the slot that makes it."""
-        late = self._all_sources([self.whole.all[p] for p in self.homes.weight])
-        wanted = self._all_sources([s for s in self.whole.all if s.backward])
+        late = set(self._sources({v for p in self.homes.weight for v in self.whole.all[p].uses}))
+        wanted = set(self._sources({v for s in self.whole.all if s.backward for v in s.uses}))
         for value in wanted:
             if value not in self.whole.values or value in self.copies:
                 continue
@@ -356,7 +350,7 @@ class _Slots:
         """Parameters with gradient and optimizer, at the first op that uses them."""
         first: dict[str, int] = {}
         for slot, statement in self._placed():
-            for value in self._sources(statement):
+            for value in self._sources(statement.uses):
                 first.setdefault(value, slot)
         trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
         late = late_ports(self.folded, self.how)
@@ -390,7 +384,7 @@ class _Slots:
     def read(self) -> frozenset[str]:
         """Values that statements read which are not gathers themselves."""
         return frozenset(
-            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s)
+            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s.uses)
         )
 
     def _sends(self) -> np.ndarray:
@@ -398,7 +392,7 @@ class _Slots:
         makers = self.makers
         last: dict[str, int] = {}
         for slot, statement in self._placed():
-            last.update((v, slot) for v in self._sources(statement) if v in makers)
+            last.update((v, slot) for v in self._sources(statement.uses) if v in makers)
         steps = np.zeros(self.count + 1)
         for value, end in last.items():
             if end > makers[value] and value in self.whole.values:
