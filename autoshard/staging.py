@@ -20,10 +20,11 @@ from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
 from autoshard.ir import DTYPES, Call, Folded, Port
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.cut_pipeline import Homes, Uncut, homes_of
 from autoshard.passes.gather_once import gathers_of
 from autoshard.passes.pipeline import Lowering, kept_ports, late_ports, place
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
+from autoshard.passes.stage_places import places_apart
+from autoshard.passes.uncut import Uncut
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
@@ -240,7 +241,7 @@ class _Slots:
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
         self.links = self.estimator.links
-        self.homes: Homes = homes_of(uncut, folded.joint, how.mesh)
+        self.homes = places_apart(uncut, folded.joint)
         #: by identity of their type and layout, which the program keeps
         self._bytes: dict[int, float] = {}
         self.ops = [s for s in whole.all if not s.backward]
@@ -286,7 +287,7 @@ class _Slots:
         known: dict[tuple[str, int, bool], float] = {}
         tables = {name: placed_of(s) for name, s in self.whole.lowered.segments.items()}
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             message = statement.node.op.startswith("comm.")
             if slot is None or (message and place_ in self.homes.weight):
                 continue  # collectives of parameters run beside the pipeline
@@ -311,20 +312,14 @@ class _Slots:
     def _placed(self) -> Iterator[tuple[int, Statement]]:
         """The ops of forward that stand in one stage, with their slots."""
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             if not statement.backward and slot is not None:
                 yield slot, statement
 
-    def _sources(self, statement: Statement) -> Iterator[str]:
-        """What an op uses, views as what they are views of."""
-        for value in statement.uses:
+    def _sources(self, values: Iterable[str]) -> Iterator[str]:
+        """The values, views as what they are views of."""
+        for value in values:
             yield from self.homes.bases.get(value, (value,))
-
-    def _all_sources(self, statements: Sequence[Statement]) -> set[str]:
-        """What these ops use."""
-        used = {v for s in statements for v in s.uses}
-        bases = self.homes.bases
-        return {v for v in used if v not in bases}.union(*(bases[v] for v in used if v in bases))
 
     def _makers(self) -> dict[str, int]:
         """Value of forward that one stage makes and others are sent -> its slot."""
@@ -332,8 +327,8 @@ class _Slots:
 
     def _kept(self) -> None:
         """What backward reads of forward, at the slot that makes it."""
-        late = self._all_sources([self.whole.all[p] for p in self.homes.weight])
-        wanted = self._all_sources([s for s in self.whole.all if s.backward])
+        late = set(self._sources({v for p in self.homes.weight for v in self.whole.all[p].uses}))
+        wanted = set(self._sources({v for s in self.whole.all if s.backward for v in s.uses}))
         for value in wanted:
             if value not in self.whole.values or value in self.copies:
                 continue
@@ -342,7 +337,7 @@ class _Slots:
                 self.held[self.makers[value]] += nbytes
                 self.held_weight[self.makers[value]] += nbytes * (value in late)
         for place_, statement in enumerate(self.whole.all):
-            slot = self.homes.slot[place_]
+            slot = self.homes.at[place_]
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 made = [v for v in statement.makes if v in late and v in self.whole.values]
                 self.made[slot] += sum(self.bytes_of(v) for v in made)
@@ -358,7 +353,7 @@ class _Slots:
         """Parameters with gradient and optimizer, at the first op that uses them."""
         first: dict[str, int] = {}
         for slot, statement in self._placed():
-            for value in self._sources(statement):
+            for value in self._sources(statement.uses):
                 first.setdefault(value, slot)
         trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
         late = late_ports(self.folded, self.how)
@@ -392,7 +387,7 @@ class _Slots:
     def read(self) -> frozenset[str]:
         """Values that statements read which are not gathers themselves."""
         return frozenset(
-            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s)
+            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s.uses)
         )
 
     def _sends(self) -> np.ndarray:
@@ -400,7 +395,7 @@ class _Slots:
         makers = self.makers
         last: dict[str, int] = {}
         for slot, statement in self._placed():
-            last.update((v, slot) for v in self._sources(statement) if v in makers)
+            last.update((v, slot) for v in self._sources(statement.uses) if v in makers)
         steps = np.zeros(self.count + 1)
         for value, end in last.items():
             if end > makers[value] and value in self.whole.values:
@@ -423,10 +418,7 @@ class _Slots:
         """
         rows: dict[int, list[int]] = {}
         for slot, statement in enumerate(self.ops[:-1]):
-            if (
-                isinstance(self.whole.lowered.main[statement.item], Call)
-                and self.homes.slot[slot] is not None
-            ):
+            if isinstance(self.whole.lowered.main[statement.item], Call) and self.homes.at[slot] is not None:
                 rows.setdefault(statement.item, []).append(slot)
         if sum(map(len, rows.values())) <= PLACES:
             return [slot for row in rows.values() for slot in row]

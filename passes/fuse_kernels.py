@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.held import held_shape
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
 from autoshard.ir.names import free_name
 from autoshard.kernels.registry import Operand, specs
@@ -24,7 +25,7 @@ from autoshard.passes.norm_patterns import Backward, Forward, Index, backwards, 
 from autoshard.passes.norm_statistics import NORM, NORM_BACKWARD, private, usual
 from autoshard.passes.prune_calls import pruned
 from autoshard.passes.value_origins import Origins
-from autoshard.placement import Layout, Partial, Shard, local_shape
+from autoshard.placement import Layout, Partial, Shard
 from autoshard.rules.local import MeshShape
 
 _ADD = "aten.add.Tensor"
@@ -314,7 +315,6 @@ class _Fuser:
     def _operands(self, name: str, values: Collection[str]) -> list[Operand]:
         """Values of a segment as the first rank holds them."""
         new = self.inputs[name]
-        zero = (0,) * len(self.mesh.sizes)
         found = []
         for value in values:
             if value in new:
@@ -323,7 +323,7 @@ class _Fuser:
                 type_, layout = self._type(name, value), self.layouts[name][value]
             else:
                 continue
-            shape = local_shape(type_.shape, layout, self.mesh.sizes, zero)
+            shape = held_shape(type_.shape, layout, self.mesh.sizes)
             found.append(Operand(shape, DTYPES[type_.dtype][1]))
         return found
 

@@ -21,7 +21,6 @@ from math import prod
 
 from autoshard.errors import UsageError
 from autoshard.ir import (
-    DTYPES,
     Arg,
     LocalOffset,
     LocalSize,
@@ -31,6 +30,7 @@ from autoshard.ir import (
     TensorType,
     refs_of,
 )
+from autoshard.ir.held import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.ir.names import free_name
 from autoshard.placement import Layout, Partial, Placement, R, Shard, layout_ok, local_shape
@@ -415,10 +415,5 @@ class _Chain:
     def _bytes(self, node: Node, values: Mapping[str, Placed], mesh: MeshShape) -> float:
         """Of the whole tensors on the fullest rank, as `cost.collective` counts them."""
         names = node.outs if "all_gather" in node.op else refs_of(node)
-        first = (0,) * len(mesh.sizes)
-        total = 0.0
-        for name in names:
-            placed = values[name]
-            shape = local_shape(placed.type.shape, placed.layout, mesh.sizes, first)
-            total += prod(shape) * DTYPES[placed.type.dtype][1]
-        return total
+        placed = [values[name] for name in names]
+        return float(sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed))

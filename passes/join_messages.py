@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TypeAlias
 
-from autoshard.ir import DTYPES, Call, Node, Origin, Ref
+from autoshard.ir import Call, Node, Origin, Ref
 from autoshard.ir.comm import GATHERS, SCATTERS, collective_kind, wheres_of
+from autoshard.ir.held import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.part_names import parts_named
-from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
 
 #: the same op over the same axis on the same element type
@@ -133,13 +132,8 @@ def _key(statement: Statement, whole: Statements) -> _Key:
 def _nbytes(statement: Statement, whole: Statements, mesh: MeshShape) -> int:
     """What a message makes or is made of, whichever is whole: bytes on the first rank."""
     values = statement.makes if statement.node.op in GATHERS else statement.uses
-    zero = (0,) * len(mesh.sizes)
-    total = 0
-    for value in values:
-        placed = whole.values[value]
-        shape = local_shape(placed.type.shape, placed.layout, mesh.sizes, zero)
-        total += prod(shape) * DTYPES[placed.type.dtype][1]
-    return total
+    placed = [whole.values[value] for value in values]
+    return sum(held_bytes(p.type, p.layout, mesh.sizes) for p in placed)
 
 
 def _apart(pieces: Sequence[_Piece], of_value: dict[str, _Group]) -> list[list[Statement]]:

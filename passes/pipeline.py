@@ -13,7 +13,7 @@ from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
 from autoshard.passes.bucket import bucket_collectives
-from autoshard.passes.cut_pipeline import Uncut, cut_pipeline
+from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.early_reductions import early_reductions
@@ -39,6 +39,7 @@ from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
+from autoshard.passes.uncut import Uncut
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Plan

@@ -19,16 +19,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal, TypeAlias
 
 from autoshard.cost.wire import packed_bytes
 from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
 from autoshard.ir.comm import ANY_GATHER, GATHER_Q, GATHERS, SCATTER_Q, SCATTERS, wheres_of
+from autoshard.ir.held import held_numel
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.passes.activations import Activations
-from autoshard.placement import local_shape
 from autoshard.rules.local import MeshShape
 from autoshard.wires import FLOATS, rows_of_rank
 
@@ -255,8 +254,7 @@ class _Chosen:
         """(seconds with all bits, with fewer, how many times fewer bytes)."""
         copy, message = self.how.copy, self.how.message
         numbers = [self.mesh.names.index(name) for name in axes]
-        first = (0,) * len(self.mesh.sizes)
-        numels = [prod(local_shape(p.type.shape, p.layout, self.mesh.sizes, first)) for p in parts]
+        numels = [held_numel(p.type.shape, p.layout, self.mesh.sizes) for p in parts]
         width = DTYPES[parts[0].type.dtype][1]
         own = float(sum(numels) * width)
         packed = float(packed_bytes(numels, bits, group, width))

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from autoshard.errors import VerificationError
-from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of, substitute
+from autoshard.ir import Call, Graph, Node, Ref, refs_of, substitute
+from autoshard.ir.held import held_bytes
 from autoshard.ir.keep_least import keep_least
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.passes.slices import fresh, moved_inputs, roots_of, sliced
-from autoshard.placement import Layout, local_shape
+from autoshard.placement import Layout
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan import Recompute
@@ -234,11 +234,6 @@ class _Pass:
         """(value inside the segment, main value) of every output."""
         return list(zip(self.lowered.segments[call.segment].graph.outputs, call.outs, strict=True))
 
-    def _nbytes(self, type_: TensorType, layout: Layout) -> int:
-        """Bytes on the rank that holds the most."""
-        shape = local_shape(type_.shape, layout, self.mesh.sizes, (0,) * len(self.mesh.sizes))
-        return prod(shape) * DTYPES[type_.dtype][1]
-
     # -- one forward call ------------------------------------------------------------------------------
 
     def _slice_of(self, call: Call) -> _Slice:
@@ -279,7 +274,7 @@ class _Pass:
         lost = [v for v in ends.read if v not in ends.staying]
         free = {*ends.there, *ends.given, *kept, *({roots[v] for v in lost} & inputs)}
         nbytes = {
-            v: 0 if v in free else self._nbytes(type_, segment.layouts[v])
+            v: 0 if v in free else held_bytes(type_, segment.layouts[v], self.mesh.sizes)
             for v, type_ in segment.graph.types().items()
         }
         dear = {v for v, kind in kinds.items() if kind == "matmul"} | ends.given | kept

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from autoshard.ir import Node, Origin, Ref
+from autoshard.ir.held import held_bytes
 from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
-from autoshard.placement import R, Shard, local_shape
+from autoshard.placement import R, Shard
 from autoshard.program.ends import wires_of
 from autoshard.rules.local import MeshShape
 
@@ -69,10 +70,7 @@ def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, sav
 
 def _split(placed: Placed, mesh: MeshShape, saving: Saving) -> tuple[int, int] | None:
     """(axis, dim) by which a value is best sent in parts; None to send it as it is."""
-    local = local_shape(placed.type.shape, placed.layout, mesh.sizes, (0,) * len(mesh.sizes))
-    nbytes = float(placed.type.nbytes // max(1, placed.type.numel))
-    for n in local:
-        nbytes *= n
+    nbytes = float(held_bytes(placed.type, placed.layout, mesh.sizes))
     taken = {p.dim for p in placed.layout if isinstance(p, Shard)}
     found: list[tuple[float, int, int]] = []
     for axis, (p, size) in enumerate(zip(placed.layout, mesh.sizes, strict=True)):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from families import family
-from mutations import KINDS, Fault, Kind, some
+from faults.fault import Fault, Kind
+from faults.kinds import KINDS, some
 from pipelines import pipeline
 from planned import analysed, planned
 from planned import program as flat

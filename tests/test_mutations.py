@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from faults.kinds import KINDS, some
 from faulty import good, is_near, report_of
-from mutations import KINDS, some
 
 from autoshard.report.verification import place_of
 from autoshard.verify.static import verify_static

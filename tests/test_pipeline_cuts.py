@@ -25,8 +25,8 @@ from autoshard.emitting import lowering_of
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Folded
 from autoshard.passes.capture import capture
-from autoshard.passes.cut_pipeline import Uncut
 from autoshard.passes.pipeline import lower, place
+from autoshard.passes.uncut import Uncut
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autoshard.ir import TensorType
+from autoshard.ir.held import held_bytes, held_numel, held_shape
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import (
     Layout,
@@ -109,6 +112,17 @@ def test_layouts_of_a_tensor(case: tuple[tuple[int, ...], Layout, tuple[int, ...
         assert int(index[tuple(first)]) == int(part.reshape(-1)[0])
     replicas = torch.Size(w for p, w in zip(layout, sizes, strict=True) if p == R).numel()
     assert count.tolist() == [replicas] * index.numel()
+
+
+@given(tensors())
+@settings(max_examples=300)
+def test_no_rank_holds_more_than_the_first(case: tuple[tuple[int, ...], Layout, tuple[int, ...]]) -> None:
+    shape, layout, sizes = case
+    assume(layout_ok(shape, layout, sizes))
+    everywhere = [local_shape(shape, layout, sizes, coords) for coords in every_rank(sizes)]
+    assert held_shape(shape, layout, sizes) == everywhere[0] == tuple(map(max, *everywhere, everywhere[0]))
+    assert held_numel(shape, layout, sizes) == max(map(prod, everywhere))
+    assert held_bytes(TensorType(shape, "bf16"), layout, sizes) == 2 * max(map(prod, everywhere))
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3))

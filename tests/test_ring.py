@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 import pytest
 import torch
 from families import family
+from faults.edits import pairs_of, with_nodes
 from lockstep_check import RTOL, compare_step
-from mutations import pairs_of, with_nodes
 from pipelines import pipeline
 from planned import planned as plainly_planned
 from ringed import even_cluster, free_rings, planned, ringed, rings_in

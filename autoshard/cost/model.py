@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds
-from autoshard.cost.reshard import ReshardCost, local_numel
-from autoshard.ir import DTYPES, TensorType
+from autoshard.cost.reshard import ReshardCost
+from autoshard.ir import TensorType
+from autoshard.ir.held import held_bytes
 from autoshard.placement import Layout
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
@@ -27,7 +28,7 @@ class CostModel:
 
     def local_bytes(self, type_: TensorType, layout: Layout, sizes: Sequence[int]) -> float:
         """Bytes on the fullest rank."""
-        return local_numel(type_.shape, layout, sizes) * DTYPES[type_.dtype][1]
+        return held_bytes(type_, layout, sizes)
 
     def op_seconds(
         self,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import prod
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
-from autoshard.placement import Layout, Partial, Placement, R, Replicate, Shard, layout_ok, local_shape
+from autoshard.ir.held import held_numel
+from autoshard.placement import Layout, Partial, Placement, R, Replicate, Shard, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -94,18 +94,6 @@ def _kind(
     return None
 
 
-def local_numel(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> int:
-    """Elements on the fullest rank (the one at coordinate 0 everywhere)."""
-    shards = [(p, t) for p, t in zip(layout, sizes, strict=True) if isinstance(p, Shard)]
-    if len({p.dim for p, _ in shards}) < len(shards):
-        return prod(local_shape(shape, layout, sizes, (0,) * len(sizes)))
-    held = list(shape)
-    for placed, ways in shards:
-        block = placed.outer * placed.inner
-        held[placed.dim] = block * -(-(held[placed.dim] // block) // ways)
-    return prod(held)
-
-
 @dataclass(frozen=True)
 class ReshardTable:
     """Cheapest ways between all layouts of one type of value.
@@ -169,7 +157,7 @@ class ReshardCost:
         """Seconds of one step taken from ``source``."""
         whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)
-        nbytes = local_numel(type_.shape, whole, self.sizes) * width
+        nbytes = held_numel(type_.shape, whole, self.sizes) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
     def table(self, type_: TensorType, layouts: Iterable[Layout], share: Share = ALONE) -> ReshardTable:
@@ -221,7 +209,7 @@ class ReshardCost:
     ) -> NDArray[np.float64]:
         """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
         width = type_.nbytes / max(1, type_.numel)
-        held = [local_numel(type_.shape, layout, self.sizes) * width for layout in nodes]
+        held = [held_numel(type_.shape, layout, self.sizes) * width for layout in nodes]
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)
         for axis in range(len(per_axis)):

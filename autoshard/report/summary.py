@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import prod
 from typing import Any
 
 from autoshard.analysis import Analysis
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.fitting import Peak
-from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
-from autoshard.placement import Layout, Shard, is_even, local_shape
+from autoshard.ir.held import held_bytes
+from autoshard.placement import Layout, Shard, is_even
 from autoshard.program.text import layout_text
 from autoshard.report.units import seconds_text
 from autoshard.search.choose import Settled
@@ -366,9 +365,8 @@ def _mesh_reason(plan: Plan) -> str:
 
 
 def _local_bytes(group: PortClass, layout: Layout, mesh: Mesh) -> float:
-    type_ = group.first.type
-    shape = local_shape(type_.shape, layout, mesh.sizes, (0,) * len(mesh.sizes))
-    return float(prod(shape) * DTYPES[type_.dtype][1])
+    """Of one of these parameters on the fullest rank."""
+    return float(held_bytes(group.first.type, layout, mesh.sizes))
 
 
 def _even(group: PortClass, layout: Layout, mesh: Mesh) -> bool:

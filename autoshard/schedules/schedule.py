@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from autoshard.schedules.steps import Step, steps_of
+
 #: forward, whole backward, its input-gradient part, its weight-gradient part
 Kind = Literal["F", "B", "I", "W"]
 
@@ -67,6 +69,11 @@ class Schedule:
     def unit(self, action: Action) -> int:
         """The number of an action's slice among all slices of all microbatches."""
         return action.microbatch * self.slices + action.slice
+
+    @cached_property
+    def steps(self) -> tuple[tuple[Step, ...], ...]:
+        """The actions of every rank with what joins them."""
+        return steps_of(self)
 
     @cached_property
     def splits_backward(self) -> bool:

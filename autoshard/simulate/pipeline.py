@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from autoshard.errors import UsageError, VerificationError
 from autoshard.schedules.schedule import Action, Kind, Schedule
+from autoshard.schedules.steps import KINDS
 from autoshard.simulate.sharing import Sharing, share
+from autoshard.simulate.wires import Send, Wires
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,6 @@ class Span(NamedTuple):
     """One action of a rank, seconds from the start of the step."""
 
     action: Action
-    start: float
-    end: float
-
-
-class Send(NamedTuple):
-    """What `action` gives to the next stage (F) or to the one before (B, I), on its way between two ranks."""
-
-    action: Action
-    source: int
-    target: int
     start: float
     end: float
 
@@ -284,7 +276,7 @@ def _curve(
     return ((0.0, base), *changes)
 
 
-def _seconds(costs: StageCosts) -> dict[str, tuple[float, ...]]:
+def _seconds(costs: StageCosts) -> dict[Kind, tuple[float, ...]]:
     return {
         "F": costs.forward,
         "B": costs.backward,
@@ -330,69 +322,40 @@ def _play(
     Every rank goes on until it needs something that has no time yet; whoever gives it wakes the rank.
     """
     _check_costs(schedule, costs)
+    steps, seconds = schedule.steps, _seconds(costs)
+    row_of_all = [x for kind in KINDS for x in seconds[kind]]
+    wires = Wires(schedule, row_of_all, (*costs.send_forward, *costs.send_backward), sends)
     if costs.sharing is not None:
-        return _play_shared(schedule, costs, costs.sharing, starts, through, sends)
-    owner, last, slices = schedule.owner, schedule.stages - 1, schedule.slices
-    m = schedule.microbatches * slices
-    ranks, seconds = schedule.ranks, _seconds(costs)
-    # When F(s, m) may start for what comes from before, B or I likewise; below zero: not known yet.
-    # Stage 0 and the loss have nothing to wait for.
-    inputs, grads = [-1.0] * (schedule.stages * m), [-1.0] * (schedule.stages * m)
-    inputs[:m] = [0.0] * m
-    grads[last * m :] = [0.0] * m
-    forwarded, split = bytearray(schedule.stages * m), bytearray(schedule.stages * m)
-    clock, at = [0.0] * ranks, [0] * ranks
-    stream = [0.0] * (ranks * ranks)  # when the sends from one rank to another are through
-    blocked = bytearray(ranks)
-    queue = list(range(ranks))
+        shared = share(steps, costs.sharing, costs.update, wires)
+        _check_done(schedule, [len(row) for row in shared.ends])
+        for given, made in ((starts, shared.starts), (through, shared.ends)):
+            if given is not None:
+                given[:] = map(list, made)
+        return list(shared.done)
+    clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
+    blocked = bytearray(schedule.ranks)
+    queue = list(range(schedule.ranks))
+    ready_of, seconds_of, made_of = wires.ready, wires.seconds, wires.made
     while queue:
         rank = queue.pop()
         blocked[rank] = 0
-        row, k, now = schedule.actions[rank], at[rank], clock[rank]
+        row, k, now = steps[rank], at[rank], clock[rank]
         mine = starts[rank] if starts is not None else None
         until = through[rank] if through is not None else None
         while k < len(row):
-            action = row[k]
-            kind, stage = action.kind, action.stage
-            here = stage * m + action.microbatch * slices + action.slice
-            unit = stage * slices + action.slice
-            if kind == "F":
-                ready = inputs[here]
-                target, there, table, wire = stage + 1, here + m, inputs, costs.send_forward
-                link = unit
-            elif kind == "W":
-                ready = 0.0 if split[here] else -1.0
-                target = -1
-            else:
-                # backward begins when all slices have gone forward
-                ready = grads[here] if forwarded[here - action.slice + slices - 1] else -1.0
-                target, there, table, wire = stage - 1, here - m, grads, costs.send_backward
-                link = unit - slices
+            step = row[k]
+            ready = ready_of(step)
             if ready < 0.0:
                 break
             start = ready if ready > now else now
-            now = start + seconds[kind][unit]
+            now = start + seconds_of(step)
             if mine is not None:
                 mine.append(start)
             if until is not None:
                 until.append(now)
-            if kind == "F":
-                forwarded[here] = 1
-            elif kind == "I":
-                split[here] = 1
             k += 1
-            if target < 0 or target > last:
-                continue
-            other = owner[target]
-            if other == rank:
-                table[there] = now
-                continue
-            pair = rank * ranks + other
-            leaves = stream[pair] if stream[pair] > now else now
-            table[there] = stream[pair] = leaves + wire[link]
-            if sends is not None:
-                sends.append(Send(action, rank, other, leaves, stream[pair]))
-            if blocked[other]:
+            other = made_of(step, now)
+            if other >= 0 and blocked[other]:
                 blocked[other] = 0
                 queue.append(other)
         at[rank], clock[rank] = k, now
@@ -410,66 +373,3 @@ def _check_done(schedule: Schedule, at: Sequence[int]) -> None:
                 where=f"schedule {schedule.name}, rank {rank}, {row[at[rank]]}",
                 why="what it needs comes later, or nowhere, in the lists of the schedule",
             )
-
-
-def _play_shared(
-    schedule: Schedule,
-    costs: StageCosts,
-    sharing: Sharing,
-    starts: list[list[float]] | None,
-    through: list[list[float]] | None,
-    sends: list[Send] | None,
-) -> list[float]:
-    """The same where ranks share processors."""
-    wires = _Wires(schedule, costs)
-    found = share(schedule, sharing, costs.update, wires)
-    _check_done(schedule, [len(row) for row in found.ends])
-    for given, made in ((starts, found.starts), (through, found.ends)):
-        if given is not None:
-            given[:] = map(list, made)
-    if sends is not None:
-        sends += wires.sends
-    return list(found.done)
-
-
-class _Wires:
-    """What joins the actions of a schedule, action by action."""
-
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        self.schedule, self.costs, self.all = schedule, costs, _seconds(costs)
-        self.sends: list[Send] = []
-        #: (stage, microbatch, slice) -> when what comes for its forward, and for its backward, is there
-        self.inputs: dict[tuple[int, int, int], float] = {}
-        self.grads: dict[tuple[int, int, int], float] = {}
-        self.over: set[Action] = set()
-        self.stream: dict[tuple[int, int], float] = {}
-
-    def seconds(self, action: Action) -> float:
-        return self.all[action.kind][_at(self.schedule, action)]
-
-    def ready(self, action: Action) -> float:
-        kind, stage, last = action.kind, action.stage, self.schedule.stages - 1
-        unit = stage, action.microbatch, action.slice
-        if kind == "F":
-            return self.inputs.get(unit, -1.0) if stage else 0.0
-        if kind == "W":
-            return 0.0 if replace(action, kind="I") in self.over else -1.0
-        whole = Action("F", stage, action.microbatch, self.schedule.slices - 1) in self.over
-        return (self.grads.get(unit, -1.0) if stage < last else 0.0) if whole else -1.0
-
-    def made(self, action: Action, now: float) -> None:
-        self.over.add(action)
-        stage, ahead = action.stage, action.kind == "F"
-        target = stage + 1 if ahead else stage - 1
-        if action.kind == "W" or not 0 <= target < self.schedule.stages:
-            return
-        unit, table = (target, action.microbatch, action.slice), self.inputs if ahead else self.grads
-        table[unit] = now
-        source, other = self.schedule.owner[stage], self.schedule.owner[target]
-        if source == other:
-            return
-        wire = self.costs.send_forward if ahead else self.costs.send_backward
-        leaves = max(self.stream.get((source, other), 0.0), now)
-        hop = min(stage, target) * self.schedule.slices + action.slice
-        table[unit] = self.stream[source, other] = leaves + wire[hop]
-        self.sends.append(Send(action, source, other, leaves, table[unit]))

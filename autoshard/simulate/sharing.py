@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
 
-from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.steps import Step
+from autoshard.simulate.wires import Wires
 
 #: of the time to the next event, by which what ends next may be off
 _ROUNDING = 1e-9
@@ -27,22 +27,9 @@ class Sharing:
     nodes: tuple[int, ...]
 
 
-class Wires(Protocol):
-    """What joins the actions of a schedule."""
-
-    def ready(self, action: Action) -> float:
-        """Seconds at which what an action needs is there, below zero while that is not known."""
-
-    def made(self, action: Action, now: float) -> None:
-        """Told of what has ended, and when."""
-
-    def seconds(self, action: Action) -> float:
-        """Of an action while all ranks compute."""
-
-
 @dataclass
 class _Rank:
-    row: Sequence[Action]
+    row: Sequence[Step]
     update: float
     at: int = 0
     #: seconds of what it computes that are left, at the speed of all computing; None: it waits
@@ -65,9 +52,11 @@ class Shared:
     done: tuple[float, ...]
 
 
-def share(schedule: Schedule, sharing: Sharing, updates: Sequence[float], wires: Wires) -> Shared:
-    """Play a schedule. updates: seconds at the end of every rank's list."""
-    ranks = [_Rank(row, update) for row, update in zip(schedule.actions, updates, strict=True)]
+def share(
+    steps: Sequence[Sequence[Step]], sharing: Sharing, updates: Sequence[float], wires: Wires
+) -> Shared:
+    """Play the steps of every rank. updates: seconds at the end of every rank's list."""
+    ranks = [_Rank(row, update) for row, update in zip(steps, updates, strict=True)]
     now = 0.0
     while True:
         following = _start(ranks, wires, now)
@@ -111,13 +100,13 @@ def _start(ranks: Sequence[_Rank], wires: Wires, now: float) -> float:
         if rank.at == len(rank.row):
             rank.left = rank.update
             continue
-        action = rank.row[rank.at]
-        ready = wires.ready(action)
+        step = rank.row[rank.at]
+        ready = wires.ready(step)
         if ready > now:
             following = min(following, ready)
         elif ready >= 0.0:
             rank.starts.append(now)
-            rank.left = wires.seconds(action)
+            rank.left = wires.seconds(step)
     return following
 
 

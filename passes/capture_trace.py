@@ -1,0 +1,89 @@
+"""Trace the function of a model, and say what went wrong at which line of the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from autoshard.errors import AutoshardError, CaptureError
+from autoshard.passes.capture_function import Function, call_model
+from autoshard.passes.repeats import NotRepeated
+from autoshard.torch_adapters import aot
+from autoshard.torch_adapters.absent import AbsentUsedError
+from autoshard.torch_adapters.host_random import no_host_random
+from autoshard.torch_adapters.origins import user_line
+
+
+def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
+    try:
+        return _traced(function, tensors, compiling=True)
+    except (AutoshardError, NotRepeated, AbsentUsedError):
+        raise
+    except Exception as error:
+        explained = _explained(error)
+        if isinstance(explained, NeedsValuesError):
+            raise explained from error
+        try:
+            # some models take shorter ways when they are compiled, which fail for some inputs
+            return _traced(function, tensors, compiling=False)
+        except Exception:
+            raise explained from error
+
+
+def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> aot.Traced:
+    mode = aot.fake_mode()
+    flag = aot.compiling() if compiling else nullcontext()
+    # the first call of a model may be one for inference, the next one for training
+    with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
+        return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes many small objects that all stay: looking through them again and again is wasted."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+class NeedsValuesError(CaptureError):
+    """Python code of the model asks for values of tensors, or shapes depend on them."""
+
+
+def _explained(error: Exception) -> CaptureError:
+    """What went wrong, at which line of the model, and the usual way out."""
+    line, text = user_line(error.__traceback__, call_model.__code__)
+    where = f"{line}: {text}" if text else line
+    if isinstance(error, aot.DATA_DEPENDENT):
+        return NeedsValuesError(
+            "the model's Python code asks for the value of a tensor",
+            where=where,
+            why="values are known only when a program runs, but Python runs now (an if, a while, .item(), "
+            "int() or a print on a tensor)",
+            hint="torch.where(condition, a, b) or a mask instead of a branch; a number passed as an argument "
+            "instead of .item()",
+        )
+    if isinstance(error, aot.DYNAMIC_SHAPE):
+        return NeedsValuesError(
+            "the shape of a tensor depends on values",
+            where=where,
+            why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "
+            "tensor have shapes that are not)",
+            hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size "
+            "with a mask",
+        )
+    reason = str(error).strip().splitlines()
+    return CaptureError(
+        "the model fails while it is traced" if line else "tracing failed",
+        where=where,
+        why=f"{type(error).__name__}: {reason[0] if reason else ''}",
+        hint="run the model once on real inputs of these shapes; if that works, the statement needs the data "
+        "of a tensor",
+    )
