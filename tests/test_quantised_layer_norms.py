@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import sequence_gpt2
 import torch
 from lockstep_check import compare_step, lockstep_step
 from sequence_gpt2 import program
+from test_gloo import torchrun
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
@@ -129,11 +132,25 @@ def test_the_proof_holds_of_norms_without_a_sum() -> None:
     assert report.ok, report.findings[0]
 
 
-def test_a_stored_program_sends_the_same(tmp_path: Any) -> None:
+def test_a_stored_program_sends_the_same(tmp_path: Path) -> None:
     for bias in (True, False):
         save_program(program(bias), tmp_path / str(bias))
         read = load_program(tmp_path / str(bias))
         assert program_text(read) == program_text(program(bias))
+
+
+def test_ranks_of_gloo_send_wires(tmp_path: Path) -> None:
+    """Four processes train with and without the kernel, and as lockstep does."""
+    model, inputs = sequence_gpt2.make()
+    for name, made in (("fused", program()), ("apart", apart(True, ""))):
+        save_program(made, tmp_path / name)
+    torchrun([str(Path(__file__).parent / "wires_worker.py"), str(tmp_path), "gpt2"])
+    rows = json.loads((tmp_path / "losses.json").read_text())
+    lockstep, env = lockstep_step(program(), model, inputs)
+    loss = next(r.value for r in program().signature.results if r.kind == "output" and r.target == "0")
+    assert rows["fused"][0] == pytest.approx(float(lockstep.whole(env[loss], loss)), rel=1e-6)
+    assert rows["fused"] == rows["apart"]
+    assert rows["fused"][-1] < rows["fused"][0]
 
 
 def _last(value: Any) -> Callable[[Node], Node]:
