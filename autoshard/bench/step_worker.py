@@ -36,6 +36,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 #: the same on both sides, and the quickest that those by hand have
 PLAIN: Make = partial(torch.optim.AdamW, lr=1e-3)
 FUSED: Make = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+OWN: Make = partial(autoshard.AdamW, lr=1e-3)
 
 
 def stepper(model: nn.Module, batch: dict[str, torch.Tensor], make: Make = PLAIN) -> Step:
@@ -115,11 +116,6 @@ class Rounds:
         }
 
 
-def compared(case: str, first: Step, others: Mapping[str, Step]) -> dict[str, Any]:
-    """The row of one side against others."""
-    return Rounds.of({"": first, **others}).row(case, "", *others)
-
-
 def with_and_without(mesh: str) -> Iterator[dict[str, Any]]:
     """All passes against none, each over shared memory and over gloo: four programs in the same rounds."""
     sides = {"all passes": ours(mesh), "without passes": ours(mesh, **OFF)}
@@ -142,16 +138,22 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     hands = {"fsdp": "FSDP2 fully_shard", "tp": "parallelize_module", "dp": "DDP"}
     steps = {name: by_hand(name) for name in hands}
+    quick: list[dict[str, Any]] = []
     for name, called in hands.items():
-        rows.append(compared(f"{name}={world}", ours(f"{name}={world}"), {called: steps[name]}))
-    for name, called in hands.items():
+        mesh = f"{name}={world}"
+        sides = {"torch's": ours(mesh), "own": ours(mesh, OWN), called: steps[name]}
+        fastest = called
         # on the CPU torch's fused step refuses DTensors
-        other = {f"{called}, fused": by_hand(name, FUSED)} if name == "dp" else {called: steps[name]}
-        own = ours(f"{name}={world}", partial(autoshard.AdamW, lr=1e-3))
-        rows.append(compared(f"{name}={world}, autoshard.AdamW", own, other))
-    best = {called: steps[name] for name, called in hands.items()}
+        if name == "dp":
+            fastest = f"{called}, fused"
+            sides[fastest] = by_hand(name, FUSED)
+        found = Rounds.of(sides)
+        rows.append(found.row(mesh, "torch's", called))
+        quick.append(found.row(f"{mesh}, autoshard.AdamW", "own", fastest))
+    rows += quick
     chosen = _chosen()
-    rows.append(compared(f"planner's own: {chosen}", ours(chosen), best))
+    planned = Rounds.of({"planned": ours(chosen), **{called: steps[name] for name, called in hands.items()}})
+    rows.append(planned.row(f"planner's own: {chosen}", "planned", *hands.values()))
     for mesh in (f"fsdp={world}", f"dp=2,tp={world // 2}"):
         rows += with_and_without(mesh)
     if dist.get_rank() == 0:
