@@ -1,7 +1,9 @@
 """Rows of a norm that leave it quantised, and their gather: together what a norm and a quantised gather are.
 
 * ``wire, rstd = autoshard.rms_norm_quantise(x, weight, eps, narrow, group)``, and ``add_rms_norm_quantise``
-  with the sum in front: ``wire`` is the wire of `kernels.quant`, 8 bits, of a rank's normalised rows;
+  with the sum in front, and ``wire, mean, rstd = autoshard.layer_norm_quantise(x, weight, bias, eps, group)``
+  and ``add_layer_norm_quantise`` likewise: ``wire`` is the wire of `kernels.quant`, 8 bits, of a rank's
+  normalised rows;
 * ``y = comm.all_gather_wire(wire, axis, (dim, outer, inner, size), group, shape, dtype)``: the rows of all
   ranks, joined along a dim. shape, dtype: of a rank's rows.
 
@@ -26,9 +28,11 @@ from autoshard.rules.local import MeshShape, symbolic_shape
 WIRED = {
     "autoshard.rms_norm.default": "autoshard.rms_norm_quantise.default",
     "autoshard.add_rms_norm.default": "autoshard.add_rms_norm_quantise.default",
+    "autoshard.layer_norm.default": "autoshard.layer_norm_quantise.default",
+    "autoshard.add_layer_norm.default": "autoshard.add_layer_norm_quantise.default",
 }
 #: such a norm -> (which of its outputs the wire is, which argument says how many elements share a scale)
-NORMS = {WIRED["autoshard.rms_norm.default"]: (0, 4), WIRED["autoshard.add_rms_norm.default"]: (1, 5)}
+NORMS = {made: (1, 5) if norm.startswith("autoshard.add_") else (0, 4) for norm, made in WIRED.items()}
 BITS = 8
 #: types whose values may travel with fewer bits
 FLOATS = ("f32", "bf16", "f16")

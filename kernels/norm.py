@@ -8,6 +8,7 @@ Rows are what lies along the last dim, H elements. All arithmetic is in fp32 (fp
 
 With g = grad * weight and n the normalised row, the gradient of x is (g - n * mean(g * n) - mean(g)) * rstd,
 without the last mean for RMSNorm; that of the weight is the sum over rows of grad * n, of the bias of grad.
+A LayerNorm need not have a bias; the sum over rows of grad is then given all the same.
 ``narrow`` says that n is rounded to the type of x before it is multiplied by the weight, as Llama does. A sum
 before the norm is rounded to its type, as the model would keep it, and normalised from there.
 """
@@ -66,16 +67,17 @@ def rms_norm_backward(
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(LayerNorm of x [..., H], mean [..., 1], rstd [..., 1]); the last two in fp32."""
     # with weights in fp32, torch gives statistics in fp32, too
-    y, mean, rstd = torch.native_layer_norm(x, weight.shape, wide(weight), wide(bias), eps)
+    shift = None if bias is None else wide(bias)
+    y, mean, rstd = torch.native_layer_norm(x, weight.shape, wide(weight), shift, eps)
     return y, mean, rstd
 
 
 def add_layer_norm(
-    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(a + b [..., H], its LayerNorm, mean [..., 1], rstd [..., 1]); the last two in fp32."""
     x = a + b
@@ -102,25 +104,27 @@ def layer_norm_backward(
 # ops
 
 
-def _stat(x: torch.Tensor) -> torch.Tensor:
+def fake_stat(x: torch.Tensor) -> torch.Tensor:
+    """[..., 1], of rows [..., H]."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _sum_type(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def fake_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a + b [..., H]."""
     return a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
 
 
 def _fake_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), _stat(x)
+    return x.new_empty(x.shape), fake_stat(x)
 
 
 def _fake_add_rms_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = _sum_type(a, b)
-    return x, torch.empty_like(x), _stat(x)
+    x = fake_sum(a, b)
+    return x, torch.empty_like(x), fake_stat(x)
 
 
 def _fake_rms_norm_backward(
@@ -130,16 +134,16 @@ def _fake_rms_norm_backward(
 
 
 def _fake_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), _stat(x), _stat(x)
+    return x.new_empty(x.shape), fake_stat(x), fake_stat(x)
 
 
 def _fake_add_layer_norm(
-    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = _sum_type(a, b)
-    return x, torch.empty_like(x), _stat(x), _stat(x)
+    x = fake_sum(a, b)
+    return x, torch.empty_like(x), fake_stat(x), fake_stat(x)
 
 
 def _fake_layer_norm_backward(
@@ -173,7 +177,7 @@ def _rms_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.summed = len(output) == 4
+    ctx.summed, ctx.shifted = len(output) == 4, inputs[-2] is not None
     ctx.save_for_backward(output[0] if ctx.summed else inputs[0], inputs[-3], *output[-2:])
     ctx.mark_non_differentiable(*output[-2:])
     ctx.set_materialize_grads(False)
@@ -186,6 +190,7 @@ def _layer_backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
     if grad is None:
         return (more, more, None, None, None) if ctx.summed else (None,) * 4
     dx, dw, db = torch.ops.autoshard.layer_norm_backward(grad, x, mean, rstd, weight, more)
+    db = db if ctx.shifted else None
     return (dx, dx, dw, db, None) if ctx.summed else (dx, dw, db, None)
 
 
@@ -212,7 +217,7 @@ define(
     cuda=launched("triton_norm", "rms_norm_backward", rms_norm_backward),
 )
 define(
-    "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor, Tensor)",
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     layer_norm,
     _fake_layer_norm,
     cuda=launched("triton_norm", "layer_norm", layer_norm),
@@ -220,7 +225,7 @@ define(
     save=_save_layer,
 )
 define(
-    "add_layer_norm(Tensor a, Tensor b, Tensor weight, Tensor bias, float eps) "
+    "add_layer_norm(Tensor a, Tensor b, Tensor weight, Tensor? bias, float eps) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     add_layer_norm,
     _fake_add_layer_norm,
@@ -278,10 +283,11 @@ def _rms_backward_samples(
 
 
 def _layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
-    for m, h in _shapes(dtype):
+    for k, (m, h) in enumerate(_shapes(dtype)):
         a, b = (eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
         # of one element per row, nothing is left but the bias
-        yield a, b, _weight(g, h, dtype, device), normal(g, (h,), dtype, device), 1e-5
+        bias = normal(g, (h,), dtype, device) if k != 2 else None
+        yield a, b, _weight(g, h, dtype, device), bias, 1e-5
 
 
 def _alone_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
@@ -355,11 +361,11 @@ def _forward_cost(ins: Sequence[Operand], outs: Sequence[Operand]) -> Cost:
 #: sums over many rows and the division by a small spread add up more than one rounding
 _SUMMED = {torch.float32: 1e-5, torch.bfloat16: ROUNDING[torch.bfloat16], torch.float16: 2e-3}
 #: the normalised row is rounded before it is multiplied
-_TWICE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+TWICE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 
 SPECS = (
     KernelSpec(
-        "rms_norm", rms_norm, ("triton_norm", "rms_norm"), _forward_cost, _rms_samples, _large_rms, _TWICE
+        "rms_norm", rms_norm, ("triton_norm", "rms_norm"), _forward_cost, _rms_samples, _large_rms, TWICE
     ),
     KernelSpec(
         "add_rms_norm",
@@ -368,7 +374,7 @@ SPECS = (
         _forward_cost,
         _add_samples,
         _large_add,
-        _TWICE,
+        TWICE,
     ),
     KernelSpec(
         "rms_norm_backward",
@@ -386,7 +392,7 @@ SPECS = (
         _forward_cost,
         _alone_samples,
         _large_alone,
-        _TWICE,
+        TWICE,
     ),
     KernelSpec(
         "add_layer_norm",
@@ -395,7 +401,7 @@ SPECS = (
         _forward_cost,
         _layer_samples,
         _large_layer,
-        _TWICE,
+        TWICE,
     ),
     KernelSpec(
         "layer_norm_backward",

@@ -1,4 +1,4 @@
-"""RMSNorm whose rows leave as a wire of 8 bits: what sequence parallel ranks gather is half as long.
+"""Norms whose rows leave as a wire of 8 bits: what sequence parallel ranks gather is half as long.
 
 The same as `kernels/norm.py` followed by `kernels/quant.py`, without writing the rows in between.
 """
@@ -12,7 +12,15 @@ import torch
 
 from autoshard.errors import UsageError
 from autoshard.kernels.launch import launched
-from autoshard.kernels.norm import add_rms_norm, rms_norm
+from autoshard.kernels.norm import (
+    TWICE,
+    add_layer_norm,
+    add_rms_norm,
+    fake_stat,
+    fake_sum,
+    layer_norm,
+    rms_norm,
+)
 from autoshard.kernels.quant import quantise_reference, wire_bytes
 from autoshard.kernels.registry import KernelSpec, all_moved
 from autoshard.kernels.samples import Generator, eighths, normal
@@ -49,8 +57,22 @@ def add_rms_norm_quantise(
     return x, quantise_reference(y, BITS, group), rstd
 
 
-def _stat(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+def layer_norm_quantise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [..., H], weight and bias [H] -> (wire of the normalised rows, mean and rstd [..., 1] in fp32)."""
+    check_groups(x.shape[-1], group)
+    y, mean, rstd = layer_norm(x, weight, bias, eps)
+    return quantise_reference(y, BITS, group), mean, rstd
+
+
+def add_layer_norm_quantise(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(a + b [..., H], wire of its normalised rows, mean, rstd [..., 1])."""
+    check_groups(a.shape[-1], group)
+    x, y, mean, rstd = add_layer_norm(a, b, weight, bias, eps)
+    return x, quantise_reference(y, BITS, group), mean, rstd
 
 
 def _wire(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -60,14 +82,27 @@ def _wire(x: torch.Tensor, group: int) -> torch.Tensor:
 def _fake(
     x: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _wire(x, group), _stat(x)
+    return _wire(x, group), fake_stat(x)
 
 
 def _fake_add(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool, group: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = a.new_empty(a.shape, dtype=torch.promote_types(a.dtype, b.dtype))
-    return x, _wire(x, group), _stat(x)
+    x = fake_sum(a, b)
+    return x, _wire(x, group), fake_stat(x)
+
+
+def _fake_layer(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _wire(x, group), fake_stat(x), fake_stat(x)
+
+
+def _fake_add_layer(
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, group: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = fake_sum(a, b)
+    return x, _wire(x, group), fake_stat(x), fake_stat(x)
 
 
 define(
@@ -83,6 +118,20 @@ define(
     _fake_add,
     cuda=launched("triton_norm_quant", "add_rms_norm_quantise", add_rms_norm_quantise),
 )
+define(
+    "layer_norm_quantise(Tensor x, Tensor weight, Tensor? bias, float eps, int group) "
+    "-> (Tensor, Tensor, Tensor)",
+    layer_norm_quantise,
+    _fake_layer,
+    cuda=launched("triton_norm_quant", "layer_norm_quantise", layer_norm_quantise),
+)
+define(
+    "add_layer_norm_quantise(Tensor a, Tensor b, Tensor weight, Tensor? bias, float eps, int group) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    add_layer_norm_quantise,
+    _fake_add_layer,
+    cuda=launched("triton_norm_quant", "add_layer_norm_quantise", add_layer_norm_quantise),
+)
 
 
 def _plain_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
@@ -96,6 +145,19 @@ def _add_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iter
         yield a, b, normal(g, (h,), dtype, device) + 1, 1e-6, False, group
 
 
+def _layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for a, _, weight, bias, eps, group in _add_layer_samples(g, dtype, device):
+        yield a, weight, bias, eps, group
+
+
+def _add_layer_samples(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for k, (m, h, group) in enumerate(((3, 192, 64), (2, 256, 256), (5, 96, 32))):
+        # rows far from zero: what a mean is for
+        a, b = (eighths(g, (m, h), dtype, device) + 1 for _ in range(2))
+        bias = normal(g, (h,), dtype, device) if k != 1 else None
+        yield a, b, normal(g, (h,), dtype, device) + 1, bias, 1e-5, group
+
+
 def _large(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for m, h in ((8192, 8192), (8192, 4096)):
         yield normal(g, (m, h), dtype, device), normal(g, (h,), dtype, device), 1e-6, True, 256
@@ -104,6 +166,17 @@ def _large(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[t
 def _large_add(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
     for x, weight, eps, narrow, group in _large(g, dtype, device):
         yield x, normal(g, x.shape, dtype, device), weight, eps, narrow, group
+
+
+def _large_layer(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for k, (x, weight, eps, _, group) in enumerate(_large(g, dtype, device)):
+        bias = None if k else normal(g, weight.shape, dtype, device)
+        yield x, weight, bias, eps, group
+
+
+def _large_add_layer(g: Generator, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Any, ...]]:
+    for x, *rest in _large_layer(g, dtype, device):
+        yield x, normal(g, x.shape, dtype, device), *rest
 
 
 SPECS = (
@@ -123,6 +196,26 @@ SPECS = (
         all_moved,
         _add_samples,
         _large_add,
+        codes=1,
+    ),
+    KernelSpec(
+        "layer_norm_quantise",
+        layer_norm_quantise,
+        ("triton_norm_quant", "layer_norm_quantise"),
+        all_moved,
+        _layer_samples,
+        _large_layer,
+        TWICE,
+        codes=1,
+    ),
+    KernelSpec(
+        "add_layer_norm_quantise",
+        add_layer_norm_quantise,
+        ("triton_norm_quant", "add_layer_norm_quantise"),
+        all_moved,
+        _add_layer_samples,
+        _large_add_layer,
+        TWICE,
         codes=1,
     ),
 )

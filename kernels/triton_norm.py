@@ -34,7 +34,8 @@ def value(a_ptr, b_ptr, at, mask, ADD: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _normalised(x, mean, rstd, weight, bias, dtype: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def normalised(x, mean, rstd, weight, bias, dtype: tl.constexpr, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row as it leaves a norm."""
     n = (x - mean) * rstd
     if NARROW:
         n = to_out(n, dtype).to(tl.float32)
@@ -56,6 +57,7 @@ def _forward(  # type: ignore[no-untyped-def]
     eps,
     ADD: tl.constexpr,
     LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
     NARROW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,13 +80,14 @@ def _forward(  # type: ignore[no-untyped-def]
         rstd = tl.rsqrt(tl.sum(centred * centred, 1) / width + eps)[:, None]
         weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
         if LAYER:
-            bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
             tl.store(mean_ptr + row[:, None], mean, mask=valid)
+        if BIAS:
+            bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
         else:
             bias = 0.0
         if ADD:
             tl.store(sum_ptr + at, to_out(x, sum_ptr.dtype.element_ty), mask=mask)
-        y = _normalised(x, mean, rstd, weight, bias, y_ptr.dtype.element_ty, NARROW)
+        y = normalised(x, mean, rstd, weight, bias, y_ptr.dtype.element_ty, NARROW)
         tl.store(y_ptr + at, y, mask=mask)
         tl.store(rstd_ptr + row[:, None], rstd, mask=valid)
     else:
@@ -110,13 +113,13 @@ def _forward(  # type: ignore[no-untyped-def]
             mask = valid & inside[None, :]
             x = value(a_ptr, b_ptr, start + k, mask, ADD)
             weight = tl.load(weight_ptr + k + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if LAYER:
+            if BIAS:
                 bias = tl.load(bias_ptr + k + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             else:
                 bias = 0.0
             if ADD:
                 tl.store(sum_ptr + start + k, to_out(x, sum_ptr.dtype.element_ty), mask=mask)
-            y = _normalised(x, mean, rstd, weight, bias, y_ptr.dtype.element_ty, NARROW)
+            y = normalised(x, mean, rstd, weight, bias, y_ptr.dtype.element_ty, NARROW)
             tl.store(y_ptr + start + k, y, mask=mask)
 
 
@@ -285,8 +288,9 @@ def normed(
     bias: torch.Tensor | None,
     eps: float,
     narrow: bool,
+    layer: bool,
 ) -> tuple[tuple[torch.Tensor | None, ...], Launch]:
-    """((sum, y, mean, rstd), launch)."""
+    """((sum, y, mean, rstd), launch). layer: of a LayerNorm; an RMSNorm has no mean and no bias."""
     a = a.contiguous()
     if b is not None and b.dtype != a.dtype:
         wider = torch.promote_types(a.dtype, b.dtype)
@@ -296,14 +300,15 @@ def normed(
     count = a.numel() // max(1, width)
     summed = torch.empty_like(a) if b is not None else None
     y = torch.empty_like(a)
-    mean = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32) if bias is not None else None
+    mean = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32) if layer else None
     rstd = a.new_empty((*a.shape[:-1], 1), dtype=torch.float32)
     rows, block, warps = _shape(width, _WIDEST_FORWARD)
     if block < width:
         block, warps = _TILE, 8
     constants = {
         "ADD": b is not None,
-        "LAYER": bias is not None,
+        "LAYER": layer,
+        "BIAS": bias is not None,
         "NARROW": narrow and a.dtype != torch.float32,
         "ROWS": rows,
         "BLOCK": block,
@@ -316,26 +321,26 @@ def normed(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool) -> Prepared:
-    (_, y, _, rstd), launch = normed(x, None, weight, None, eps, narrow)
+    (_, y, _, rstd), launch = normed(x, None, weight, None, eps, narrow, False)
     return (y, rstd), (launch,)
 
 
 def add_rms_norm(
     a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, eps: float, narrow: bool
 ) -> Prepared:
-    (summed, y, _, rstd), launch = normed(a, b, weight, None, eps, narrow)
+    (summed, y, _, rstd), launch = normed(a, b, weight, None, eps, narrow, False)
     return (summed, y, rstd), (launch,)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Prepared:
-    (_, *found), launch = normed(x, None, weight, bias, eps, False)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Prepared:
+    (_, *found), launch = normed(x, None, weight, bias, eps, False, True)
     return tuple(found), (launch,)
 
 
 def add_layer_norm(
-    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> Prepared:
-    found, launch = normed(a, b, weight, bias, eps, False)
+    found, launch = normed(a, b, weight, bias, eps, False, True)
     return found, (launch,)
 
 

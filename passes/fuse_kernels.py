@@ -255,6 +255,9 @@ class _Fuser:
             before, after = self._moved(name, made)
             if narrow or after < _WORTH * before:
                 self.claimed[name].update(made.node.outs)
+                # the gradient of a bias that is not there is given all the same
+                own = self.layouts[name]
+                own.update({o: own[made.node.outs[1]] for o in made.node.outs if o not in own})
                 found.append(made)
         return found
 
@@ -266,7 +269,8 @@ class _Fuser:
         parts = added.args if added is not None and not added.kwargs else ()
         same = all(isinstance(p, Ref) and index.types[p.name] == type_ for p in parts) and len(parts) == 2
         taken = x.name in self.claimed[name]
-        if taken or not same or any(index.depends(r.name, x.name) for r in (weight, bias)):
+        late = any(isinstance(r, Ref) and index.depends(r.name, x.name) for r in (weight, bias))
+        if taken or not same or late:
             return self._fused(name, "layer_norm", (x, weight, bias, eps), node.outs, node, node.outs)
         outs = (x.name, *node.outs)
         return self._fused(name, "add_layer_norm", (*parts, weight, bias, eps), outs, node, outs)
@@ -301,6 +305,8 @@ class _Fuser:
         chain: Collection[str],
     ) -> _Fused:
         known = tuple(self._type(name, o) if o in self.index[name].types else None for o in outs)
+        if op == "layer_norm_backward":
+            known = (*known[:2], known[1])
         node = Node(f"autoshard.{op}.default", args, (), outs, known, at.origin, at.backward)
         return _Fused(node, at.name, tuple(dict.fromkeys((*chain, *outs))))
 

@@ -27,19 +27,14 @@ class Private:
 
 
 def usual(node: Node) -> bool:
-    """Whether a LayerNorm or its gradient is of one dim, with weight and bias, and all gradients wanted."""
+    """Whether a LayerNorm or its gradient is of one dim, with a weight, and all gradients wanted."""
     if node.op == NORM:
-        _, width, weight, bias, _ = node.args
-        return len(width) == 1 and isinstance(weight, Ref) and isinstance(bias, Ref)
+        _, width, weight, _, _ = node.args
+        return len(width) == 1 and isinstance(weight, Ref)
     if node.op != NORM_BACKWARD:
         return False
     _, _, width, _, _, weight, bias, mask = node.args
-    return (
-        len(width) == 1
-        and isinstance(weight, Ref)
-        and isinstance(bias, Ref)
-        and tuple(mask) == (True, True, True)
-    )
+    return len(width) == 1 and isinstance(weight, Ref) and tuple(mask) == (True, True, bias is not None)
 
 
 def private(lowered: Lowered, index: Mapping[str, Index], origins: Origins) -> Private:

@@ -28,7 +28,9 @@ from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
 from autoshard.bench.published_table import print_comparisons
 from autoshard.bench.quality import Small, quality_of, recomputations
 from autoshard.bench.quality_table import print_quality
-from autoshard.cluster import Mesh
+from autoshard.bench.rings import Stack, row_of
+from autoshard.bench.rings_table import print_rings
+from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.unfilled import Unfilled
@@ -302,6 +304,30 @@ def test_weights_are_only_left_unfilled_on_meta() -> None:
         assert Counting.count == 0
         assert torch.nn.init.normal_(here) is here and here.std() > 0.1
         assert torch.nn.Linear(4, 4).weight.std() > 0.01
+
+
+def test_rings_of_tiny_layers() -> None:
+    """Rings are made where what they hide is long, and none where nothing runs beside messages."""
+    stack = Stack("tiny", Architecture("llama", 2, 512, 4, 4, 1024, 96, 128), 2, 128)
+    base = load_cluster("h100-dgx")
+    # computing and messages take about as long, and a product as long in chunks as whole
+    kernels = replace(base.device.kernels, depth=0.0, multiprocessors=0)
+    peaks = {"f32": 1e11, "bf16": 1e11}
+    device = replace(base.device, launch_overhead=0.0, overlap=1.0, peak_flops=peaks, kernels=kernels)
+    levels = tuple(replace(level, latency=0.0, bandwidth=1e8) for level in base.levels)
+    slow = replace(base, device=device, levels=levels)
+    found = row_of(stack, slow, "tp=4")
+    assert found.apart.rings == 0 and found.ringed.rings > 0
+    assert found.ringed.seconds < found.apart.seconds
+    assert found.ringed.exposed < found.apart.exposed
+    # three hops in place of one message, for the same bytes
+    assert found.ringed.messages == found.apart.messages + 2 * found.ringed.rings
+    assert found.ringed.nbytes == pytest.approx(found.apart.nbytes)
+    still = replace(slow, device=replace(device, overlap=0.0))
+    alone = row_of(stack, still, "tp=4")
+    assert alone.ringed == alone.apart and not alone.ringed.rings
+    text = shown(lambda console: print_rings(console, [found, alone]))
+    assert "tiny" in text and f"{found.apart.messages}, {found.ringed.messages}" in text and "0.0%" in text
 
 
 def test_unknown_benchmarks_are_refused(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_ranks_of_gloo_send_wires(tmp_path: Path) -> None:
     model, inputs = sequence_llama.make()
     for name, made in (("fused", program()), ("apart", apart())):
         save_program(made, tmp_path / name)
-    torchrun([str(HERE / "wires_worker.py"), str(tmp_path)])
+    torchrun([str(HERE / "wires_worker.py"), str(tmp_path), "llama"])
     rows = json.loads((tmp_path / "losses.json").read_text())
     lockstep, env = lockstep_step(program(), model, inputs)
     loss = next(r.value for r in program().signature.results if r.kind == "output" and r.target == "0")

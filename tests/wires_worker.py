@@ -1,6 +1,6 @@
 """Started by torchrun: train the programs ``fused`` and ``apart`` of a folder three steps; note the losses.
 
-Arguments: the folder, to which ``losses.json`` is written.
+Arguments: the folder, to which ``losses.json`` is written, and the model, ``llama`` or ``gpt2``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+import sequence_gpt2
 import sequence_llama
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ def main() -> None:
     torch.set_num_threads(1)
     losses = {}
     for name in ("fused", "apart"):
-        model, inputs = sequence_llama.make()
+        model, inputs = {"llama": sequence_llama.make, "gpt2": sequence_gpt2.make}[sys.argv[2]]()
         losses[name] = train(autoshard.load(str(folder / name), model), inputs, clip=False, pieces=False)
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))

@@ -1,6 +1,6 @@
 """``python -m autoshard.bench [NAME ...]``, or ``published PATH``.
 
-Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier. Runs benchmarks and
+Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
 """
 
@@ -92,6 +92,14 @@ def frontier() -> None:
     print_dgx2(CONSOLE, list(rows_of_dgx2(say)))
 
 
+def rings() -> None:
+    """Products beside their messages in chunks, and apart; simulated, a minute."""
+    from autoshard.bench.rings import rows
+    from autoshard.bench.rings_table import print_rings
+
+    print_rings(CONSOLE, list(rows(lambda text: PROGRESS.print(text, highlight=False))))
+
+
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
@@ -117,6 +125,7 @@ BENCHMARKS = {
     "pipelines": pipelines,
     "cuts": cuts,
     "frontier": frontier,
+    "rings": rings,
 }
 DEFAULT = ("planning", "steps", "estimates")
 

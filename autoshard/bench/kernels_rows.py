@@ -26,6 +26,8 @@ GOALS: Mapping[str, float] = MappingProxyType(
         "layer_norm_backward": 0.80,
         "rms_norm_quantise": 0.85,
         "add_rms_norm_quantise": 0.85,
+        "layer_norm_quantise": 0.85,
+        "add_layer_norm_quantise": 0.85,
         "quantise_rows": 0.88,
         "dequantise_rows": 0.88,
         "dequantise_copy_out": 0.88,

@@ -10,7 +10,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 #: the same on both sides, and the quickest that those by hand have
 PLAIN: Make = partial(torch.optim.AdamW, lr=1e-3)
 FUSED: Make = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+OWN: Make = partial(autoshard.AdamW, lr=1e-3)
 
 
 def stepper(model: nn.Module, batch: dict[str, torch.Tensor], make: Make = PLAIN) -> Step:
@@ -89,17 +91,44 @@ def by_hand(name: str, make: Make = PLAIN) -> Step:
     return stepper(model, batch if name == "tp" else local_batch(batch), make)
 
 
-def compared(first: Step, others: Mapping[str, Step]) -> dict[str, Any]:
-    """Medians of alternating rounds; ratio: of the first to the fastest of the others in the same round."""
-    losses = [(first(), *(step() for step in others.values())) for _ in range(2)]
-    times = [(timed(first), *(timed(step) for step in others.values())) for _ in range(ROUNDS)]
-    middle = [statistics.median(column) for column in zip(*times, strict=True)]
-    return {
-        "ours_s": middle[0],
-        "other_s": dict(zip(others, middle[1:], strict=True)),
-        "ratio": statistics.median(row[0] / min(row[1:]) for row in times),
-        "first_losses": losses[0],
-    }
+@dataclass(frozen=True)
+class Rounds:
+    """Of alternating rounds: the loss of each side's first step, and seconds of a step in every round."""
+
+    losses: Mapping[str, float]
+    seconds: Mapping[str, Sequence[float]]
+
+    @classmethod
+    def of(cls, sides: Mapping[str, Step]) -> Rounds:
+        losses = [{name: step() for name, step in sides.items()} for _ in range(2)]
+        times = [{name: timed(step) for name, step in sides.items()} for _ in range(ROUNDS)]
+        return cls(losses[0], {name: [row[name] for row in times] for name in sides})
+
+    def row(self, case: str, first: str, *others: str) -> dict[str, Any]:
+        """Medians; ratio: of the first to the fastest of the others in the same round."""
+        ours, theirs = self.seconds[first], [self.seconds[name] for name in others]
+        return {
+            "case": case,
+            "ours_s": statistics.median(ours),
+            "other_s": {name: statistics.median(self.seconds[name]) for name in others},
+            "ratio": statistics.median(a / min(rest) for a, *rest in zip(ours, *theirs, strict=True)),
+            "first_losses": [self.losses[name] for name in (first, *others)],
+        }
+
+
+def with_and_without(mesh: str) -> Iterator[dict[str, Any]]:
+    """All passes against none, each over shared memory and over gloo: four programs in the same rounds."""
+    sides = {"all passes": ours(mesh), "without passes": ours(mesh, **OFF)}
+    # a program keeps the transport that it starts with
+    with patch.dict(os.environ, {VARIABLE: "0"}):
+        sides |= {"all passes, gloo": ours(mesh), "without, over gloo": ours(mesh, **OFF)}
+    found = Rounds.of(sides)
+    for one, other in (
+        ("all passes", "without passes"),
+        ("all passes", "without, over gloo"),
+        ("all passes, gloo", "without, over gloo"),
+    ):
+        yield found.row(f"{mesh}, {one}", one, other)
 
 
 def main() -> None:
@@ -109,22 +138,24 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     hands = {"fsdp": "FSDP2 fully_shard", "tp": "parallelize_module", "dp": "DDP"}
     steps = {name: by_hand(name) for name in hands}
+    quick: list[dict[str, Any]] = []
     for name, called in hands.items():
-        rows.append({"case": f"{name}={world}", **compared(ours(f"{name}={world}"), {called: steps[name]})})
-    for name, called in hands.items():
+        mesh = f"{name}={world}"
+        sides = {"torch's": ours(mesh), "own": ours(mesh, OWN), called: steps[name]}
+        fastest = called
         # on the CPU torch's fused step refuses DTensors
-        other = {f"{called}, fused": by_hand(name, FUSED)} if name == "dp" else {called: steps[name]}
-        own = ours(f"{name}={world}", partial(autoshard.AdamW, lr=1e-3))
-        rows.append({"case": f"{name}={world}, autoshard.AdamW", **compared(own, other)})
-    best = {called: steps[name] for name, called in hands.items()}
+        if name == "dp":
+            fastest = f"{called}, fused"
+            sides[fastest] = by_hand(name, FUSED)
+        found = Rounds.of(sides)
+        rows.append(found.row(mesh, "torch's", called))
+        quick.append(found.row(f"{mesh}, autoshard.AdamW", "own", fastest))
+    rows += quick
     chosen = _chosen()
-    rows.append({"case": f"planner's own: {chosen}", **compared(ours(chosen), best)})
+    planned = Rounds.of({"planned": ours(chosen), **{called: steps[name] for name, called in hands.items()}})
+    rows.append(planned.row(f"planner's own: {chosen}", "planned", *hands.values()))
     for mesh in (f"fsdp={world}", f"dp=2,tp={world // 2}"):
-        quick = ours(mesh)
-        rows.append({"case": f"{mesh}, all passes", **compared(quick, {"without passes": ours(mesh, **OFF)})})
-        with patch.dict(os.environ, {VARIABLE: "0"}):
-            over_gloo = ours(mesh, **OFF)
-        rows.append({"case": f"{mesh}, all passes", **compared(quick, {"without, over gloo": over_gloo})})
+        rows += with_and_without(mesh)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(rows))
     dist.destroy_process_group()

@@ -35,7 +35,14 @@ _FUSED = "aten.addmm.default"
 #: what stands for a chain of ops (`passes/fuse_kernels.py`): it has no rule, and its parts are not known here
 KERNELS = frozenset(
     f"autoshard.{name}.default"
-    for name in ("add_layer_norm", "add_rms_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward")
+    for name in (
+        "add_layer_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "layer_norm_backward",
+        "rms_norm",
+        "rms_norm_backward",
+    )
 ) | frozenset(NORMS)
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
 

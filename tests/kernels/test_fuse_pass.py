@@ -23,7 +23,7 @@ from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType
+from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.passes.capture import capture
 from autoshard.passes.fuse_kernels import fuse_kernels
@@ -39,6 +39,7 @@ from autoshard.search.plan import Pipeline, Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops, placed_of
 from autoshard.simulate.work import Traffic
+from autoshard.verify.static import verify_static
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
 BACKWARD = ("rms_norm_backward", "layer_norm_backward")
@@ -137,6 +138,30 @@ def test_layer_norms_in_half_precision() -> None:
         outs.append({r.target: lockstep.whole(env[r.value], r.value) for r in one.signature.results})
     for target in outs[0]:
         assert relative_error(outs[0][target].float(), outs[1][target].float()) < 5e-2, target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norms_without_a_bias(dtype: torch.dtype) -> None:
+    """The kernel of the gradient gives that of a bias all the same; it goes nowhere."""
+    torch.manual_seed(0)
+    model = Plain(nn.LayerNorm(16, bias=False)).to(dtype)
+    x = torch.randn(4, 3, 16).to(dtype)
+    analysis = analyse(capture(model, (x,), {}))
+    plan = plan_analysed(analysis, [Mesh.parse("dp=2")], load_cluster("cpu-gloo"))
+    made, plain = (compile_analysed(plan, kernels=k) for k in (True, False))
+    assert found(made.lowered) == {"add_layer_norm": 1, "layer_norm_backward": 1}
+    for segment in made.lowered.segments.values():
+        for node in segment.graph.nodes:
+            if "layer_norm_backward" in node.op:
+                assert (
+                    node.types[1]
+                    == node.types[2]
+                    == TensorType((16,), "f32" if dtype == torch.float32 else "bf16")
+                )
+                assert segment.layouts[node.outs[1]] == segment.layouts[node.outs[2]]
+                assert not any(node.outs[2] in refs_of(n) for n in segment.graph.nodes)
+    assert verify_static(made).ok
+    _equal(made, plain, model, x)
 
 
 class Gemma(nn.Module):

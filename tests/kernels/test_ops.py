@@ -136,6 +136,10 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(
         lambda x, y, w, c: ops.add_layer_norm(x, y, w, c, 1e-3)[:2], (a, b, weight, bias)
     )
+    assert torch.autograd.gradcheck(lambda x, w: ops.layer_norm(x, w, None, 1e-3)[0], (a, weight))
+    assert torch.autograd.gradcheck(
+        lambda x, y, w: ops.add_layer_norm(x, y, w, None, 1e-3)[:2], (a, b, weight)
+    )
     # only the sum is used
     ops.add_rms_norm(a, b, weight, 1e-3, True)[0].sum().backward()
     assert torch.equal(a.grad, torch.ones_like(a)) and weight.grad is None  # type: ignore[arg-type]
@@ -151,6 +155,30 @@ def test_layer_norm_is_torchs() -> None:
         assert torch.equal(one, other)
     for one, other in zip((y, mean, rstd), true, strict=True):
         assert torch.equal(one, other)
+    for one, other in zip(
+        torch.ops.autoshard.layer_norm(x, weight, None, 1e-5),
+        torch.native_layer_norm(x, (40,), weight, None, 1e-5),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shift", [True, False], ids=["bias", "no bias"])
+def test_wire_of_a_layer_norm_holds_its_rows(shift: bool) -> None:
+    """Both ops give what the norm and the quantisation of its rows give; rows far from zero, too."""
+    a, b = (torch.randn(3, 5, 64, generator=generator(k)) + 4 for k in (1, 2))
+    weight = torch.randn(64, generator=generator(3))
+    bias = torch.randn(64, generator=generator(4)) if shift else None
+    ops = torch.ops.autoshard
+    x, y, mean, rstd = ops.add_layer_norm(a, b, weight, bias, 1e-5)
+    wanted = (x, quantise(y, 8, 32), mean, rstd)
+    for one, other in zip(ops.add_layer_norm_quantise(a, b, weight, bias, 1e-5, 32), wanted, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(ops.layer_norm_quantise(x, weight, bias, 1e-5, 32), wanted[1:], strict=True):
+        assert torch.equal(one, other)
+    back = dequantise(wanted[1], 960, 8, 32, torch.float32).view_as(y)
+    true = torch.nn.functional.layer_norm(a + b, (64,), weight, bias)
+    assert 1e-4 < float((back - true).norm() / true.norm()) < 1e-2
 
 
 # quantisation
@@ -215,6 +243,8 @@ def test_what_quantisation_refuses() -> None:
         quantise(torch.ones(8, dtype=torch.int32), 8, 64)
     with pytest.raises(UsageError, match="not whole groups"):
         torch.ops.autoshard.rms_norm_quantise(torch.ones(2, 48), torch.ones(48), 1e-6, True, 32)
+    with pytest.raises(UsageError, match="not whole groups"):
+        torch.ops.autoshard.layer_norm_quantise(torch.ones(2, 48), torch.ones(48), None, 1e-6, 32)
     with pytest.raises(UsageError, match="has no 3 parts"):
         torch.ops.autoshard.bucket_pack([torch.ones(4)], 3, torch.float32, 1.0)
 
