@@ -78,7 +78,7 @@ class Filling:
         step that runs nothing again, if they are known.
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
-        state = bare.state_bytes(beside, bare.state_bytes(self._state))
+        state = self.state_bytes(bare, beside)
         if state > budget:
             return None
         if state + self._activations(bare) <= budget:
@@ -91,6 +91,10 @@ class Filling:
                 if best is None or seconds < best[1]:
                     best = (filled, seconds)
         return best
+
+    def state_bytes(self, setting: Setting, beside: Profile) -> float:
+        """Bytes of parameters, gradients and optimizer; beside: see `best`."""
+        return setting.state_bytes(beside, setting.state_bytes(self._state))
 
     def _activations(self, bare: Setting) -> float:
         """Bytes of activations with nothing run again: all that a setting says of them is how many fly."""

@@ -68,6 +68,9 @@ class Race:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         where = estimated.configuration
         most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
+        dear = _piped(where) or self.one_kind
+        if self.best is not None and not isfinite(estimated.seconds) and (dear or estimated.hopeless):
+            return True  # seems not to fit: looked at only where that takes a moment
         if estimated.bound >= self.reached or self._alike[alike(where)] >= most_alike:
             return True
         if any(self._says_enough(other, estimated) for other in self._standing.values()):
@@ -76,8 +79,6 @@ class Race:
         kinds = {_piped(c) for c in self._standing}
         if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
             return False
-        if not isfinite(estimated.seconds) and self.one_kind and self.best is not None:
-            return True  # what seems not to fit is worth no work that takes long
         limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
@@ -112,7 +113,7 @@ class Race:
         where = estimated.configuration
         if other in self._waiting and _piped(where) == _piped(other.found.configuration):
             return True
-        if not self._err_alike(other, where):
+        if not self._err_alike(other, where) or not isfinite(estimated.seconds):
             return False
         near = alike(where) == alike(other.found.configuration)
         expected = estimated.seconds * other.judged / other.estimated

@@ -85,12 +85,17 @@ class Staged:
 
 @dataclass(frozen=True)
 class Estimated:
-    """A configuration with an estimated setting and seconds, and a lower bound in seconds."""
+    """A configuration with an estimated setting and seconds, and a lower bound in seconds.
+
+    hopeless: whether what parameters take leaves no room for anything else in any placements that were looked
+    at.
+    """
 
     configuration: Configuration
     setting: Setting
     seconds: float
     bound: float
+    hopeless: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,7 @@ def rank(
                 found.append(Estimated(where, how, best, min(slack * bound, best)))
                 known = min(known, best)
             elif budget is not None and shape.bytes(each) / staged.ranks <= budget:
-                found.append(Estimated(where, how, inf, slack * bound))
+                found.append(Estimated(where, how, inf, slack * bound, hopeless=not one.leaves_room()))
     return found
 
 
@@ -332,6 +337,16 @@ class _Candidate:
             if filled is not None and (best is None or self.uneven[k] * filled[1] < best[0]):
                 best = (self.uneven[k] * filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
+
+    def leaves_room(self) -> bool:
+        """Whether parameters alone fit, in any of the placements."""
+        how, each = self.ways[0], self.bare.each
+        ways = ((self.bare.free, False), (self.bare.lean, True))
+        return self.budget is None or any(
+            filling.state_bytes(how, extra) <= self.budget
+            for filling, lean in ways
+            for extra in self.lives.at(each, lean=lean)[0]
+        )
 
 
 class _Lives:

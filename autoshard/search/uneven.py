@@ -72,7 +72,7 @@ def _crossing(model: Model, name: str) -> list[float]:
 
 
 def _places(calls: Sequence[Sequence[float]]) -> set[tuple[int, int]]:
-    """(call, op) behind which a cut may be: everywhere, or the ends of calls and then where little crosses."""
+    """(call, op) behind which a cut may be: all, or the ends of calls and then where little crosses."""
     if sum(map(len, calls)) <= PLACES:
         return {(call, number) for call, row in enumerate(calls) for number in range(len(row))}
     keys = []
