@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -44,6 +45,12 @@ class Parameters:
     phases: Array
     shapes: tuple[tuple[int, ...], ...]
     shares: tuple[Shares, ...]
+
+    @cached_property
+    def likeness(self) -> Hashable:
+        """The same for parameters that are used alike."""
+        arrays = (self.count, self.whole, self.base, self.split, self.width, self.phases)
+        return self.shapes, self.shares, tuple(array.tobytes() for array in arrays)
 
 
 def parameters_of(posed: Posed, placed: Placed) -> Parameters:

@@ -15,8 +15,9 @@ _MOST, _ALIKE = 3, 2
 _PIPED, _PIPED_ALIKE = 2, 1
 #: states of solved configurations together after which no other is solved
 _WORK = 8_000
-#: configurations whose estimate is this much over that of one that was solved are not solved
-_MARGIN = 1.03
+#: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
+#: for pipelines, and by placements, which says more
+_MARGIN, _CLOSE = 1.03, 1.015
 #: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
 _FAR = 1.2
 
@@ -39,8 +40,9 @@ class _Solved:
         """
         if not isfinite(self.estimated):
             return inf
+        margin = _MARGIN if _piped(self.found.configuration) else _CLOSE
         far = _MARGIN * self.estimated < self.seconds
-        return self.seconds / _MARGIN if far else _MARGIN * self.estimated
+        return self.seconds / _MARGIN if far else margin * self.estimated
 
 
 class Race:

@@ -360,7 +360,7 @@ class _Lives:
         self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe, setting: Setting
     ) -> None:
         self._shape, self._staged, self._on, self._setting = shape, staged, (mesh, cluster, recipe), setting
-        self._ends: dict[tuple[int, bool], list[Profile]] = {}
+        self._used: dict[Hashable, list[Profile]] = {}
         self._at: dict[tuple[int, bool], tuple[list[Profile], list[Sums]]] = {}
 
     def at(self, each: int, *, lean: bool) -> tuple[list[Profile], list[Sums]]:
@@ -372,16 +372,15 @@ class _Lives:
         return self._at[each, lean]
 
     def _of(self, end: End, lean: bool) -> list[Profile]:
-        key = (end.batch, lean)
-        if key not in self._ends:
-            way = end.holding(self._staged) if lean else end.free
-            self._ends[key] = zero_stages(way.parameters, *self._on)
-        return self._ends[key]
+        used = (end.holding(self._staged) if lean else end.free).parameters
+        if used.likeness not in self._used:
+            self._used[used.likeness] = zero_stages(used, *self._on)
+        return self._used[used.likeness]
 
 
 def _mixed_stages(low: list[Profile], high: list[Profile], t: float) -> list[Profile]:
     """What is interpolated between two ends, stage by stage; that of one where the other has none."""
-    if t == 0.0 or not high or low == high:
+    if t == 0.0 or not high or low is high:
         return low
     if t == 1.0 or not low:
         return high
