@@ -120,10 +120,12 @@ def cut_pipeline(
 class Homes:
     """Where every statement would run if every op of forward were a stage of its own.
 
-    slot: place of a statement -> that of an op of forward; None: wherever it is needed. weight: places of ops
-    that make gradients of parameters. bases: value -> what it is a view of.
+    whole: the statements, copies of gradients among them that serve several parameters. slot: place of a
+    statement -> that of an op of forward; None: wherever it is needed. weight: places of ops that make
+    gradients of parameters. bases: value -> what it is a view of.
     """
 
+    whole: Statements
     slot: dict[int, int | None]
     weight: frozenset[int]
     bases: Mapping[str, frozenset[str]]
@@ -135,7 +137,7 @@ def homes_of(uncut: Uncut, joint: Joint, mesh: MeshShape) -> Homes:
     stages = _Stages(uncut, joint, mesh, count)
     stages.assign_forward(range(1, count))
     stages.assign_backward()
-    return Homes(stages.at, frozenset(stages._owned()), stages.bases)
+    return Homes(stages.whole, stages.at, frozenset(stages._owned()), stages.bases)
 
 
 def _half(lowered: Lowered, backward: bool) -> list[Instruction]:
@@ -491,9 +493,10 @@ class _Stages:
                 results[k] = value = name
             self.owners[value] = stages
         if added:
+            lowered = self.whole.lowered
             self.whole = replace(
                 self.whole,
-                lowered=replace(self.whole.lowered, main=tuple(main)),
+                lowered=replace(lowered, main=tuple(main), values={**lowered.values, **copied}),
                 all=(*self.whole.all, *added),
                 results=tuple(results),
                 values={**values, **copied},

@@ -21,8 +21,8 @@ class Body:
     """A layer traced on its own.
 
     feeds: the ports that a call gives values to, in the order of its tensors. outputs: values of the
-    layer's outputs, by position. tangents: port names by position of the output. grads: values of the
-    gradients, in the order of the feeds that have one. sites: dropout calls inside.
+    layer's outputs, by position. tangents: port names, in the order of the outputs that have a gradient.
+    grads: values of the gradients, in the order of the feeds that have one. sites: dropout calls inside.
     """
 
     joint: Joint
