@@ -158,10 +158,10 @@ class _Expander:
             fqn = f"{at.fqn}.{inner.fqn}" if inner.fqn else at.fqn
             origin = Origin(fqn, at.call, inner.source or at.source)
             self.nodes.append(replace(_moved(node, key.site), outs=outs, origin=origin))
-            self.types.update(zip(outs, node.types, strict=True))
+            self.types.update((o, t) for o, t in zip(outs, node.types, strict=True) if t is not None)
 
     def _beside_zeros(self, node: Node) -> str | None:
-        """What zeros are added to, if that is all a node does: the gradient of an output that nothing uses."""
+        """What zeros are added to, if a node does only that: the gradient of an output that nothing uses."""
         if node.op != _ADD or node.kwargs or len(node.args) != 2:
             return None
         a, b = node.args

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, TypeAlias
 
@@ -115,6 +116,8 @@ def _token(value: object) -> Hashable:
         return type(value)
     if isinstance(value, MethodType):
         return value.__func__, "method"
+    if type(value) is partial and not value.__dict__:
+        return partial, _token(value.func), _token(value.args), _token(tuple(value.keywords.items()))
     if isinstance(value, FunctionType):
         return value
     return id(value)

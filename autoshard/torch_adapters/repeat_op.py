@@ -1,8 +1,8 @@
 """An op that stands for a whole call of a repeated layer while the rest of the model is traced.
 
 It never runs: `passes/expand_repeats.py` puts the layer's own graph in its place. ``key`` says what the
-fake tensors and the gradients look like: ``call|body|dtype:sizes;...|positions of inputs with a gradient|dropout
-calls before|positions of outputs with a gradient``.
+fake tensors and the gradients look like: ``call|body|dtype:sizes;...|inputs with a gradient|dropout calls
+before|outputs with a gradient``, both by position.
 """
 
 from __future__ import annotations
