@@ -13,10 +13,10 @@ from planned import analysed
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
-from autoshard.search.choose import Ask, Settled, choose, few_pipelines
+from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.pipe import Pipe
 from autoshard.search.race import Race
-from autoshard.search.rank import Configuration, Estimated, shapes_of
+from autoshard.search.rank import Configuration, Estimated
 from autoshard.search.setting import Setting
 
 BATCH = 8
@@ -115,16 +115,3 @@ def test_a_little_faster_is_not_worth_any_work() -> None:
     where = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe())
     assert not _solved(where, 1.0, 2.0).leaves_out(_estimated("fsdp=8", 1.9))
     assert _solved(where, 1.0, 2.0, 10**6).leaves_out(_estimated("fsdp=8", 1.9))
-
-
-def test_pipelines_that_leave_tensors_whole_are_looked_at_beside_those_of_the_best_layout() -> None:
-    """With experts: a tensor axis may be the best only because nothing else fits without stages."""
-    machine = load_cluster("h100-dgx")
-    groups = shapes_of([s for s in searched(machine, 64, 64, 64, PipeAsk()) if s.ranks > 1], owners=8)
-
-    def kept(mesh: str) -> list[str]:
-        best = Estimated(Configuration(Mesh.parse(mesh), 64, 1), Setting(1, {}), 1.0, 0.5)
-        return [f"pp={g[0].ranks},{g[0].mesh}" for g in few_pipelines(groups, [best])]
-
-    assert kept("fsdp=8,tp=8") == ["pp=2,fsdp=4,tp=8", "pp=2,dp=4,fsdp=8", "pp=4,dp=2,fsdp=8", "pp=8,fsdp=8"]
-    assert kept("dp=8,fsdp=8") == ["pp=2,dp=4,fsdp=8"]

@@ -24,12 +24,10 @@ from autoshard.search.shapes import Shapes
 from autoshard.search.tactics import run_tactics
 from autoshard.search.tune import tune
 
-__all__ = ["Ask", "Rejected", "Settled", "choose", "few_pipelines", "retuned"]
+__all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
 
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
-#: and how many that leave tensors whole, which are small problems: from the one of fewest stages on
-_WHOLE = 3
 
 
 def choose(
@@ -148,7 +146,7 @@ class _Search:
             for group in (g for g in groups if g not in later):
                 ranked += self._ranked(group, ranked)
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
-            for group in few_pipelines(later, ranked):
+            for group in _few(later, ranked):
                 ranked += self._ranked(group, ranked)
         except KeyboardInterrupt:
             if not self.solved:
@@ -194,20 +192,13 @@ class _Search:
         return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__)
 
 
-def few_pipelines(
-    groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]
-) -> list[tuple[Staged, ...]]:
-    """Of shapes with pipelines, a few that divide layers as the best one without does.
-
-    If that one divides tensors, which may be for want of memory alone, also some that leave them whole: their
-    stages hold less.
-    """
+def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> list[tuple[Staged, ...]]:
+    """Of shapes with pipelines, a few that divide layers as the best one without does."""
     if not ranked:
         return list(groups)[:_PIPELINES]
     best = min(ranked, key=lambda e: e.seconds).configuration.mesh
-    wide = sorted(groups, key=lambda g: -data_ways(g[0].mesh))
-    found = [g for g in wide if _inside(g[0].mesh) == _inside(best)][:_PIPELINES]
-    return found + ([g for g in wide if not _inside(g[0].mesh)][:_WHOLE] if _inside(best) else [])
+    alike = [g for g in groups if _inside(g[0].mesh) == _inside(best)]
+    return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]
 
 
 def _inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
