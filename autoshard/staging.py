@@ -233,7 +233,8 @@ class _Slots:
     def __init__(
         self, uncut: Uncut, folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int
     ) -> None:
-        whole = uncut.whole
+        self.homes = places_apart(uncut, folded.joint)
+        whole = self.homes.uncut.whole  # with copies of gradients that serve several parameters
         self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
         self.ranks = ranks
         self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
@@ -241,7 +242,6 @@ class _Slots:
         self.estimator = Estimator(_bare(whole, folded, how), cluster)
         self.link = pipe_link(cluster, inner, ranks)
         self.links = self.estimator.links
-        self.homes = places_apart(uncut, folded.joint)
         #: by identity of their type and layout, which the program keeps
         self._bytes: dict[int, float] = {}
         self.ops = [s for s in whole.all if not s.backward]

@@ -12,6 +12,9 @@ from autoshard.torch_adapters.repeat_op import REPEAT, REPEAT_BACKWARD, RepeatKe
 
 _DROPOUT = "autoshard.dropout.default"
 _SITE = 3
+_ADD = "aten.add.Tensor"
+#: what autograd gives for an output that nothing uses
+_ZEROS = frozenset({"aten.zeros.default", "aten.new_zeros.default"})
 #: kind of a result that is a gradient -> kind of the port it belongs to
 _GRADS = MappingProxyType({"grad": "param", "input_grad": "input"})
 
@@ -21,8 +24,8 @@ class Body:
     """A layer traced on its own.
 
     feeds: the ports that a call gives values to, in the order of its tensors. outputs: values of the
-    layer's outputs, by position. tangents: port names by position of the output. grads: values of the
-    gradients, in the order of the feeds that have one. sites: dropout calls inside.
+    layer's outputs, by position. tangents: port names, in the order of the outputs that have a gradient.
+    grads: values of the gradients, in the order of the feeds that have one. sites: dropout calls inside.
     """
 
     joint: Joint
@@ -77,6 +80,8 @@ class _Expander:
         self.constants = dict(joint.constants)
         self.ports = list(joint.ports)
         self.known: dict[tuple[int, str], str] = {}
+        self.types = dict(joint.graph.types())
+        self.zeros = {n.name for n in joint.graph.nodes if n.op in _ZEROS}
 
     def run(self) -> Joint:
         for node in self.joint.graph.nodes:
@@ -87,6 +92,8 @@ class _Expander:
             else:
                 self.nodes.append(substitute(node, lambda name: Ref(self._real(name))))
         results = self._results()
+        used = {r for node in self.nodes for r in refs_of(node)} | {r.value for r in results}
+        self.nodes = [n for n in self.nodes if n.op not in _ZEROS or used & set(n.outs)]
         graph = Graph(
             "joint",
             tuple((p.name, p.type) for p in self.ports),
@@ -141,12 +148,27 @@ class _Expander:
             if original.backward != backward:
                 continue
             node = substitute(original, lambda name: Ref(names[name]))
+            other = self._beside_zeros(node)
+            if other is not None:
+                names[original.name] = other
+                continue
             outs = tuple(f"{out}_r{key.call}" for out in original.outs)
             names.update(zip(original.outs, outs, strict=True))
             inner = original.origin
             fqn = f"{at.fqn}.{inner.fqn}" if inner.fqn else at.fqn
             origin = Origin(fqn, at.call, inner.source or at.source)
             self.nodes.append(replace(_moved(node, key.site), outs=outs, origin=origin))
+            self.types.update((o, t) for o, t in zip(outs, node.types, strict=True) if t is not None)
+
+    def _beside_zeros(self, node: Node) -> str | None:
+        """What zeros are added to, if a node does only that: the gradient of an output that nothing uses."""
+        if node.op != _ADD or node.kwargs or len(node.args) != 2:
+            return None
+        a, b = node.args
+        if not (isinstance(a, Ref) and isinstance(b, Ref)) or not {a.name, b.name} & self.zeros:
+            return None
+        other = a.name if b.name in self.zeros else b.name
+        return other if self.types.get(other) == node.types[0] else None
 
     def _constant(self, body: int, port: Port) -> str:
         """A constant of a layer's code: one input for all its calls."""

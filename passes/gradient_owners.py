@@ -53,7 +53,7 @@ def owners_of(uncut: Uncut, joint: Joint, stages_of: Mapping[str, Collection[int
     if added:
         whole = replace(
             whole,
-            lowered=replace(whole.lowered, main=tuple(main)),
+            lowered=replace(whole.lowered, main=tuple(main), values={**whole.lowered.values, **copied}),
             all=(*whole.all, *added),
             results=tuple(results),
             values={**values, **copied},

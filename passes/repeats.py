@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NoReturn, TypeAlias
 
@@ -115,6 +116,8 @@ def _token(value: object) -> Hashable:
         return type(value)
     if isinstance(value, MethodType):
         return value.__func__, "method"
+    if type(value) is partial and not value.__dict__:
+        return partial, _token(value.func), _token(value.args), _token(tuple(value.keywords.items()))
     if isinstance(value, FunctionType):
         return value
     return id(value)
@@ -254,7 +257,8 @@ class Repeats:
         grads = tuple(position for position, k in enumerate(passed) if k in trained)
         made = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]
         outs = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
-        text = RepeatKey(self.count, number, outs, grads, self.lifter.sites).text()
+        tangents = tuple(k for k, t in enumerate(made) if t.requires_grad)
+        text = RepeatKey(self.count, number, outs, grads, self.lifter.sites, tangents).text()
         self.count += 1
         self.lifter.sites += body.sites
         results = iter(torch.ops.autoshard.repeat(tensors, text))
@@ -342,8 +346,9 @@ def _body(joint: Joint, call: _Call) -> Body:
     tensors = [k for k, leaf in enumerate(call.outs) if isinstance(leaf, torch.Tensor)]
     outputs = {int(r.target): r.value for r in joint.results if r.kind == "output"}
     tangents = {int(p.target): p.name for p in joint.ports if p.kind == "tangent"}
-    if sorted(outputs) != tensors or sorted(tangents) != tensors:
-        raise NotRepeated("a layer has outputs without a gradient")
+    trained = [k for k in tensors if call.outs[k].requires_grad]
+    if sorted(outputs) != tensors or sorted(tangents) != trained:
+        raise NotRepeated("a layer on its own has other outputs, or gradients of others")
     position: dict[tuple[str, str], int] = {(p.kind, p.target): k for k, p in enumerate(feeds)}
     kinds = {"grad": "param", "input_grad": "input"}
     grads = sorted((position[kinds[r.kind], r.target], r.value) for r in joint.results if r.kind in kinds)
@@ -352,7 +357,7 @@ def _body(joint: Joint, call: _Call) -> Body:
         joint,
         feeds,
         tuple(outputs[k] for k in tensors),
-        tuple(tangents[k] for k in tensors),
+        tuple(tangents[k] for k in trained),
         tuple(grads),
         len(sites),
     )

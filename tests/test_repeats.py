@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ import autoshard.passes.capture as capturing
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import simplify
+from autoshard.passes.repeats import find_groups
 from autoshard.torch_adapters.absent import Absent, AbsentUsedError
 
 LAYERS = 4
@@ -107,6 +109,58 @@ class Layer(nn.Module):
         if self.kind == "constant":
             y = y * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
         return (y, x) if self.kind == "identity" else y
+
+
+class Scaled(nn.Module):
+    """Multiplies what a partial function of its own makes of x by the factor it is given for it."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.act = functools.partial(torch.mul, other=factor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.linear(x))
+
+
+@pytest.mark.parametrize(("factors", "groups"), [([2.0] * 4, 1), ([2.0, 2.0, 3.0, 4.0], 0)])
+def test_partial_functions_are_alike_if_their_arguments_are(factors: list[float], groups: int) -> None:
+    assert len(find_groups(nn.Sequential(*map(Scaled, factors)))) == groups
+
+
+class Unused(nn.Module):
+    """Hands on what has a gradient and what has none beside its own result; nobody uses either at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor) -> Any:
+        return torch.tanh(self.linear(x) + bias * mask), bias, mask
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.bias = nn.Parameter(torch.randn(6))
+        self.layers = nn.ModuleList([Unused() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias, mask = 2 * self.bias, (x > 0).float()
+        for layer in self.layers:
+            x, bias, mask = layer(x, bias, mask)
+        return x.pow(2).mean()
+
+
+def test_layers_hand_on_what_has_no_gradient(plainly: Any) -> None:
+    model, inputs = Shared().train(), {"x": torch.randn(3, 6)}
+    once, plain = capture(model, (), inputs), plainly(model, inputs)
+    assert Counter(n.op for n in once.graph.nodes) == Counter(n.op for n in plain.graph.nodes)
+    assert any("_r3" in out for n in once.graph.nodes for out in n.outs)
+    found, wanted = evaluate(once, model, (), inputs), evaluate(plain, model, (), inputs)
+    for key, value in wanted.items():
+        assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6), key
 
 
 class Stack(nn.Module):

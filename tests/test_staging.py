@@ -176,3 +176,27 @@ def test_what_cannot_be_is_refused() -> None:
         autoshard.plan(model, "pp=2,dp=2", example_inputs=batch, microbatches=3)
     with pytest.raises(UsageError, match="chunks is 0"):
         autoshard.plan(model, "pp=2", example_inputs=batch, chunks=0)
+
+
+def test_a_gradient_of_two_parameters_is_cut_like_any_other() -> None:
+    """With attention beside the feed-forward, both output biases have one gradient, which is then copied."""
+    pytest.importorskip("transformers")
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=64,
+        max_position_embeddings=16,
+    )
+    model = GPTNeoXForCausalLM(config).train()
+    ids = torch.randint(0, 64, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    planned = autoshard.plan(model, "pp=2,dp=2", example_inputs=batch, microbatches=2)
+    assert planned.staging is not None
+    program = autoshard.compile(model, planned).program
+    found = verify(program, model, (), batch, steps=1)
+    assert found.ok, found.worst()

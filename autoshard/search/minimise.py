@@ -54,7 +54,7 @@ def minimise_pruned(net: Residual, limits: Limits) -> Found:
 
 
 def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
-    """Branch and bound for a while, neighbourhoods from there, HiGHS if the program is small.
+    """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
     Complete branch and bound if nothing finite was found.
     """
@@ -66,7 +66,7 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
     if states is None:
         states = dive(net, order.variables[::-1])
     if states is not None:
-        states = widen(net, descend(net, states), limits)
+        states = descend(net, states)
     seconds = np.inf if states is None else measure(net, states)[0]
     if seconds - lower > ROUNDING * abs(seconds) and entries(net) <= limits.milp:
         outcome = solve_milp(net, scale=seconds)
@@ -78,6 +78,9 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
             if outcome.complete and (other < np.inf or outcome.lower_bound == np.inf):
                 return Found(states, seconds, "HiGHS")
             method = "HiGHS, stopped early"
+    if states is not None and seconds - lower > ROUNDING * abs(seconds):
+        states = widen(net, states, limits)
+        seconds = measure(net, states)[0]
     if states is None:
         tried = depth_first(order, [Criterion(bounds)])
         return Found(tried.states, tried.lower_bound, "branch and bound")

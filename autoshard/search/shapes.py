@@ -34,6 +34,8 @@ from autoshard.search.uneven import chain_of
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
 _MIDDLE = 8
+#: but problems of more states than this take too long for a third time
+_LARGE = 8_000
 
 
 class Shapes:
@@ -80,9 +82,11 @@ class Shapes:
             # problems with experts are large, and there are more of them: their ends have to do
             few = experts_of(self.poses.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]
             middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
-            chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
             try:
+                if middle and self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices > _LARGE:
+                    middle = []
+                chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
                 ends = tuple(self._end(mesh, b) for b in chosen)
             except UsageError as error:
                 failure = error

@@ -1,7 +1,8 @@
 """An op that stands for a whole call of a repeated layer while the rest of the model is traced.
 
 It never runs: `passes/expand_repeats.py` puts the layer's own graph in its place. ``key`` says what the
-fake tensors and the gradients look like: ``call|body|dtype:sizes;...|positions of inputs with a gradient``.
+fake tensors and the gradients look like: ``call|body|dtype:sizes;...|inputs with a gradient|dropout calls
+before|outputs with a gradient``, both by position.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ REPEAT, REPEAT_BACKWARD = "autoshard.repeat.default", "autoshard.repeat_backward
 class RepeatKey:
     """call: number of the call in the model. body: which layer graph. outs: dtype and shape per output.
 
-    grads: positions of the inputs that get a gradient. site: dropout calls before this one.
+    grads: positions of the inputs that get a gradient. site: dropout calls before this one. tangents:
+    positions of the outputs that have a gradient.
     """
 
     call: int
@@ -29,14 +31,16 @@ class RepeatKey:
     outs: tuple[tuple[str, tuple[int, ...]], ...]
     grads: tuple[int, ...]
     site: int
+    tangents: tuple[int, ...]
 
     def text(self) -> str:
         outs = ";".join(f"{d}:{','.join(map(str, s))}" for d, s in self.outs)
-        return f"{self.call}|{self.body}|{outs}|{','.join(map(str, self.grads))}|{self.site}"
+        grads, tangents = (",".join(map(str, n)) for n in (self.grads, self.tangents))
+        return f"{self.call}|{self.body}|{outs}|{grads}|{self.site}|{tangents}"
 
     @classmethod
     def parse(cls, text: str) -> RepeatKey:
-        call, body, outs, grads, site = text.split("|")
+        call, body, outs, grads, site, tangents = text.split("|")
         pairs = [o.split(":") for o in outs.split(";") if o]
         return cls(
             int(call),
@@ -44,6 +48,7 @@ class RepeatKey:
             tuple((d, tuple(int(n) for n in s.split(",") if n)) for d, s in pairs),
             tuple(int(g) for g in grads.split(",") if g),
             int(site),
+            tuple(int(t) for t in tangents.split(",") if t),
         )
 
 
@@ -66,14 +71,18 @@ def _backward_fake(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     tensors, ctx.key = inputs
     ctx.save_for_backward(*tensors)
+    differentiable = set(RepeatKey.parse(ctx.key).tangents)
+    ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if k not in differentiable))
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], None]:
     tensors = list(ctx.saved_tensors)
     key = RepeatKey.parse(ctx.key)
     whole = [
-        tensors[0].new_zeros(shape, dtype=getattr(torch, dtype)) if g is None else g
-        for g, (dtype, shape) in zip(grads, key.outs, strict=True)
+        tensors[0].new_zeros(key.outs[k][1], dtype=getattr(torch, key.outs[k][0]))
+        if grads[k] is None
+        else grads[k]
+        for k in key.tangents
     ]
     made = torch.ops.autoshard.repeat_backward(whole, tensors, ctx.key)
     found: list[torch.Tensor | None] = [None] * len(tensors)
