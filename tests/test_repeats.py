@@ -252,13 +252,13 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
 def test_parameters_of_layers_are_no_arguments_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for one per call; all are ports of the graph, in their order, with their gradients."""
     sizes = []
-    trace = capturing._trace
+    trace = capturing.trace
 
     def watched(function: Any, tensors: Any) -> Any:
         sizes.append(len(tensors))
         return trace(function, tensors)
 
-    monkeypatch.setattr(capturing, "_trace", watched)
+    monkeypatch.setattr(capturing, "trace", watched)
     model = Stack("plain")
     joint = capture(model, (torch.randn(3, 6),), {})
     names = [name for name, _ in model.named_parameters()]
