@@ -30,6 +30,7 @@ from autoshard.cost.step_time import (
     weights,
 )
 from autoshard.errors import InfeasibleError
+from autoshard.ir.held import held_numel
 from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
 from autoshard.search.choose import Ask, Settled, choose
@@ -42,7 +43,7 @@ from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import compose, profile
 from autoshard.search.tune import QUICK, tune
-from autoshard.search.variables import ParamState, ParamVar
+from autoshard.search.variables import NodeVar, ParamState, ParamVar
 
 # -- another batch -----------------------------------------------------------------------------------------
 
@@ -291,6 +292,35 @@ def test_nothing_is_faster(name: str, cluster: str, ranks: int, share: float) ->
     assert found.placed.bytes <= budget
     assert found.bound <= best.seconds * (1 + 1e-9)
     assert found.placed.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+def test_gradients_that_wait_are_as_small_as_the_parameter_in_use() -> None:
+    """No more is counted for them; what backward makes in full for every rank of tp is reduced at once."""
+    posed = _posed("llama", "fsdp=2,tp=2", 4, "h100-dgx")
+    problem, sizes = posed.problem, posed.mesh.sizes
+    seen = 0
+    for key, group in posed.model.flow.classes.items():
+        target = problem.index[key]
+        for segment, value in group.grads:
+            nodes = posed.model.folded.segments[segment].nodes
+            at = [(k, n.outs.index(value)) for k, n in enumerate(nodes) if value in n.outs]
+            if not at or ("node", segment, at[0][0]) not in problem.index:
+                continue
+            maker, position = problem.index["node", segment, at[0][0]], at[0][1]
+            wall = problem.terms.hard.get((min(maker, target), max(maker, target)))
+            made, life = problem.variables[maker], problem.variables[target]
+            assert isinstance(made, NodeVar)
+            assert isinstance(life, ParamVar)
+            for (m, how), (p, state) in product(enumerate(made.states), enumerate(life.states)):
+                layout = how.outputs[position]
+                if not state.late or layout is None:
+                    continue
+                if wall is not None and np.isinf(wall[m, p] if maker < target else wall[p, m]):
+                    continue
+                seen += 1
+                given, used = (held_numel(group.first.type.shape, x, sizes) for x in (layout, state.use))
+                assert given <= used
+    assert seen > 100
 
 
 # -- ZeRO --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from autoshard.search.rank import Configuration, Staged, data_ways
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
+from autoshard.search.uneven import busiest, chain_of
 from autoshard.staging import pipe_link
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
@@ -37,7 +38,7 @@ SLOWER = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published plan and ours, both by the formula of `cost.step_time`, before a pipeline is cut.
+    """A published plan and ours, both by the formula of `cost.step_time`, and as uneven as stages have to be.
 
     published_s: a step of the published mesh, microbatch and recomputation at its best placements, which
     gives it whatever its authors' code does and more. fits: whether it does in our count of memory; if not,
@@ -115,12 +116,15 @@ def _compare(
             yield Skipped(row.id, row.study, f"its plan cannot be priced: {error}")
             continue
         if ours is None:
-            yield Comparison(row, theirs.placed.seconds, fits, None, why=why)
+            yield Comparison(row, _seconds(theirs), fits, None, why=why)
         else:
             found = ours.configuration
-            yield Comparison(
-                row, theirs.placed.seconds, fits, ours.placed.seconds, _name(found), found.microbatches
-            )
+            yield Comparison(row, _seconds(theirs), fits, _seconds(ours), _name(found), found.microbatches)
+
+
+def _seconds(found: Settled) -> float:
+    """Of a step; a pipeline is not cut, but its stages are no more alike than they can be."""
+    return found.placed.seconds * busiest(chain_of(found.posed, found.placed), found.configuration.pipe)
 
 
 def _name(found: Configuration) -> str:
