@@ -83,9 +83,11 @@ def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
 # -- what one solution says of others ------------------------------------------------------------------------
 
 
-def _solved(where: Configuration, estimated: float, seconds: float, choices: int = 100) -> Race:
+def _solved(
+    where: Configuration, estimated: float, seconds: float, choices: int = 100, *, one_kind: bool = True
+) -> Race:
     """A race in which one was solved and is a program."""
-    made = Race(one_kind=True)
+    made = Race(one_kind=one_kind)
     posed = SimpleNamespace(problem=SimpleNamespace(choices=choices))
     found = cast(
         Settled, SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed)
@@ -97,8 +99,9 @@ def _solved(where: Configuration, estimated: float, seconds: float, choices: int
     return made
 
 
-def _estimated(mesh: str, seconds: float) -> Estimated:
-    return Estimated(Configuration(Mesh.parse(mesh), 8, 1, Pipe()), cast(Setting, None), seconds, 0.0)
+def _estimated(mesh: str, seconds: float, pipe: Pipe | None = None, *, hopeless: bool = False) -> Estimated:
+    where = Configuration(Mesh.parse(mesh), 8, 1, pipe or Pipe())
+    return Estimated(where, cast(Setting, None), seconds, 0.0, hopeless)
 
 
 def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
@@ -115,3 +118,27 @@ def test_a_little_faster_is_not_worth_any_work() -> None:
     where = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe())
     assert not _solved(where, 1.0, 2.0).leaves_out(_estimated("fsdp=8", 1.9))
     assert _solved(where, 1.0, 2.0, 10**6).leaves_out(_estimated("fsdp=8", 1.9))
+
+
+def test_what_seems_not_to_fit_is_solved_where_that_is_cheap() -> None:
+    """An estimate without placements that fit may be wrong, unless parameters alone are too large."""
+    where = Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe())
+    for one_kind in (False, True):
+        race = _solved(where, 1.0, 1.0, one_kind=one_kind)
+        assert race.leaves_out(_estimated("dp=4,tp=2", inf)) == one_kind
+        assert race.leaves_out(_estimated("dp=4,tp=2", inf, hopeless=True))
+        assert race.leaves_out(_estimated("dp=4", inf, Pipe(2, "1f1b")))
+
+
+def test_estimates_of_pipelines_and_of_others_are_compared_with_what_was_reached() -> None:
+    """One without a pipeline came out slower than the estimate of another with one."""
+    race = _solved(Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe()), 1.0, 2.0)
+    assert not race.leaves_out(_estimated("fsdp=4", 1.9, Pipe(2, "1f1b")))
+    assert race.leaves_out(_estimated("fsdp=4", 2.1, Pipe(2, "1f1b")))
+
+
+def test_pipelines_that_only_divide_the_data_ranks_otherwise_are_left_out() -> None:
+    where = Configuration(Mesh.parse("dp=2,fsdp=2"), 8, 1, Pipe(2, "1f1b"))
+    race = _solved(where, 1.0, 1.0)
+    assert race.leaves_out(_estimated("dp=4", 0.9, Pipe(2, "1f1b")))
+    assert not race.leaves_out(_estimated("dp=2,tp=2", 0.9, Pipe(2, "1f1b")))
