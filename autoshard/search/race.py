@@ -18,6 +18,8 @@ _WORK = 8_000
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
 #: for pipelines, and by placements, which says more
 _MARGIN, _CLOSE = 1.03, 1.015
+#: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved
+_SAME = 1.001
 #: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
 _FAR = 1.2
 
@@ -145,7 +147,7 @@ class Race:
         schedule piles up, which often does not fit, is not in the judgement.
         """
         first = min(self._waiting, key=_turn, default=None)
-        if first is None or _turn(first) > expected:
+        if first is None or _turn(first) > _SAME * expected:
             return None
         self._waiting.remove(first)
         return first.found, first.judged
