@@ -15,17 +15,16 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.reshard import Share, StepKind
 from autoshard.ir import DTYPES
-from autoshard.placement import Layout, R, Shard, chunk, local_shape
+from autoshard.ir.held import held_shape
+from autoshard.placement import Layout, R, Shard, chunk
 from autoshard.search.buckets import Shares
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
+from autoshard.search.problem import MORE
 from autoshard.search.problems import Posed
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamVar
-
-#: bytes that differ by less are the same, but for uneven parts
-_MORE = 1.01
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def parameters_of(posed: Posed, placed: Placed) -> Parameters:
         phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
         off_data = _off_data(life.stored, posed)
         shares.append(known[variable.place])
-        shapes.append(local_shape(type_.shape, off_data, axes.mesh_sizes, (0,) * len(axes.mesh_sizes)))
+        shapes.append(held_shape(type_.shape, off_data, axes.mesh_sizes))
         rows.append(
             (
                 len(group.ports),
@@ -127,13 +126,13 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     def sharded(shares: Sequence[Share]) -> Array:
         """A gather of all members, or the reduce-scatter that mirrors it."""
         over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
-        inside = np.where(given.whole > _MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
+        inside = np.where(given.whole > MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
         return given.count * (over_data + inside)
 
     def reduced(shares: Sequence[Share]) -> float:
         return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
 
-    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > _MORE * own
+    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > MORE * own
     reduce = reduced([s.reduce for s in given.shares])
     last = {Time("last", True): reduce}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width

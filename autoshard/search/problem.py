@@ -53,7 +53,7 @@ from autoshard.search.variables import (
 
 Array = NDArray[np.float64]
 #: bytes that differ by less are the same, but for uneven parts
-_MORE = 1.01
+MORE = 1.01
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ class _Builder:
         late = np.array([life.late for life in variable.states])
         # what waits for the last microbatch is counted as large as the parameter in use, not larger
         used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
-        matrix = np.where((made[:, None] > _MORE * used) & late, np.inf, matrix)
+        matrix = np.where((made[:, None] > MORE * used) & late, np.inf, matrix)
         infinite = np.isinf(matrix)
         for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
             if wanted.any():

@@ -95,8 +95,8 @@ class Race:
 
     def _limit(self, other: _Solved, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        alike = _piped(other.found.configuration) == _piped(where)
-        return other.limit if alike else _MARGIN * self.reached
+        one_kind = _piped(other.found.configuration) == _piped(where)
+        return other.limit if one_kind else _MARGIN * self.reached
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
