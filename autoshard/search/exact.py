@@ -68,18 +68,20 @@ class Exact:
         def leaves_out(estimated: Estimated) -> bool:
             return race.begun and (self.interrupted or race.leaves_out(estimated))
 
-        left = ranked
-        while left:
-            out = []
-            for estimated in left:
-                self._fit(race, estimated.seconds)
-                if leaves_out(estimated):
-                    out.append(estimated)
-                else:
-                    self._solve(race, estimated)
-            self._fit(race, inf)
-            # what was solved in the place of others may have come out slower than it looked
-            left = [e for e in out if not leaves_out(e)]
+        # what seems not to fit comes after all that does
+        for sure in (True, False):
+            left = [e for e in ranked if isfinite(e.seconds) == sure]
+            while left:
+                out = []
+                for estimated in left:
+                    self._fit(race, estimated.seconds)
+                    if leaves_out(estimated):
+                        out.append(estimated)
+                    else:
+                        self._solve(race, estimated)
+                self._fit(race, inf)
+                # what was solved in the place of others may have come out slower than it looked
+                left = [e for e in out if not leaves_out(e)]
         if race.best is None:
             raise self.worst()
         return self._finished(race.best, ranked, race.seconds)
