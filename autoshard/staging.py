@@ -6,7 +6,6 @@ end. Every schedule gets the cuts that are best for it, and the one with the sho
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +31,7 @@ from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.amounts import bytes_up
-from autoshard.search.cuts import PLACES, Ask, Line, best_cuts
+from autoshard.search.cuts import Ask, Line, best_cuts, places_of
 from autoshard.search.pipe import TRIED
 from autoshard.search.plan import Cut, Pipeline
 from autoshard.search.problems import layer_calls
@@ -412,24 +411,15 @@ class _Slots:
         return min([whole, *(in_parts(nbytes, self.link, link) for link in axes)])
 
     def _places(self) -> list[int]:
-        """Slots behind which a cut may be, in calls: all, or their ends and then where little crosses.
-
-        Of places alike in every layer each layer has its own.
-        """
+        """Slots behind which a cut may be, in calls; see `places_of`."""
         rows: dict[int, list[int]] = {}
         for slot, statement in enumerate(self.ops[:-1]):
             if isinstance(self.whole.lowered.main[statement.item], Call) and self.homes.at[slot] is not None:
                 rows.setdefault(statement.item, []).append(slot)
-        if sum(map(len, rows.values())) <= PLACES:
-            return [slot for row in rows.values() for slot in row]
-        keys: list[tuple[bool, float, int, int]] = []
-        for row in rows.values():
-            seen: Counter[float] = Counter()
-            for slot in row:
-                crossing = float(f"{float(self.send[slot]):.6e}")  # sums of the same sends differ by rounding
-                keys.append((slot != row[-1], crossing, seen[crossing], slot))
-                seen[crossing] += 1
-        return sorted(slot for *_, slot in sorted(keys)[:PLACES])
+        calls = list(rows.values())
+        # sums of the same sends differ by rounding
+        crossing = [[float(f"{float(self.send[slot]):.6e}") for slot in row] for row in calls]
+        return [calls[call][number] for call, number in places_of(crossing)]
 
     @property
     def most_stages(self) -> int:

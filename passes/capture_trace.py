@@ -18,6 +18,7 @@ from autoshard.torch_adapters.origins import user_line
 
 
 def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
+    """The graph of a function on tensors like these; raises CaptureError with the user's line."""
     try:
         return _traced(function, tensors, compiling=True)
     except (AutoshardError, NotRepeated, AbsentUsedError):

@@ -280,20 +280,21 @@ class _Fuser:
         grad, x, _, mean, rstd, weight, *_ = node.args
         dx, dw, db = node.outs
         last = index.only_use(dx, _ADD)
-        alone = (grad, x, mean, rstd, weight, None)
-        if last is None or last.kwargs or len(last.args) != 2:
-            return self._fused(name, "layer_norm_backward", alone, node.outs, node, node.outs)
-        more = next((a for a in last.args if a != Ref(dx)), None)
-        fits = (
-            isinstance(more, Ref)
-            and last.name not in self.claimed[name]
-            and index.types[more.name] == index.types[dx] == index.types[last.name]
-            and not any(index.depends(more.name, o) for o in node.outs)
-        )
-        if not fits:
-            return self._fused(name, "layer_norm_backward", alone, node.outs, node, node.outs)
-        outs, args = (last.name, dw, db), (*alone[:-1], more)
-        return self._fused(name, "layer_norm_backward", args, outs, last, (*node.outs, last.name))
+        more, outs, at = None, node.outs, node
+        if last is not None and not last.kwargs and len(last.args) == 2:
+            other = next((a for a in last.args if a != Ref(dx)), None)
+            if (
+                isinstance(other, Ref)
+                and last.name not in self.claimed[name]
+                and index.types[other.name] == index.types[dx] == index.types[last.name]
+                and not any(index.depends(other.name, o) for o in node.outs)
+            ):
+                more, outs, at = other, (last.name, dw, db), last
+        args = (grad, x, mean, rstd, weight, more)
+        made = self._fused(name, "layer_norm_backward", args, outs, at, node.outs)
+        types = made.node.types
+        # the gradient of a bias that is not there is given all the same
+        return replace(made, node=replace(made.node, types=(*types[:2], types[1])))
 
     def _fused(
         self,
@@ -305,8 +306,6 @@ class _Fuser:
         chain: Collection[str],
     ) -> _Fused:
         known = tuple(self._type(name, o) if o in self.index[name].types else None for o in outs)
-        if op == "layer_norm_backward":
-            known = (*known[:2], known[1])
         node = Node(f"autoshard.{op}.default", args, (), outs, known, at.origin, at.backward)
         return _Fused(node, at.name, tuple(dict.fromkeys((*chain, *outs))))
 

@@ -47,6 +47,15 @@ def lockstep_step(
     return lockstep, env
 
 
+def results_of(
+    program: Program, model: nn.Module, inputs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[float]]:
+    """All results of a step, whole, and what each rounding lost."""
+    lockstep, env = lockstep_step(program, model, inputs)
+    results = [lockstep.whole(env[r.value], r.value) for r in program.signature.results]
+    return results, [r.error for r in lockstep.rounding]
+
+
 def compare_step(program: Program, model: nn.Module, inputs: dict[str, Any]) -> dict[str, float]:
     """Relative error of the loss, of all outputs and of all gradients against the eager model."""
     lockstep, env = lockstep_step(program, model, inputs)

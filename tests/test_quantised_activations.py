@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sequence_llama
 import torch
-from lockstep_check import compare_step, lockstep_step
+from lockstep_check import compare_step, lockstep_step, results_of
 from test_gloo import torchrun
 from torch import nn
 
@@ -211,10 +211,9 @@ def test_numbers_are_close_and_the_same_with_and_without_the_kernel(again: str) 
     assert 1e-5 < max(errors.values()) < 5e-3
     values = []
     for made in (program(again=again), apart(again)):
-        lockstep, env = lockstep_step(made, model, inputs)
-        found = [r.error for r in lockstep.rounding]
-        assert found and all(1e-3 < error < 0.01 for error in found)
-        values.append(([lockstep.whole(env[r.value], r.value) for r in made.signature.results], found))
+        results, lost = results_of(made, model, inputs)
+        assert lost and all(1e-3 < error < 0.01 for error in lost)
+        values.append((results, lost))
     (fused, one), (plain, two) = values
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
     assert one == pytest.approx(two, rel=1e-6)
@@ -228,10 +227,7 @@ def test_bfloat16_rows_are_the_same_with_and_without_the_kernel() -> None:
         patch.setattr(pipeline, "quantise_norms", lambda lowered, mesh: lowered)
         plain = compile_analysed(found, allow=ALLOW, kernels=True)
     assert count(fused, GATHER_WIRE) == count(plain, GATHER_Q) > 0
-    ends = []
-    for made in (fused, plain):
-        lockstep, env = lockstep_step(made, model, inputs)
-        ends.append([lockstep.whole(env[r.value], r.value) for r in made.signature.results])
+    ends = [results_of(made, model, inputs)[0] for made in (fused, plain)]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import sequence_gpt2
 import torch
-from lockstep_check import compare_step, lockstep_step
+from lockstep_check import compare_step, lockstep_step, results_of
 from sequence_gpt2 import program
 from test_gloo import torchrun
 
@@ -85,10 +85,9 @@ def test_numbers_are_the_same_with_and_without_the_kernel(again: str, bias: bool
     assert 1e-5 < max(errors.values()) < 1e-2
     values = []
     for made in (program(bias, again), apart(bias, again)):
-        lockstep, env = lockstep_step(made, model, inputs)
-        lost = [r.error for r in lockstep.rounding]
+        results, lost = results_of(made, model, inputs)
         assert lost and all(1e-3 < error < 0.01 for error in lost)
-        values.append(([lockstep.whole(env[r.value], r.value) for r in made.signature.results], lost))
+        values.append((results, lost))
     (fused, one), (plain, two) = values
     assert all(torch.equal(a, b) for a, b in zip(fused, plain, strict=True))
     assert one == pytest.approx(two, rel=1e-6)
@@ -99,10 +98,7 @@ def test_bfloat16_rows_are_the_same_with_and_without_the_kernel(bias: bool) -> N
     model, inputs = sequence_gpt2.make(bias, torch.bfloat16)
     fused = program(bias, dtype=torch.bfloat16)
     assert ops_of(fused)[ADDED] == ops_of(fused)[GATHER_WIRE] == 2
-    ends = []
-    for made in (fused, apart(bias, "", torch.bfloat16)):
-        lockstep, env = lockstep_step(made, model, inputs)
-        ends.append([lockstep.whole(env[r.value], r.value) for r in made.signature.results])
+    ends = [results_of(made, model, inputs)[0] for made in (fused, apart(bias, "", torch.bfloat16))]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 

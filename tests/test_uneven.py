@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planned import analysed
 
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.search import uneven
+from autoshard.search import cuts
 from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.setting import Setting
@@ -63,7 +63,7 @@ def test_the_parts_of_a_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     every = chain_of(posed, posed.free)
     assert sum(every) == pytest.approx(work)
     calls = [c for c in posed.model.folded.calls if not c.backward]
-    monkeypatch.setattr(uneven, "PLACES", len(calls))
+    monkeypatch.setattr(cuts, "_PLACES", len(calls))
     few = chain_of(posed, posed.free)
     assert sum(few) == pytest.approx(work)
     assert len(few) == len(calls) + 1 < len(every)

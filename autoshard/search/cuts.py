@@ -15,6 +15,7 @@ makes the sum of all stages larger, so that ranges of bounds are ruled out by th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from autoshard.search.network import Array, Indices
 
 #: places of a model that may be cut: with more of them, those are left out where most crosses
-PLACES = 250
+_PLACES = 250
 #: the slowest stage is first sought within so many times what it takes at least
 _NEAR = 1.25
 #: steps that differ by less than this share differ by rounding alone
@@ -78,6 +79,21 @@ class Stages:
     ends: tuple[int, ...]
     seconds: float
     slowest: float
+
+
+def places_of(calls: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """(call, op) behind which a cut may be, in order: all, or the ends of calls and where little crosses.
+
+    calls: what crosses behind each op. Of places alike in every layer each layer has its own.
+    """
+    keys = []
+    for call, row in enumerate(calls):
+        seen: Counter[float] = Counter()
+        for number, crossing in enumerate(row):
+            keys.append((number != len(row) - 1, crossing, seen[crossing], call, number))
+            seen[crossing] += 1
+    chosen = keys if len(keys) <= _PLACES else sorted(keys)[:_PLACES]
+    return sorted((call, number) for *_, call, number in chosen)
 
 
 def step_seconds(times: Sequence[float], ask: Ask) -> float:

@@ -65,26 +65,30 @@ class Exact:
         # with experts one more solution takes as long as all the rest
         race = Race(one_kind=experts_of(self.poses.model) > 0)
 
-        def leaves_out(estimated: Estimated) -> bool:
-            return race.begun and (self.interrupted or race.leaves_out(estimated))
-
         # what seems not to fit comes after all that does
         for sure in (True, False):
-            left = [e for e in ranked if isfinite(e.seconds) == sure]
-            while left:
-                out = []
-                for estimated in left:
-                    self._fit(race, estimated.seconds)
-                    if leaves_out(estimated):
-                        out.append(estimated)
-                    else:
-                        self._solve(race, estimated)
-                self._fit(race, inf)
-                # what was solved in the place of others may have come out slower than it looked
-                left = [e for e in out if not leaves_out(e)]
+            self._run(race, [e for e in ranked if isfinite(e.seconds) == sure])
         if race.best is None:
             raise self.worst()
         return self._finished(race.best, ranked, race.seconds)
+
+    def _run(self, race: Race, left: Sequence[Estimated]) -> None:
+        """Solve what is not left out, best first, and fit what comes out best."""
+
+        def leaves_out(estimated: Estimated) -> bool:
+            return race.begun and (self.interrupted or race.leaves_out(estimated))
+
+        while left:
+            out = []
+            for estimated in left:
+                self._fit(race, estimated.seconds)
+                if leaves_out(estimated):
+                    out.append(estimated)
+                else:
+                    self._solve(race, estimated)
+            self._fit(race, inf)
+            # what was solved in the place of others may have come out slower than it looked
+            left = [e for e in out if not leaves_out(e)]
 
     def _solve(self, race: Race, estimated: Estimated) -> None:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""

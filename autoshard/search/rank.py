@@ -386,9 +386,10 @@ def _mixed_stages(low: list[Profile], high: list[Profile], t: float) -> list[Pro
         return high
     most = max(len(low), len(high))
     # where nothing is gathered all stages are the same
-    pairs = zip(*(found * most if len(found) == 1 else found for found in (low, high)), strict=False)
+    low, high = (found * most if len(found) == 1 else found for found in (low, high))
     return [
-        Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t)) for a, b in list(pairs)[:most]
+        Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t))
+        for a, b in zip(low, high, strict=True)
     ]
 
 

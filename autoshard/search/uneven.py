@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from autoshard.ir import refs_of
-from autoshard.search.cuts import PLACES
+from autoshard.search.cuts import places_of
 from autoshard.search.pipe import Pipe
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed
@@ -40,7 +40,7 @@ def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
             seconds[node.segment, node.number] = work.get(number, 0.0) / counts[node.segment]
     calls = [c.segment for c in folded.calls if not c.backward]
     crossing = {name: _crossing(posed.model, name) for name in dict.fromkeys(calls)}
-    chosen = _places([crossing[name] for name in calls])
+    chosen = set(places_of([crossing[name] for name in calls]))
     parts: list[float] = []
     so_far = 0.0
     for call, name in enumerate(calls):
@@ -69,19 +69,6 @@ def _crossing(model: Model, name: str) -> list[float]:
             steps[begin] += types[value].nbytes
             steps[ends[value]] -= types[value].nbytes
     return list(accumulate(steps[:-1]))
-
-
-def _places(calls: Sequence[Sequence[float]]) -> set[tuple[int, int]]:
-    """(call, op) behind which a cut may be: all, or the ends of calls and then where little crosses."""
-    if sum(map(len, calls)) <= PLACES:
-        return {(call, number) for call, row in enumerate(calls) for number in range(len(row))}
-    keys = []
-    for call, row in enumerate(calls):
-        seen: dict[float, int] = {}
-        for number, nbytes in enumerate(row):
-            seen[nbytes] = seen.get(nbytes, -1) + 1
-            keys.append((number != len(row) - 1, nbytes, seen[nbytes], call, number))
-    return {(call, number) for *_, call, number in sorted(keys)[:PLACES]}
 
 
 def unevenness(chain: Sequence[float], stages: int) -> float:

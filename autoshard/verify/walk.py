@@ -25,7 +25,7 @@ from autoshard.verify.result import At, Finding, Rule
 from autoshard.verify.rings import opened
 from autoshard.verify.terms import ADD, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
 from autoshard.verify.wires import Wires
-from autoshard.wires import NORMS
+from autoshard.wires import NORMS, WIRED
 
 #: the term of a value that could not be followed
 LOST = -1
@@ -34,16 +34,8 @@ _COPIES = ("aten.clone.default", "aten.alias.default")
 _FUSED = "aten.addmm.default"
 #: what stands for a chain of ops (`passes/fuse_kernels.py`): it has no rule, and its parts are not known here
 KERNELS = frozenset(
-    f"autoshard.{name}.default"
-    for name in (
-        "add_layer_norm",
-        "add_rms_norm",
-        "layer_norm",
-        "layer_norm_backward",
-        "rms_norm",
-        "rms_norm_backward",
-    )
-) | frozenset(NORMS)
+    (*WIRED, *NORMS, "autoshard.layer_norm_backward.default", "autoshard.rms_norm_backward.default")
+)
 _PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
