@@ -54,6 +54,7 @@ def lives_of(
     states: list[ParamState] = []
     gathers: list[float] = []
     held: list[float] = []
+    windows: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
     used = [(u, table.index[axes.to_mesh(u)], prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
@@ -67,7 +68,8 @@ def lives_of(
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
                 gathers.append(once)
-                held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
+                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
+                windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
@@ -76,6 +78,8 @@ def lives_of(
     seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
     seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
     bytes_ = {Bytes("state"): np.array(held)}
+    if any(windows):
+        bytes_[Bytes("window")] = np.array(windows)
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
     return Lives(tuple(states), seconds, bytes_)
@@ -91,21 +95,21 @@ def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
 def _bytes(
     type_: TensorType,
     own: float,
-    whole: float,
-    keep: bool,
+    copy: float,
     trained: bool,
     count: int,
     prices: Prices,
 ) -> float:
-    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies."""
+    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies that are kept.
+
+    copy: of one member, if it is larger than what is stored.
+    """
     width = DTYPES[type_.dtype][1]
     held = count * own if prices.recipe.resident or not trained else 0.0
     if trained:
         per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
         held += count * own / width * per_element
-    if whole > own:
-        held += (count if keep else min(count, GATHERED)) * whole
-    return held
+    return held + (count * copy if copy > own else 0.0)
 
 
 def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, prices: Prices) -> float:

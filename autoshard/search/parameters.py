@@ -156,7 +156,7 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [
-        Profile({**fixed, **ahead, **each}, _held(state + windows, sums)),
+        Profile({**fixed, **ahead, **each}, {**_held(state, sums), Bytes("window"): windows}),
         Profile({**fixed, **first, **each}, _held(held, sums)),
         Profile({**fixed, **first, **last}, _held(held, sums + whole_sums)),
     ]
