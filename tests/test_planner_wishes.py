@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from autoshard.cli.output import Progress
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.placement import Placement, Shard
-from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.choose import Ask, Settled, _Search, choose
 from autoshard.search.plan_json import plan_to_json
 from autoshard.search.problems import layer_calls, pose
+from autoshard.search.rank import Staged
 from autoshard.search.rivals import _whole_between_layers
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
@@ -91,19 +91,29 @@ def test_a_rival_that_seems_faster_has_to_fit() -> None:
 
 
 def test_a_plan_on_the_mesh_of_a_rival_may_be_the_better_one() -> None:
-    """One that the search did not look at is taken if it fits and is faster."""
+    """One that the search did not look at is taken if it was given, fits and is faster."""
     machine, ask = load_cluster("h100-dgx"), Ask(batch=BATCH, rivals=True)
-    meshes = [Mesh.parse("tp=4"), Mesh.parse("fsdp=2,tp=2")]
-    alone = choose(analysed("gpt2").model, meshes, machine, replace(ask, rivals=False))
-    found = choose(analysed("gpt2").model, meshes, machine, ask)
-    assert alone.configuration.mesh in meshes
+    looked_at = [Staged(Mesh.parse("tp=4")), Staged(Mesh.parse("fsdp=2,tp=2"))]
+    search = _Search(analysed("gpt2").model, machine.used_by(4), ask, lambda _: None, None)
+    alone = search.many(looked_at)
+    told = search.rivals(4, alone)
+    found = search.better(alone, [*looked_at, *(Staged(m) for m in mesh_candidates(machine, 4))])
     assert found.configuration.name in ("dp=4", "fsdp=4")
     assert found.placed.seconds < alone.placed.seconds
     assert found.bound <= found.placed.lower_bound <= found.placed.seconds
     former = found.rejected[0]
     assert former.solved and former.seconds == alone.placed.seconds
-    for rival in found.rivals:
+    for rival in told:
         assert rival.seconds is None or rival.seconds >= (1 - 1e-9) * found.placed.seconds
+    assert search.better(alone, looked_at) is alone
+
+
+@pytest.mark.parametrize("batch", [None, BATCH])
+def test_a_mesh_that_was_given_stays_however_fast_a_rival_is(batch: int | None) -> None:
+    machine = load_cluster("h100-dgx")
+    found = choose(analysed("gpt2").model, [Mesh.parse("tp=4")], machine, Ask(batch=batch, rivals=True))
+    assert found.configuration.name == "tp=4"
+    assert any(r.seconds is not None and r.seconds < found.placed.seconds for r in found.rivals)
 
 
 def test_megatron_keeps_what_travels_between_layers_whole() -> None:

@@ -62,7 +62,7 @@ def choose(
         told = search.rivals(world, found)
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
-    return replace(search.better(found), rivals=told)
+    return replace(search.better(found, given), rivals=told)
 
 
 def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
@@ -216,10 +216,11 @@ class _Search:
         placed, budget = fits.placed, self.ask.budget
         return Room(placed.setting, budget if placed is tuned else placed.bytes)
 
-    def better(self, found: Settled) -> Settled:
-        """What was found, or a plan on the mesh of a rival if that came out faster: estimates left it out."""
+    def better(self, found: Settled, given: Sequence[Staged]) -> Settled:
+        """What was found, or a faster plan on a rival's mesh if that was given: estimates left it out."""
         seconds = self.exact.judged(found)
-        first = min(self.fitted, key=lambda s: s.placed.seconds, default=found)
+        asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
+        first = min(asked, key=lambda s: s.placed.seconds, default=found)
         if self.ask.pins or first.placed.seconds >= seconds:
             return found
         name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
@@ -231,6 +232,12 @@ class _Search:
             bound=min(found.bound, proven.lower_bound),
             rejected=(former, *others),
         )
+
+
+def _is_of(where: Configuration, given: Staged) -> bool:
+    """Whether it is one of those that were given, without a pipeline."""
+    alike = given.ranks == 1 and where.mesh == given.mesh
+    return alike and (not given.batches or where.batch in given.batches)
 
 
 def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> list[tuple[Staged, ...]]:
