@@ -99,9 +99,11 @@ def _solved(
     return made
 
 
-def _estimated(mesh: str, seconds: float, pipe: Pipe | None = None, *, hopeless: bool = False) -> Estimated:
+def _estimated(
+    mesh: str, seconds: float, pipe: Pipe | None = None, *, hopeless: bool = False, choices: int = 100
+) -> Estimated:
     where = Configuration(Mesh.parse(mesh), 8, 1, pipe or Pipe())
-    return Estimated(where, cast(Setting, None), seconds, 0.0, hopeless)
+    return Estimated(where, cast(Setting, None), seconds, 0.0, hopeless, choices)
 
 
 def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
@@ -116,8 +118,12 @@ def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
 
 def test_a_little_faster_is_not_worth_any_work() -> None:
     where = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe())
-    assert not _solved(where, 1.0, 2.0).leaves_out(_estimated("fsdp=8", 1.9))
-    assert _solved(where, 1.0, 2.0, 10**6).leaves_out(_estimated("fsdp=8", 1.9))
+    for large in (100, 10**6):
+        assert not _solved(where, 1.0, 2.0).leaves_out(_estimated("fsdp=8", 1.9, choices=large))
+    after_much = _solved(where, 1.0, 2.0, 10**6)
+    assert after_much.leaves_out(_estimated("fsdp=8", 1.9, choices=10**6))
+    # unless next to what was done already it takes a moment
+    assert not after_much.leaves_out(_estimated("fsdp=8", 1.9, choices=10**5))
 
 
 def test_what_seems_not_to_fit_is_solved_where_that_is_cheap() -> None:

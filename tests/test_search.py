@@ -25,6 +25,7 @@ from autoshard.search.milp import solve_milp
 from autoshard.search.minimise import minimise_pruned
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 from autoshard.search.reduced import Reduction
+from autoshard.search.solve import least_cost
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
@@ -370,6 +371,32 @@ def test_a_wide_network_gets_an_honest_gap() -> None:
     budget = 0.8 * exact.bytes
     held = solve(network, budget, Limits(table=2_000, total=20_000, mini=500, nodes=300, milp=0))
     assert held.bytes <= budget and held.lower_bound <= held.seconds
+
+
+def test_a_wide_network_of_more_variables_than_nodes_is_solved_well() -> None:
+    """One way down its mini-buckets reaches the last variable whatever the limit says."""
+    network = layered(300, seed=5)
+    best = solve(network).seconds
+    rough = solve(network, limits=Limits(table=10_000, mini=10_000, nodes=0, milp=0))
+    assert rough.method != "eliminated"
+    assert best * (1 - 1e-9) <= rough.seconds <= 1.005 * best
+
+
+@given(networks, st.sampled_from([None, TINY, TINY_MILP]))
+@few
+def test_a_bound_is_no_more_than_the_optimum(network: CostNetwork, limits: Limits | None) -> None:
+    """Within limits that allow elimination it is the optimum."""
+    try:
+        truth = brute_force(network)
+    except NoFiniteAssignment:
+        if limits is None:
+            with pytest.raises(NoFiniteAssignment):
+                least_cost(network, Limits(), Orders())
+        return
+    bound = least_cost(network, limits or Limits(), Orders())
+    assert bound <= truth.seconds + 1e-9 * abs(truth.seconds)
+    if limits is None:
+        assert bound == pytest.approx(truth.seconds, rel=1e-9, abs=1e-12)
 
 
 @given(networks)

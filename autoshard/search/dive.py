@@ -23,7 +23,8 @@ from autoshard.search.prune import Residual
 Mask = NDArray[np.bool_]
 #: choices taken back before `dive` gives up
 _FAILURES = 2000
-_ROUNDS = 12
+#: neighbourhoods tried, and those in a row that gain nothing after which it ends
+_ROUNDS, _IDLE = 12, 2
 #: table entries of one neighbourhood
 _TABLE = 2_000_000
 
@@ -103,20 +104,24 @@ def dive(net: Residual, path: Sequence[int]) -> list[int] | None:
 
 
 def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
-    """The assignment improved by solving neighbourhoods exactly, until a round of them gains nothing."""
+    """The assignment improved by solving neighbourhoods exactly, until a few of them gain nothing."""
     best = list(states)
     seconds = measure(net, best)[0]
     rng = np.random.default_rng(0)
     degrees = np.array([len(r) for r in net.rows], dtype=np.float64)
     count = max(1, len(best) // 64)
+    idle = 0
     for _ in range(_ROUNDS):
         scores = degrees * rng.uniform(0.2, 1.0, len(degrees))
         tried, held = _solve_beside(net, best, np.argsort(-scores, kind="stable"), count, limits)
         # the next neighbourhood takes about as many
         count = max(1, held * 2 // 3)
         now = measure(net, tried)[0]
+        idle = 0 if now < seconds else idle + 1
         if now < seconds:
             best, seconds = tried, now
+        if idle == _IDLE:
+            break
     return best
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.branch import Criterion, depth_first, mini_buckets
+from autoshard.search.branch import Criterion, MiniBuckets, depth_first, mini_buckets
 from autoshard.search.dive import dive, widen
 from autoshard.search.eliminate import Elimination, Order, find_order
 from autoshard.search.improve import descend, measure
@@ -43,6 +43,13 @@ def minimise(net: Residual, order: Order, limits: Limits) -> Found:
     return Found(states if np.isfinite(value) else None, value, ELIMINATED)
 
 
+def bound(net: Residual, order: Order, limits: Limits) -> float:
+    """Seconds that no assignment goes below: the least itself where the order allows that."""
+    if fits(order, limits):
+        return Elimination(net, order).solve()[0]
+    return _buckets(net, order, limits).value
+
+
 def minimise_pruned(net: Residual, limits: Limits) -> Found:
     """The same after pruning a copy, with states in the numbering of ``net``."""
     small = net.copy()
@@ -58,8 +65,9 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
 
     Complete branch and bound if nothing finite was found.
     """
-    bounds = mini_buckets(net, order, min(limits.mini, _MINI_TOTAL // max(1, len(net.unary))))
-    tried = depth_first(order, [Criterion(bounds)], nodes=limits.nodes)
+    bounds = _buckets(net, order, limits)
+    # one way down to the last variable takes as many nodes, and is a far better start than any other
+    tried = depth_first(order, [Criterion(bounds)], nodes=len(net.unary) + limits.nodes)
     if tried.complete:
         return Found(tried.states, tried.lower_bound, "branch and bound")
     states, lower, method = tried.states, tried.lower_bound, "mini-buckets + neighbourhoods"
@@ -85,3 +93,7 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
         tried = depth_first(order, [Criterion(bounds)])
         return Found(tried.states, tried.lower_bound, "branch and bound")
     return Found(states, min(lower, seconds), method)
+
+
+def _buckets(net: Residual, order: Order, limits: Limits) -> MiniBuckets:
+    return mini_buckets(net, order, min(limits.mini, _MINI_TOTAL // max(1, len(net.unary))))

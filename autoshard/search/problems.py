@@ -20,6 +20,7 @@ from autoshard.search.prices import Prices
 from autoshard.search.problem import Model, Problem, build_problem
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
+from autoshard.search.tune import FINAL
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def pose(
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
-            free = place(few, setting, None, allowed=allowed)
+            # solved with as much work as in the end, when the same network may be asked for again
+            free = place(few, setting, None, allowed=allowed, limits=FINAL)
         except NoFiniteAssignment:
             if not strict:
                 check_pins(pins, masks, problem)

@@ -13,8 +13,8 @@ from autoshard.search.rank import Configuration, Estimated, alike
 _MOST, _ALIKE = 3, 2
 #: the same of those with a pipeline, each of which is cut and simulated as well
 _PIPED, _PIPED_ALIKE = 2, 1
-#: states of solved configurations together after which no other is solved
-_WORK = 8_000
+#: states of solved configurations together after which no other is solved but those with so many times fewer
+_WORK, _CHEAP = 8_000, 4
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
 #: for pipelines, and by placements, which says more
 _MARGIN, _CLOSE = 1.03, 1.015
@@ -84,13 +84,11 @@ class Race:
         if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
             return False
         limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
+        work = sum(s.found.posed.problem.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
             or self._like(where) >= (_PIPED if _piped(where) else _MOST)
-            or (
-                sum(s.found.posed.problem.choices for s in self._standing.values()) > _WORK
-                and not self._far_ahead(estimated)
-            )
+            or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
     def _limit(self, other: _Solved, where: Configuration) -> float:

@@ -88,7 +88,7 @@ class Estimated:
     """A configuration with an estimated setting and seconds, and a lower bound in seconds.
 
     hopeless: whether what parameters take leaves no room for anything else in any placements that were looked
-    at.
+    at. choices: states of all variables of a problem of its shape, which say how long a solution takes.
     """
 
     configuration: Configuration
@@ -96,6 +96,7 @@ class Estimated:
     seconds: float
     bound: float
     hopeless: bool = False
+    choices: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,13 @@ class Shape:
     What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
     ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
     solved. ends: by sequences, ascending. between: bytes that one sequence hands from layer to layer.
+    choices: states of all variables of one problem.
     """
 
     meshes: tuple[Staged, ...]
     ends: tuple[End, ...]
     between: float = 0.0
+    choices: int = 0
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
@@ -249,10 +252,10 @@ def rank(
             best, how = one.best(known * _FAR)
             where = Configuration(mesh, batch, count, how.pipe)
             if best is not None:
-                found.append(Estimated(where, how, best, min(slack * bound, best)))
+                found.append(Estimated(where, how, best, min(slack * bound, best), choices=shape.choices))
                 known = min(known, best)
             elif budget is not None and shape.bytes(each) / staged.ranks <= budget:
-                found.append(Estimated(where, how, inf, slack * bound, hopeless=not one.leaves_room()))
+                found.append(Estimated(where, how, inf, slack * bound, not one.leaves_room(), shape.choices))
     return found
 
 

@@ -134,12 +134,17 @@ def _solved(
 
 
 def priced(
-    problem: Problem, setting: Setting, price: float, *, allowed: Sequence[Array | None] = ()
+    problem: Problem,
+    setting: Setting,
+    price: float,
+    *,
+    allowed: Sequence[Array | None] = (),
+    limits: Limits | None = None,
 ) -> Placed:
     """Placements of least seconds where a byte costs ``price`` seconds."""
     bound = Exposure(0.0, 0.0, 0.0, 0.0)
     network = setting.network(problem.terms, bound, allowed)
-    solution = solve(network.at_price(price), orders=problem.known.orders)
+    solution = solve(network.at_price(price), limits=limits, orders=problem.known.orders)
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
     return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)

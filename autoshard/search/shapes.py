@@ -26,9 +26,9 @@ from autoshard.search.rank import (
 from autoshard.search.rebatch import batch_of
 from autoshard.search.setting import Setting
 from autoshard.search.settle import priced
-from autoshard.search.solve import solve
+from autoshard.search.solve import least_cost
 from autoshard.search.terms import compose
-from autoshard.search.tune import QUICK
+from autoshard.search.tune import FINAL, QUICK
 from autoshard.search.uneven import chain_of
 
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
@@ -91,7 +91,8 @@ class Shapes:
             except UsageError as error:
                 failure = error
                 continue
-            return Shape(group, ends, _between_layers(self.poses.model))
+            choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
+            return Shape(group, ends, _between_layers(self.poses.model), choices)
         assert failure is not None
         raise failure
 
@@ -121,7 +122,7 @@ class Shapes:
             setting = replace(self.setting, sending=sending)
             held = replace(free.setting, sending=sending).held(free.taken).activations
             price = free.seconds / held if held else 0.0
-            placed = priced(posed.problem, setting, price, allowed=posed.allowed)
+            placed = priced(posed.problem, setting, price, allowed=posed.allowed, limits=FINAL)
             return way_of(posed, placed)
 
         def least_bytes() -> float:
@@ -136,7 +137,7 @@ class Shapes:
         """Bytes that no placements go below, with everything computed again."""
         setting = replace(self.setting, optimistic=self.ask.recompute)
         network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
-        return solve(network.at_price(1.0), limits=QUICK, orders=posed.problem.known.orders).lower_bound
+        return least_cost(network.at_price(1.0), QUICK, posed.problem.known.orders)
 
 
 def _between_layers(model: Model) -> float:
@@ -159,4 +160,4 @@ def _least_seconds(posed: Posed) -> float:
         lambda key: 0.0,
         posed.allowed,
     )
-    return solve(network, limits=QUICK, orders=posed.problem.known.orders).lower_bound
+    return least_cost(network, QUICK, posed.problem.known.orders)

@@ -12,7 +12,7 @@ from autoshard.search.conflict import find_conflict
 from autoshard.search.direct import Orders, least
 from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
-from autoshard.search.minimise import ELIMINATED, ROUNDING, minimise
+from autoshard.search.minimise import ELIMINATED, ROUNDING, bound, minimise
 from autoshard.search.network import (
     CostNetwork,
     InfeasibleNetwork,
@@ -24,7 +24,7 @@ from autoshard.search.network import (
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 from autoshard.search.reduced import Reduced, Reduction
 
-__all__ = ["min_marginals", "solve"]
+__all__ = ["least_cost", "min_marginals", "solve"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,22 @@ def solve(
     )
     found = _solution(network, answer.states, answer.lower_bound, answer.method, stats)
     return replace(found, multiplier=answer.multiplier)
+
+
+def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
+    """Seconds that no assignment goes below, without looking for one where the network is wide.
+
+    Raises NoFiniteAssignment when everything is forbidden, as far as a bound can tell.
+    """
+    direct = least(network, limits, orders)
+    if direct is not None:
+        value = direct.cost
+    else:
+        net = _pruned(_whole(network).weighted(0.0))
+        value = bound(net, find_order(net.sizes, net.rows), limits)
+    if not isfinite(value):
+        raise NoFiniteAssignment(find_conflict(network))
+    return value
 
 
 def _whole(network: CostNetwork) -> Residual:
