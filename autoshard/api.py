@@ -24,7 +24,7 @@ from autoshard.cluster import (
 )
 from autoshard.cost.recipe import hosted, recipe_named
 from autoshard.emitting import emission, emit
-from autoshard.errors import InfeasibleError, UsageError, VerificationError
+from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
 from autoshard.fitting import Fitter, Peak
 from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.capture import capture
@@ -39,7 +39,7 @@ from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
 from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
-from autoshard.search.rebatch import batch_of
+from autoshard.search.rebatch import batch_of, unlike_batch
 from autoshard.search.tactics import Tactic, parse_tactics
 from autoshard.staging import Staging
 
@@ -174,18 +174,33 @@ def plan(
     source = Source(model, args, kwargs, replicate_unknown, rules)
     pipes = PipeAsk(schedule, chunks, microbatches, slices)
     analysis = source.analysed(say)
-    planned = plan_analysed(
-        analysis,
-        _candidates(analysis, where, machine, ranks, global_batch, pipes),
-        machine,
-        memory=limit,
-        ask=ask,
-        target=target,
-        fixed=bool(schedule),
-        offload=away,
-        progress=say,
-    )
-    return replace(planned, source=source)
+
+    def planned(analysis: Analysis) -> Planned:
+        found = plan_analysed(
+            analysis,
+            _candidates(analysis, where, machine, ranks, global_batch, pipes),
+            machine,
+            memory=limit,
+            ask=ask,
+            target=target,
+            fixed=bool(schedule),
+            offload=away,
+            progress=say,
+        )
+        return replace(found, source=source)
+
+    try:
+        return planned(analysis)
+    except BatchError as error:
+        if global_batch is None:
+            raise
+        # a batch of the same size as something else, or of one, cannot be followed; another one may be
+        batch = unlike_batch(analysis.folded)
+        say(f"capturing again, with {batch} sequences")
+        try:
+            return planned(source.with_batch(analysis, batch).analysed(say))
+        except (BatchError, CaptureError):
+            raise error from None
 
 
 def _candidates(

@@ -30,6 +30,10 @@ class UsageError(AutoshardError):
     exit_code = 2
 
 
+class BatchError(UsageError):
+    """A model cannot be planned with another batch than it was captured with."""
+
+
 class CaptureError(AutoshardError):
     """The model cannot be captured as a graph."""
 

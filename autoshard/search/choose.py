@@ -8,16 +8,16 @@ from math import inf, isfinite
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.errors import UsageError
+from autoshard.errors import InfeasibleError, UsageError
 from autoshard.search.ask import Ask, Rejected, Settled
-from autoshard.search.exact import Exact, Judge
+from autoshard.search.exact import Exact, Judge, name_of
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls
 from autoshard.search.rank import Configuration, Estimated, Shape, Staged, data_ways, shapes_of
-from autoshard.search.rivals import Pricing, Rival, rivals
+from autoshard.search.rivals import Pricing, Rival, Room, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.shapes import Shapes
@@ -59,9 +59,10 @@ def choose(
     if not ask.rivals or found.interrupted:
         return found
     try:
-        return replace(found, rivals=search.rivals(world))
+        told = search.rivals(world, found)
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
+    return replace(search.better(found), rivals=told)
 
 
 def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
@@ -99,6 +100,7 @@ class _Search:
         self.shapes = Shapes(self.poses, ask, self.setting, self.total, progress)
         self.exact = Exact(self.poses, ask, self.setting, progress, judge)
         self.solved: list[Shape] = []
+        self.fitted: list[Settled] = []
 
     def one(self, mesh: Mesh) -> Settled:
         """A mesh that was given, the batch in one piece."""
@@ -166,8 +168,8 @@ class _Search:
         self.solved.append(shape)
         return self.shapes.ranked(shape, min((e.seconds for e in known), default=inf))
 
-    def rivals(self, devices: int) -> tuple[Rival, ...]:
-        """What a user would have picked on as many devices."""
+    def rivals(self, devices: int, found: Settled) -> tuple[Rival, ...]:
+        """What a user would have picked on as many devices, beside what was found."""
         self.progress("pricing the rivals")
         # by hand nothing is pinned
         ask, setting = replace(self.ask, pins=()), self.setting
@@ -189,7 +191,46 @@ class _Search:
         if stored is not self.model:
             sharded = pricing(Poses(stored, self.cluster, setting, ask.recipe, self.progress), ())
         seen = {staged.mesh for shape in self.solved for staged in shape.meshes if staged.ranks == 1}
-        return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__)
+        reached = self.exact.judged(found)
+        return rivals(
+            devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__, self._room, reached
+        )
+
+    def _room(self, where: Configuration, setting: Setting) -> Room | None:
+        """What a plan of ours holds on the mesh of a rival if it is to fit; that plan is kept.
+
+        Where the search finds none, that says nothing of what others store in another way.
+        """
+        try:
+            posed = self.poses.of(where.mesh, where.batch)
+            tuned = self.exact.tuned(posed, setting)
+        except (InfeasibleError, UsageError):
+            return Room(setting, self.ask.budget)
+        fits = Settled(posed, tuned, where, self.cluster, tuned.lower_bound)
+        if self.exact.judge is not None:
+            try:
+                fits = self.exact.judge.fit(fits, inf)
+            except (InfeasibleError, UsageError):
+                return None
+        self.fitted.append(fits)
+        placed, budget = fits.placed, self.ask.budget
+        return Room(placed.setting, budget if placed is tuned else placed.bytes)
+
+    def better(self, found: Settled) -> Settled:
+        """What was found, or a plan on the mesh of a rival if that came out faster: estimates left it out."""
+        seconds = self.exact.judged(found)
+        first = min(self.fitted, key=lambda s: s.placed.seconds, default=found)
+        if self.ask.pins or first.placed.seconds >= seconds:
+            return found
+        name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
+        proven = self.exact.proven(first.posed, first.placed)
+        others = tuple(r for r in found.rejected if r.name != name)
+        return replace(
+            first,
+            placed=proven,
+            bound=min(found.bound, proven.lower_bound),
+            rejected=(former, *others),
+        )
 
 
 def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> list[tuple[Staged, ...]]:

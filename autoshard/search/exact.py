@@ -103,7 +103,7 @@ class Exact:
                 raise
             self.interrupted = True
         else:
-            race.solve(estimated, found, self._judged(found))
+            race.solve(estimated, found, self.judged(found))
 
     def _fit(self, race: Race, expected: float) -> None:
         """Make programs of the solutions that take no more seconds than is expected of all others."""
@@ -117,10 +117,10 @@ class Exact:
                     race.fail(found.configuration)
                     continue
                 if fits.placed is not found.placed:
-                    found, judged = fits, self._judged(fits)
+                    found, judged = fits, self.judged(fits)
             race.finish(found, judged)
 
-    def _judged(self, found: Settled) -> float:
+    def judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""
         if self.judge is None or found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
@@ -202,12 +202,13 @@ class Exact:
         others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
         bound = min([placed.lower_bound, *(e.bound for _, e in others)])
         # an estimate below what was found says little: those that were solved come first
-        priced = sorted((c not in solved, solved.get(c, e.seconds), _name(c)) for c, e in others)
+        priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others)
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
 
 
-def _name(where: Configuration) -> str:
+def name_of(where: Configuration) -> str:
+    """A mesh with its schedule and microbatches, as a report has it."""
     pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
     order = f" {where.pipe.schedule}" if where.pipe.ranks > 1 else ""
     return f"{where.name}{order}{pieces}"

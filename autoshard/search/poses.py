@@ -10,7 +10,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
-from autoshard.errors import UsageError
+from autoshard.errors import BatchError
 from autoshard.search.pins import Pin
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, pose
@@ -43,7 +43,7 @@ class Poses:
     def of(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True) -> Posed:
         """A mesh with microbatches of ``batch`` sequences; merge: see `autoshard.search.problems.pose`.
 
-        Raises UsageError if the model cannot be scaled to that batch, or cannot run on the mesh.
+        Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
@@ -76,7 +76,7 @@ class Poses:
             if batch not in self._models:
                 self._models[batch] = rebatched(self.model, batch)
         except NotRebatchable as error:
-            raise UsageError(
+            raise BatchError(
                 f"the model cannot be planned for microbatches of {batch} sequences",
                 where=f"mesh {mesh}, captured with {self.captured} sequences",
                 why=str(error),

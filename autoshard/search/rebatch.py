@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 
 from autoshard.ir import Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place
@@ -29,6 +30,17 @@ def batch_of(folded: Folded) -> int:
         if p.kind == "input" and p.target in folded.joint.batch_inputs
     ]
     return sizes[0] if sizes else 1
+
+
+def unlike_batch(folded: Folded) -> int:
+    """The least batch that shares no factor with any size in the model, so that nothing is taken for it."""
+    types = [t for g in folded.segments.values() for t in g.types().values()]
+    types += [p.type for p in folded.joint.ports]
+    sizes = {n for t in types for n in t.shape}
+    batch = 3
+    while any(gcd(batch, n) > 1 for n in sizes):
+        batch += 1
+    return batch
 
 
 def rebatched(model: Model, batch: int) -> Model:

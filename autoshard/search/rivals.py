@@ -36,6 +36,21 @@ class Pricing:
 
 
 @dataclass(frozen=True)
+class Room:
+    """What a configuration may hold if its program is to fit, as a plan of ours finds out for the same mesh.
+
+    setting: with what runs again. bytes: as the search counts them, None for no limit.
+    """
+
+    setting: Setting
+    bytes: float | None
+
+
+#: the room of a configuration in some setting, None if nothing of it fits
+Rooms = Callable[[Configuration, Setting], Room | None]
+
+
+@dataclass(frozen=True)
 class Rival:
     """A strategy by name. seconds: of a step, None if it cannot be used, and then why says why not."""
 
@@ -54,17 +69,20 @@ def rivals(
     plain: Pricing,
     sharded: Pricing,
     known: Callable[[Mesh], bool],
+    rooms: Rooms,
+    reached: float,
 ) -> tuple[Rival, ...]:
     """Data parallel, FSDP2, and Megatron-LM's tensor and data parallelism, each at its best microbatch.
 
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
     little of it as fits, activations between layers whole on every rank of it; without its pipelines.
-    plain: prices of what our programs can store; sharded: of what FSDP2 stores (`search.padded`).
+    plain: prices of what our programs can store; sharded: of what FSDP2 stores (`search.padded`). reached:
+    seconds of the plan; whoever seems faster has to fit as a program, too, which ``rooms`` tells.
     """
-    solve = _Solver(budget, setting, plain)
+    solve = _Solver(budget, setting, plain, rooms, reached)
     return (
         solve.one("data parallel", Mesh((Axis("dp", devices),))),
-        _Solver(budget, setting, sharded).one("FSDP2", Mesh((Axis("fsdp", devices),))),
+        replace(solve, prices=sharded).one("FSDP2", Mesh((Axis("fsdp", devices),))),
         _megatron(devices, cluster, solve, known),
     )
 
@@ -74,6 +92,8 @@ class _Solver:
     budget: float | None
     setting: Setting
     prices: Pricing
+    rooms: Rooms
+    reached: float
 
     def one(self, name: str, mesh: Mesh, *, between_layers_whole: bool = False) -> Rival:
         try:
@@ -84,15 +104,19 @@ class _Solver:
             where = estimated.configuration
             posed = self.prices.pose(where)
             allowed = _whole_between_layers(posed) if between_layers_whole else ()
-            placed = self._place(posed, replace(estimated.setting, microbatches=where.microbatches), allowed)
+            room = Room(replace(estimated.setting, microbatches=where.microbatches), self.budget)
+            placed = self._place(posed, room, allowed)
+            if placed is not None and placed.seconds < self.reached:
+                fits = self.rooms(where, room.setting)
+                placed = None if fits is None else self._place(posed, fits, allowed)
             if placed is not None:
                 return Rival(name, str(mesh), where.microbatches, placed.seconds)
         return Rival(name, str(mesh), 1, None, "does not fit the memory")
 
-    def _place(self, posed: Posed, setting: Setting, allowed: Sequence[Array | None]) -> Placed | None:
-        for trial in (setting, setting.running_again("full")):
+    def _place(self, posed: Posed, room: Room, allowed: Sequence[Array | None]) -> Placed | None:
+        for trial in (room.setting, room.setting.running_again("full")):
             try:
-                return place(posed.problem, trial, self.budget, allowed=allowed, limits=QUICK, rounds=2)
+                return place(posed.problem, trial, room.bytes, allowed=allowed, limits=QUICK, rounds=2)
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None
