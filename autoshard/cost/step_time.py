@@ -22,7 +22,7 @@ class Sums:
     work: computing, in forward and in backward (which holds what is computed again). talk: collectives of
     activations. gather: of parameters, before each use. reduce: of gradients in every microbatch.
     first: gathers that last for the whole step. last: reductions of gradients once a step. update: of the
-    optimizer, once a step.
+    optimizer, once a step. once: collectives once a step beside which nothing is computed.
     """
 
     work_forward: float = 0.0
@@ -35,6 +35,7 @@ class Sums:
     first: float = 0.0
     last: float = 0.0
     update: float = 0.0
+    once: float = 0.0
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -48,6 +49,7 @@ class Sums:
             self.first + other.first,
             self.last + other.last,
             self.update + other.update,
+            self.once + other.once,
         )
 
 
@@ -135,7 +137,7 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
         + max(0.0, last - room_back)
     )
     edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
-    return compute, talk + bare + edges, moved - bare
+    return compute, talk + bare + sums.once + edges, moved - bare
 
 
 def exposure_of(sums: Sums, how: Overlap) -> Exposure:
@@ -184,6 +186,7 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
         first=(how.edge + inner * bound.first) / p,
         last=(how.edge + inner * bound.last) / p,
         update=1.0 / p,
+        once=1.0 / p,
     )
 
 

@@ -8,7 +8,7 @@ from math import isfinite
 
 import numpy as np
 
-from autoshard.cost.reshard import Share
+from autoshard.cost.reshard import ReshardTable, Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
@@ -53,6 +53,7 @@ def lives_of(
     table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
+    queued: list[float] = []
     held: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
@@ -64,21 +65,47 @@ def lives_of(
             once = row.item(column)
             if not isfinite(once):
                 continue
+            inside = _inside(s, u, once, row, table, axes)
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(once)
+                gathers.append(once - inside)
+                queued.append(inside)
                 held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
-    costs = count * np.array(gathers)
+    costs, waits = count * np.array(gathers), count * np.array(queued)
     keeps = np.array([s.keep for s in states], dtype=bool)
     seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
     seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    if waits.any():
+        seconds[Time("once")] = np.where(keeps, waits, 0.0)
+        seconds |= {Time("queued", phase): np.where(keeps, 0.0, waits) for phase in phases}
     bytes_ = {Bytes("state"): np.array(held)}
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
     return Lives(tuple(states), seconds, bytes_)
+
+
+def _inside(
+    stored: Layout, use: Layout, whole: float, row: Array, table: ReshardTable, axes: SearchAxes
+) -> float:
+    """Seconds of a gather that are over axes which split layers.
+
+    A message of activations on such an axis waits for the gather that was issued before it, and what follows
+    it in the layer for both, so nothing is computed beside the gather for long. whole: seconds over all axes.
+    row: from ``stored``, of the table.
+    """
+    meanings = axes.mesh_meanings
+    used = axes.to_mesh(use)
+    inside = [m.splits_layers and s != u for m, s, u in zip(meanings, stored, used, strict=True)]
+    if not any(inside):
+        return 0.0
+    # axes that split the batch are gathered first, while there is less to gather
+    before = tuple(s if within else u for s, u, within in zip(stored, used, inside, strict=True))
+    column = table.index.get(before)
+    outside = 0.0 if column is None else row.item(column)
+    return max(0.0, whole - outside) if isfinite(outside) else whole
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:

@@ -123,16 +123,17 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
         share = np.array([s.of(kind) for s in shares])
         return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
 
-    def sharded(shares: Sequence[Share]) -> Array:
-        """A gather of all members, or the reduce-scatter that mirrors it."""
+    def sharded(shares: Sequence[Share]) -> tuple[Array, Array]:
+        """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and over others."""
         over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
         inside = np.where(given.whole > MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
-        return given.count * (over_data + inside)
+        return given.count * over_data, given.count * inside
 
     def reduced(shares: Sequence[Share]) -> float:
-        return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
+        return float((sum(sharded(shares)) + given.count * one("all_reduce", own, spread, shares)).sum())
 
-    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > MORE * own
+    gather, queued = sharded([s.gather for s in given.shares])
+    gathered = given.whole > MORE * own
     reduce = reduced([s.reduce for s in given.shares])
     last = {Time("last", True): reduce}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
@@ -150,9 +151,14 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     fixed = {Time("update"): update}
     if not gathered.any():
         return [Profile({**fixed, **last}, _held(state, sums))]
-    forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
+    both = given.phases > 1
+    forward, backward = float(gather.sum()), float((gather * both).sum())
     ahead = {Time("gather"): forward, Time("gather", True): backward}
     first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
+    if queued.any():
+        # see `search.lives`
+        ahead |= {Time("queued"): float(queued.sum()), Time("queued", True): float((queued * both).sum())}
+        first[Time("once")] = float(queued.sum())
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [

@@ -52,6 +52,15 @@ class Setting:
         return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
 
     @cached_property
+    def apart(self) -> tuple[str, ...]:
+        """Collectives once a step that are parts of a program of their own, before its microbatches and after
+        them (`passes.gather_once`, `defer_reductions`); with a single one, `early_reductions` puts them into
+        its backward, and gathers are where their layers are."""
+        if self.microbatches > 1:
+            return ("first", "last")
+        return ("last",) if self.pipe.ranks > 1 else ()
+
+    @cached_property
     def flight(self) -> float:
         """How much of what one microbatch keeps in the whole model the fullest rank holds."""
         return self.pipe.in_flight(self.microbatches) / self.pipe.ranks
@@ -118,12 +127,16 @@ class Setting:
                     return w.talk_forward + self.again(key.segment, key.cheap) * w.talk_backward
                 case "gather":
                     return w.gather_backward if key.backward else w.gather_forward
+                case "queued":
+                    return w.talk_backward if key.backward else w.talk_forward
                 case "reduce":
                     return w.reduce
                 case "first":
-                    return w.first
+                    return w.once if "first" in self.apart else w.first
                 case "last":
-                    return w.last
+                    return w.once if "last" in self.apart else w.last
+                case "once":
+                    return w.once
                 case "update":
                     return w.update
 
@@ -146,6 +159,10 @@ class Setting:
                         found[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
                 elif kind == "gather":
                     found["gather_backward" if key.backward else "gather_forward"] += seconds
+                elif kind == "queued":
+                    found["talk_backward" if key.backward else "talk_forward"] += seconds
+                elif kind in self.apart:
+                    found["once"] += seconds
                 else:
                     found[kind] += seconds
         return Sums(**found)

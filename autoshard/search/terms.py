@@ -15,14 +15,15 @@ import numpy as np
 
 from autoshard.search.network import Array, CostNetwork
 
-TimeKind: TypeAlias = Literal["work", "talk", "gather", "reduce", "first", "last", "update"]
+TimeKind: TypeAlias = Literal["work", "talk", "gather", "queued", "reduce", "first", "once", "last", "update"]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input"]
 
 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    backward: the phase. segment: of work and talk that full recomputation would run again, else "". cheap:
+    kind: as in `cost.step_time.Sums`. queued, once: gathers of parameters, before each use or once a step, over
+    axes on which messages of activations wait for them. backward: the phase. segment: of work and talk that full recomputation would run again, else "". cheap:
     whether selective recomputation would, too.
     """
 
