@@ -8,11 +8,12 @@ from math import isfinite
 
 import numpy as np
 
-from autoshard.cost.reshard import ReshardTable, Share
+from autoshard.cost.reshard import Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
 from autoshard.search.axes import SearchAxes
+from autoshard.search.inline import gather_copies, gather_parts, is_reduced, reduce_copies
 from autoshard.search.network import Array
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Time
@@ -53,59 +54,48 @@ def lives_of(
     table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
-    queued: list[float] = []
+    inline: list[float] = []
+    packed: list[float] = []
     held: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
-    used = [(u, table.index[axes.to_mesh(u)], prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
+    used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
+    sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.memory_bandwidth
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
         row = table.seconds[table.index[s]]
-        for u, column, whole in used:
-            once = row.item(column)
-            if not isfinite(once):
+        for u, on_mesh, whole in used:
+            if not isfinite(row.item(table.index[on_mesh])):
                 continue
-            inside = _inside(s, u, once, row, table, axes)
+            hidden, bare = gather_parts(s, on_mesh, row, table, meanings, share.other)
+            # what travels alone is copied if its own layouts need it, which the table has
+            copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
+            sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
+            packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(once - inside)
-                queued.append(inside)
+                gathers.append(hidden)
+                inline.append(bare + copies)
+                packed.append(packs)
                 held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
-    costs, waits = count * np.array(gathers), count * np.array(queued)
+    costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
     keeps = np.array([s.keep for s in states], dtype=bool)
-    seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
-    seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
-    if waits.any():
-        seconds[Time("once")] = np.where(keeps, waits, 0.0)
-        seconds |= {Time("queued", phase): np.where(keeps, 0.0, waits) for phase in phases}
+    late = np.array([s.late for s in states], dtype=bool)
+    times = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
+    times |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    each = {phase: np.where(keeps, 0.0, waits) for phase in phases}
+    each[True] = each.get(True, np.zeros(len(states))) + np.where(late, 0.0, packing)
+    times |= {Time("inline", phase): taken for phase, taken in each.items() if taken.any()}
+    once = np.where(keeps, waits, 0.0) + np.where(late, packing, 0.0)
+    if once.any():
+        times[Time("once")] = once
     bytes_ = {Bytes("state"): np.array(held)}
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
-    return Lives(tuple(states), seconds, bytes_)
-
-
-def _inside(
-    stored: Layout, use: Layout, whole: float, row: Array, table: ReshardTable, axes: SearchAxes
-) -> float:
-    """Seconds of a gather that are over axes which split layers.
-
-    A message of activations on such an axis waits for the gather that was issued before it, and what follows
-    it in the layer for both, so nothing is computed beside the gather for long. whole: seconds over all axes.
-    row: from ``stored``, of the table.
-    """
-    meanings = axes.mesh_meanings
-    used = axes.to_mesh(use)
-    inside = [m.splits_layers and s != u for m, s, u in zip(meanings, stored, used, strict=True)]
-    if not any(inside):
-        return 0.0
-    # axes that split the batch are gathered first, while there is less to gather
-    before = tuple(s if within else u for s, u, within in zip(stored, used, inside, strict=True))
-    column = table.index.get(before)
-    outside = 0.0 if column is None else row.item(column)
-    return max(0.0, whole - outside) if isfinite(outside) else whole
+    return Lives(tuple(states), times, bytes_)
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:

@@ -18,6 +18,7 @@ from autoshard.ir import DTYPES
 from autoshard.ir.held import held_shape
 from autoshard.placement import Layout, R, Shard, chunk
 from autoshard.search.buckets import Shares
+from autoshard.search.inline import gather_copies, in_a_chain, reduce_copies
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.problem import MORE
@@ -132,8 +133,19 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     def reduced(shares: Sequence[Share]) -> float:
         return float((sum(sharded(shares)) + given.count * one("all_reduce", own, spread, shares)).sum())
 
-    gather, queued = sharded([s.gather for s in given.shares])
+    gather, inside = sharded([s.gather for s in given.shares])
+    in_line = (gather > 0) & (inside > 0)
+    inside = inside + np.where(
+        in_line, in_a_chain(gather, np.array([s.gather.other for s in given.shares])), 0.0
+    )
+    gather = np.where(in_line, 0.0, gather)
     gathered = given.whole > MORE * own
+    bandwidth = cluster.device.memory_bandwidth
+    shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
+    unpacked = np.where(gathered & shared, gather_copies(own, given.whole, bandwidth), 0.0)
+    bare = inside + given.count * unpacked
+    sums_up = gathered | (given.split < ways * int(np.prod([mesh.sizes[k] for k in spread])))
+    packed = float((given.count * np.where(sums_up, reduce_copies(given.whole, bandwidth), 0.0)).sum())
     reduce = reduced([s.reduce for s in given.shares])
     last = {Time("last", True): reduce}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
@@ -150,21 +162,27 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     windows = float((np.minimum(given.count, GATHERED) * copies).sum())
     fixed = {Time("update"): update}
     if not gathered.any():
-        return [Profile({**fixed, **last}, _held(state, sums))]
+        return [Profile({**fixed, **last, Time("once"): packed}, _held(state, sums))]
+    forward, bare_forward = float(gather.sum()), float(bare.sum())
     both = given.phases > 1
-    forward, backward = float(gather.sum()), float((gather * both).sum())
-    ahead = {Time("gather"): forward, Time("gather", True): backward}
+    backward, bare_backward = float((gather * both).sum()), float((bare * both).sum())
+    ahead = {Time("gather"): forward, Time("gather", True): backward, Time("inline"): bare_forward}
     first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
-    if queued.any():
-        # see `search.lives`
-        ahead |= {Time("queued"): float(queued.sum()), Time("queued", True): float((queued * both).sum())}
-        first[Time("once")] = float(queued.sum())
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [
-        Profile({**fixed, **ahead, **each}, _held(state + windows, sums)),
-        Profile({**fixed, **first, **each}, _held(held, sums)),
-        Profile({**fixed, **first, **last}, _held(held, sums + whole_sums)),
+        Profile(
+            {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
+            _held(state + windows, sums),
+        ),
+        Profile(
+            {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare_forward},
+            _held(held, sums),
+        ),
+        Profile(
+            {**fixed, **first, **last, Time("once"): bare_forward + packed},
+            _held(held, sums + whole_sums),
+        ),
     ]
 
 

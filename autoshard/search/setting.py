@@ -127,7 +127,7 @@ class Setting:
                     return w.talk_forward + self.again(key.segment, key.cheap) * w.talk_backward
                 case "gather":
                     return w.gather_backward if key.backward else w.gather_forward
-                case "queued":
+                case "inline":
                     return w.talk_backward if key.backward else w.talk_forward
                 case "reduce":
                     return w.reduce
@@ -159,7 +159,7 @@ class Setting:
                         found[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
                 elif kind == "gather":
                     found["gather_backward" if key.backward else "gather_forward"] += seconds
-                elif kind == "queued":
+                elif kind == "inline":
                     found["talk_backward" if key.backward else "talk_forward"] += seconds
                 elif kind in self.apart:
                     found["once"] += seconds
