@@ -83,13 +83,13 @@ def lives_of(
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
     keeps = np.array([s.keep for s in states], dtype=bool)
-    late = np.array([s.late for s in states], dtype=bool)
+    lates = np.array([s.late for s in states], dtype=bool)
     times = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
     times |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
     each = {phase: np.where(keeps, 0.0, waits) for phase in phases}
-    each[True] = each.get(True, np.zeros(len(states))) + np.where(late, 0.0, packing)
+    each[True] = each.get(True, np.zeros(len(states))) + np.where(lates, 0.0, packing)
     times |= {Time("inline", phase): taken for phase, taken in each.items() if taken.any()}
-    once = np.where(keeps, waits, 0.0) + np.where(late, packing, 0.0)
+    once = np.where(keeps, waits, 0.0) + np.where(lates, packing, 0.0)
     if once.any():
         times[Time("once")] = once
     bytes_ = {Bytes("state"): np.array(held)}

@@ -49,7 +49,7 @@ class Setting:
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         pipe = self.pipe
-        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
+        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops, BESIDE)
 
     @cached_property
     def apart(self) -> tuple[str, ...]:
@@ -188,6 +188,8 @@ class Setting:
         return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
 
 
+#: see `Overlap.beside`: backward makes two products of a size, one of which is for gradients of parameters
+BESIDE = 0.5
 #: bytes that belong to parameters
 OF_STATE = ("state", "sums")
 #: where seconds of these kinds count
