@@ -5,17 +5,20 @@ where it is sent from, and from where it arrives, by the streams that compute (`
 activations travel over an axis within every layer, their messages wait for a gather that was issued before
 them over the same axis, and what follows them in the layer for both.
 
-A gather over two axes is two messages, of which the second is issued when the first is there.
+What goes over two axes is two messages, of which the second is issued when the first is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import TypeVar
+
+import numpy as np
 
 from autoshard.cluster.axes import AxisMeaning
 from autoshard.cost.reshard import ReshardTable
-from autoshard.placement import Layout, Replicate
+from autoshard.placement import Layout, Partial, Replicate, Shard
 from autoshard.search.network import Array
 
 F = TypeVar("F", float, Array)
@@ -58,13 +61,37 @@ def gather_parts(
     following = table.layouts[table.hop.item(start, goal)]
     if any(within and s != f for s, f, within in zip(stored, following, inside, strict=True)):
         return outside, whole - outside
-    return 0.0, in_a_chain(outside, share) + whole - outside
+    # the second message needs what the first brings, so the whole message that it travels in is waited for
+    return 0.0, outside / share + whole - outside
 
 
-def in_a_chain(outside: F, share: F) -> F:
-    """Seconds of a gather over axes that split the batch, if one over other axes needs its result: that is
-    waited for to issue the second, and with it the whole message."""
-    return outside / share
+def reduce_chains(
+    made: Sequence[Layout],
+    stored: Sequence[Layout],
+    table: ReshardTable,
+    meanings: Sequence[AxisMeaning],
+    share: float,
+) -> Array | None:
+    """Seconds that the first of two messages of a gradient stands in the way, [made, stored]; None if none is.
+
+    share: of the gradient in the first.
+    """
+    inside = [k for k, m in enumerate(meanings) if m.splits_layers]
+    if len(inside) in (0, len(meanings)):
+        return None
+    found: dict[tuple[Layout, Layout], float] = {}
+    for g in {g for g in made if any(isinstance(g[k], Partial) for k in inside)}:
+        for s in {s for s in stored if any(isinstance(s[k], Shard) for k in inside)}:
+            start, goal = table.index[g], table.index[s]
+            between = table.hop.item(start, goal)
+            if between == goal or not isfinite(table.seconds.item(start, goal)):
+                continue
+            # messages over axes inside layers are short and alone: they may well come first
+            if all(g[k] == table.layouts[between][k] for k in inside):
+                found[g, s] = table.seconds.item(start, between) / share
+    if not found:
+        return None
+    return np.array([[found.get((g, s), 0.0) for s in stored] for g in made])
 
 
 def is_reduced(used: Layout, sizes: Sequence[int], meanings: Sequence[AxisMeaning]) -> bool:

@@ -18,7 +18,7 @@ from autoshard.ir import DTYPES
 from autoshard.ir.held import held_shape
 from autoshard.placement import Layout, R, Shard, chunk
 from autoshard.search.buckets import Shares
-from autoshard.search.inline import gather_copies, in_a_chain, reduce_copies
+from autoshard.search.inline import gather_copies, reduce_copies
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.problem import MORE
@@ -134,11 +134,6 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
         return float((sum(sharded(shares)) + given.count * one("all_reduce", own, spread, shares)).sum())
 
     gather, inside = sharded([s.gather for s in given.shares])
-    in_line = (gather > 0) & (inside > 0)
-    inside = inside + np.where(
-        in_line, in_a_chain(gather, np.array([s.gather.other for s in given.shares])), 0.0
-    )
-    gather = np.where(in_line, 0.0, gather)
     gathered = given.whole > MORE * own
     bandwidth = cluster.device.memory_bandwidth
     shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
