@@ -1,11 +1,10 @@
 """What parameters take of a step that nothing hides: copies around their messages, and messages in a queue.
 
-Messages of parameters run beside computing, but for two things. Tensors that share a message are copied to
+Messages of parameters run beside computing, but for three things. Tensors that share a message are copied to
 where it is sent from, and from where it arrives, by the streams that compute (`passes.bucket`). And where
 activations travel over an axis within every layer, their messages wait for a gather that was issued before
-them over the same axis, and what follows them in the layer for both.
-
-What goes over two axes is two messages, of which the second is issued when the first is there.
+them over the same axis, and what follows them in the layer for both. What goes over two axes is two messages,
+and to issue the second the first is waited for, with all that travels in it.
 """
 
 from __future__ import annotations
@@ -34,35 +33,29 @@ def reduce_copies(whole: F, bandwidth: float) -> F:
     return 2.0 * whole / bandwidth
 
 
-def gather_parts(
+def bare_gather(
     stored: Layout,
     used: Layout,
     row: Array,
     table: ReshardTable,
     meanings: Sequence[AxisMeaning],
     share: float,
-) -> tuple[float, float]:
-    """(seconds of a gather that may hide, seconds that stand in the way) of a parameter.
+) -> float:
+    """Seconds that a gather over axes which split layers stands in the way, 0 where it may hide.
 
     row: of the table, seconds from ``stored`` to each of its layouts. meanings: of the axes of the mesh.
     share: of the parameter in the message that it travels in.
     """
-    start, goal = table.index[stored], table.index[used]
-    whole = row.item(goal)
     inside = [m.splits_layers and s != u for m, s, u in zip(meanings, stored, used, strict=True)]
     if not any(inside):
-        return whole, 0.0
-    # axes that only split the batch are gathered first, while there is less to gather
-    before = tuple(s if within else u for s, u, within in zip(stored, used, inside, strict=True))
-    column = table.index.get(before)
-    outside = 0.0 if column is None else row.item(column)
-    if not 0 < outside < whole:
-        return 0.0, whole
-    following = table.layouts[table.hop.item(start, goal)]
-    if any(within and s != f for s, f, within in zip(stored, following, inside, strict=True)):
-        return outside, whole - outside
-    # the second message needs what the first brings, so the whole message that it travels in is waited for
-    return 0.0, outside / share + whole - outside
+        return 0.0
+    goal = table.index[used]
+    whole, between = row.item(goal), table.hop.item(table.index[stored], goal)
+    first = table.layouts[between]
+    if between == goal or any(w and s != f for s, f, w in zip(stored, first, inside, strict=True)):
+        return whole
+    # with its part of the first message all of that is waited for
+    return whole + row.item(between) * (1 / share - 1)
 
 
 def reduce_chains(
@@ -72,26 +65,29 @@ def reduce_chains(
     meanings: Sequence[AxisMeaning],
     share: float,
 ) -> Array | None:
-    """Seconds that the first of two messages of a gradient stands in the way, [made, stored]; None if none is.
+    """Seconds that the first of two messages of a gradient is in the way, [made, stored]; None if none is.
 
     share: of the gradient in the first.
     """
     inside = [k for k, m in enumerate(meanings) if m.splits_layers]
-    if len(inside) in (0, len(meanings)):
-        return None
+    outside = [k for k, m in enumerate(meanings) if not m.splits_layers]
     found: dict[tuple[Layout, Layout], float] = {}
-    for g in {g for g in made if any(isinstance(g[k], Partial) for k in inside)}:
+    for g in {g for g in made if _sums_over(g, inside) and _sums_over(g, outside)}:
         for s in {s for s in stored if any(isinstance(s[k], Shard) for k in inside)}:
             start, goal = table.index[g], table.index[s]
             between = table.hop.item(start, goal)
             if between == goal or not isfinite(table.seconds.item(start, goal)):
                 continue
-            # messages over axes inside layers are short and alone: they may well come first
+            # one over an axis inside layers is short and alone: that may well come first
             if all(g[k] == table.layouts[between][k] for k in inside):
                 found[g, s] = table.seconds.item(start, between) / share
     if not found:
         return None
     return np.array([[found.get((g, s), 0.0) for s in stored] for g in made])
+
+
+def _sums_over(layout: Layout, axes: Sequence[int]) -> bool:
+    return any(isinstance(layout[k], Partial) for k in axes)
 
 
 def is_reduced(used: Layout, sizes: Sequence[int], meanings: Sequence[AxisMeaning]) -> bool:

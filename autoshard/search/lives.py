@@ -13,7 +13,7 @@ from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
 from autoshard.search.axes import SearchAxes
-from autoshard.search.inline import gather_copies, gather_parts, is_reduced, reduce_copies
+from autoshard.search.inline import bare_gather, gather_copies, is_reduced, reduce_copies
 from autoshard.search.network import Array
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Time
@@ -65,16 +65,17 @@ def lives_of(
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
         row = table.seconds[table.index[s]]
         for u, on_mesh, whole in used:
-            if not isfinite(row.item(table.index[on_mesh])):
+            once = row.item(table.index[on_mesh])
+            if not isfinite(once):
                 continue
-            hidden, bare = gather_parts(s, on_mesh, row, table, meanings, share.other)
+            bare = bare_gather(s, on_mesh, row, table, meanings, share.other)
             # what travels alone is copied if its own layouts need it, which the table has
             copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
             sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
             packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(hidden)
+                gathers.append(0.0 if bare else once)
                 inline.append(bare + copies)
                 packed.append(packs)
                 held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
@@ -89,9 +90,9 @@ def lives_of(
     each = {phase: np.where(keeps, 0.0, waits) for phase in phases}
     each[True] = each.get(True, np.zeros(len(states))) + np.where(lates, 0.0, packing)
     times |= {Time("inline", phase): taken for phase, taken in each.items() if taken.any()}
-    once = np.where(keeps, waits, 0.0) + np.where(lates, packing, 0.0)
-    if once.any():
-        times[Time("once")] = once
+    alone = np.where(keeps, waits, 0.0) + np.where(lates, packing, 0.0)
+    if alone.any():
+        times[Time("once")] = alone
     bytes_ = {Bytes("state"): np.array(held)}
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
