@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from planned import analysed
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.api import plan_analysed
+from autoshard.api import Source, plan_analysed
 from autoshard.cli.folders import read_plan
 from autoshard.cli.main import app
 from autoshard.cli.output import Progress
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
-from autoshard.errors import UsageError
+from autoshard.errors import InfeasibleError, UsageError
 from autoshard.placement import Placement, Shard
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.plan_json import plan_to_json
@@ -57,6 +58,52 @@ def test_no_rival_is_faster(name: str, cluster: str) -> None:
         assert rival.seconds is not None
         assert rival.seconds / found.placed.seconds >= 1 - 1e-9
         assert rival.seconds >= found.bound
+
+
+class _Large:
+    """A judge to whom nothing fits but data parallelism, or not even that; what it was asked of."""
+
+    def __init__(self, *fit: str) -> None:
+        self.fit_, self.asked = fit, list[str]()
+
+    def seconds(self, found: Settled) -> float:
+        return found.placed.seconds
+
+    def fit(self, found: Settled, limit: float) -> Settled:
+        self.asked.append(found.configuration.name)
+        if found.configuration.name not in self.fit_:
+            raise InfeasibleError("too large")
+        return found
+
+
+def test_a_rival_that_seems_faster_has_to_fit() -> None:
+    """What the plan had to give up for its program to fit is asked of others, too."""
+    machine = load_cluster("h100-dgx")
+    meshes, ask = mesh_candidates(machine, 4), Ask(batch=BATCH, rivals=True)
+    judge = _Large("tp=4")
+    found = choose(analysed("gpt2").model, meshes, machine, ask, judge=judge)
+    assert found.configuration.name == "tp=4"
+    assert _against("gpt2", "h100-dgx").placed.seconds < found.placed.seconds
+    assert {"dp=4", "fsdp=4"} <= set(judge.asked)
+    # at another microbatch, or not at all
+    for rival in found.rivals:
+        assert rival.seconds is None or rival.seconds >= found.placed.seconds
+
+
+def test_a_plan_on_the_mesh_of_a_rival_may_be_the_better_one() -> None:
+    """One that the search did not look at is taken if it fits and is faster."""
+    machine, ask = load_cluster("h100-dgx"), Ask(batch=BATCH, rivals=True)
+    meshes = [Mesh.parse("tp=4"), Mesh.parse("fsdp=2,tp=2")]
+    alone = choose(analysed("gpt2").model, meshes, machine, replace(ask, rivals=False))
+    found = choose(analysed("gpt2").model, meshes, machine, ask)
+    assert alone.configuration.mesh in meshes
+    assert found.configuration.name in ("dp=4", "fsdp=4")
+    assert found.placed.seconds < alone.placed.seconds
+    assert found.bound <= found.placed.lower_bound <= found.placed.seconds
+    former = found.rejected[0]
+    assert former.solved and former.seconds == alone.placed.seconds
+    for rival in found.rivals:
+        assert rival.seconds is None or rival.seconds >= (1 - 1e-9) * found.placed.seconds
 
 
 def test_megatron_keeps_what_travels_between_layers_whole() -> None:
@@ -254,3 +301,31 @@ def test_a_batch_of_nothing_is_refused() -> None:
     model, inputs = family("llama").make()
     with pytest.raises(UsageError, match="global_batch is 0"):
         autoshard.plan(model, MESH, example_inputs=inputs, global_batch=0)
+
+
+# -- a batch that cannot be followed -----------------------------------------------------------------------
+
+
+def test_a_model_that_was_captured_with_one_sequence_is_captured_again() -> None:
+    """One sequence leaves no dim to follow; the plan is for other microbatches all the same."""
+    model, inputs = family("llama").make()
+    one = {name: x[:1] for name, x in inputs.items()}
+    said: list[str] = []
+    machine = load_cluster(CLUSTER)
+    made = autoshard.plan(
+        model, machine, devices=4, example_inputs=one, global_batch=BATCH, progress=said.append
+    )
+    assert [s for s in said if s.startswith("capturing again")] == ["capturing again, with 5 sequences"]
+    whole = autoshard.plan(model, machine, devices=4, example_inputs=inputs, global_batch=BATCH)
+    assert (made.plan.mesh, made.plan.batch) == (whole.plan.mesh, whole.plan.batch)
+    assert made.plan.fingerprint == whole.plan.fingerprint
+    sizes = {n for p in made.analysis.folded.joint.ports for n in p.type.shape}
+    assert 5 in sizes and all(n % 5 for n in sizes if n != 5)
+    # in one piece it is what it was captured as
+    with pytest.raises(UsageError, match="microbatches of"):
+        plan_analysed(
+            Source(model, (), one).analysed(said.append),
+            mesh_candidates(machine, 4),
+            machine,
+            ask=Ask(batch=BATCH),
+        )
