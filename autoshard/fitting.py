@@ -214,9 +214,27 @@ class Fitter:
         if self.ask.budget is None:
             return 0.0, Fitted(tried, staging)
         peak = self.peak(tried, staging)
+        if staging is not None and peak.bytes > self.ask.budget:
+            staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind(tried), peak.bytes - tried.placed.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
         return peak.bytes - self.ask.budget, Fitted(tried, staging, peak)
+
+    def _recut(self, tried: Settled, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
+        """Stages that leave room for what the first ones held too much, if there are any about as fast."""
+        assert self.ask.budget is not None
+        cutting = self.cutting(tried)
+        cutting.spare(_MORE * (peak.bytes - self.ask.budget))
+        try:
+            other = cutting.best(fixed=self.fixed)
+        except InfeasibleError:
+            other = staging
+        if other.seconds <= (1 + _NEAR) * staging.seconds and other.pipeline != staging.pipeline:
+            found = self.peak(tried, other)
+            if found.bytes <= self.ask.budget:
+                return other, found
+        cutting.spare(0.0)
+        return staging, peak
 
     def _expected(self, tried: Settled) -> float | None:
         """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.recipe import Recipe
 from autoshard.errors import InfeasibleError
-from autoshard.ir import DTYPES, Call, Folded, Port
+from autoshard.ir import Call, Folded
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.gather_once import gathers_of
-from autoshard.passes.pipeline import Lowering, kept_ports, late_ports, place
+from autoshard.passes.pipeline import Lowering, place
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
+from autoshard.passes.stage_ends import stays
 from autoshard.passes.stage_places import places_apart
 from autoshard.passes.uncut import Uncut
 from autoshard.placement import R
@@ -45,6 +44,7 @@ from autoshard.simulate.pipeline import (
     simulate,
 )
 from autoshard.simulate.slices import in_slices
+from autoshard.staged_state import state_of
 
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
@@ -148,6 +148,8 @@ class Cutting:
         if microbatch is not None:
             self._line.scale(microbatch)
         self._trials: dict[tuple[str, int], _Trial | None] = {}
+        #: bytes that are not to be used, of those of the budget
+        self._spare = 0.0
 
     def seconds(self, *, fixed: bool = False) -> float:
         """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
@@ -162,6 +164,12 @@ class Cutting:
         if found is None:
             raise self._no_room()
         return found.seconds
+
+    def spare(self, nbytes: float) -> None:
+        """Cut so that at least so many bytes of the budget stay free: what stages hold for a moment inside
+        their ops is not in their costs."""
+        self._spare = nbytes
+        self._trials.clear()
 
     def _kinds(self) -> list[tuple[str, int]]:
         """(schedule, chunks) that may be tried."""
@@ -194,7 +202,8 @@ class Cutting:
             if self.pipeline.ranks * chunks <= self._line.most_stages:
                 asked = self.pipeline
                 schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
-                found = self._line.cut(schedule, chunks, self.budget)
+                budget = None if self.budget is None else self.budget - self._spare
+                found = self._line.cut(schedule, chunks, budget)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]
 
@@ -234,7 +243,7 @@ class _Slots:
     ) -> None:
         self.homes = places_apart(uncut, folded.joint)
         whole = self.homes.uncut.whole  # with copies of gradients that serve several parameters
-        self.whole, self.folded, self.how, self.recipe = whole, folded, how, recipe
+        self.whole, self.how = whole, how
         self.ranks = ranks
         self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
         inner = Mesh.parse(how.plan.mesh)
@@ -247,19 +256,19 @@ class _Slots:
         calls = [i for i in whole.lowered.main if isinstance(i, Call) and not i.backward]
         self.numbers = {id(call): k for k, call in enumerate(calls)}
         self.count = len(self.ops)
-        self.forward, self.input, self.weight, self.state = (np.zeros(self.count) for _ in range(4))
+        self.forward, self.input, self.weight = (np.zeros(self.count) for _ in range(3))
         #: bytes of a microbatch: kept from forward on, the part of it that weight gradients need, and what
         #: backward makes for those
         self.held, self.held_weight, self.made = (np.zeros(self.count) for _ in range(3))
-        #: gathered once a step, and kept beside the microbatches
-        self.copies = self._copies()
-        self.update = np.zeros(self.count)
+        once = how.plan.microbatches * self.slices == 1
+        state = state_of(self.homes, folded, how, recipe, self.bytes_of, once=once)
+        self.state, self.update = state.held, state.updated / cluster.device.memory_bandwidth
+        self.copies = state.copies
         #: the part of forward and backward that is attention
         self.seen, self.seen_back = np.zeros(self.count), np.zeros(self.count)
         self.makers = self._makers()
         self._seconds()
         self._kept()
-        self._parameters(cluster)
         self.send = self._sends()
         self.places = self._places()
 
@@ -341,54 +350,6 @@ class _Slots:
                 made = [v for v in statement.makes if v in late and v in self.whole.values]
                 self.made[slot] += sum(self.bytes_of(v) for v in made)
 
-    def _copies(self) -> set[str]:
-        """What gathering once a step makes of parameters."""
-        if self.how.plan.microbatches == 1:
-            return set()
-        forward = [s for s in self.whole.all if not s.backward]
-        return {v for s in gathers_of(forward, kept_ports(self.folded, self.how)) for v in s.makes}
-
-    def _parameters(self, cluster: Cluster) -> None:
-        """Parameters with gradient and optimizer, at the first op that uses them."""
-        first: dict[str, int] = {}
-        for slot, statement in self._placed():
-            for value in self._sources(statement.uses):
-                first.setdefault(value, slot)
-        trained = {r.target for r in self.folded.joint.results if r.kind == "grad"}
-        late = late_ports(self.folded, self.how)
-        for port in self.folded.joint.ports:
-            if port.kind != "param":
-                continue
-            own = self.bytes_of(port.name)
-            width = DTYPES[port.type.dtype][1]
-            slot = first.get(port.name, 0)
-            extra = 0.0
-            if port.target in trained:
-                extra = self.recipe.optimizer_bytes(width)
-                self.state[slot] += self._gradient(port, own, port.name in late)
-                moved = own / width * self.recipe.update_bytes(width)
-                self.update[slot] += moved / cluster.device.memory_bandwidth
-            self.state[slot] += own + own / width * extra
-        for value in self.copies & self.read:
-            self.state[self.makers[value]] += self.bytes_of(value)
-
-    def _gradient(self, port: Port, own: float, late: bool) -> float:
-        """Bytes of a gradient as it is summed up over the microbatches."""
-        width = DTYPES[port.type.dtype][1]
-        if self.how.plan.microbatches * self.slices == 1:
-            return own / width * self.recipe.gradient_bytes(width)
-        if late:
-            used = self.how.plan.params[self.how.flow.class_of[port.name]].use
-            own = max(own, self.estimator.bytes_of(port.type, used))
-        return own / width * self.recipe.sum_bytes(width)
-
-    @cached_property
-    def read(self) -> frozenset[str]:
-        """Values that statements read which are not gathers themselves."""
-        return frozenset(
-            v for s in self.whole.all if self.copies.isdisjoint(s.makes) for v in self._sources(s.uses)
-        )
-
     def _sends(self) -> np.ndarray:
         """Seconds for what crosses behind every slot, there and (its gradient) back."""
         makers = self.makers
@@ -413,8 +374,13 @@ class _Slots:
     def _places(self) -> list[int]:
         """Slots behind which a cut may be, in calls; see `places_of`."""
         rows: dict[int, list[int]] = {}
+        there = stays(self.whole, self.how.mesh)
+        fixed = [
+            stay for stay, statement in zip(there, self.whole.all, strict=True) if not statement.backward
+        ]
         for slot, statement in enumerate(self.ops[:-1]):
-            if isinstance(self.whole.lowered.main[statement.item], Call) and self.homes.at[slot] is not None:
+            inside = isinstance(self.whole.lowered.main[statement.item], Call)
+            if inside and self.homes.at[slot] is not None and fixed[slot]:
                 rows.setdefault(statement.item, []).append(slot)
         calls = list(rows.values())
         # sums of the same sends differ by rounding

@@ -53,20 +53,13 @@ class SumItems:
 def sums_of(places: StagePlaces, joint: Joint) -> Sums:
     """The gradients that several stages add to."""
     uncut = places.uncut
-    statements, maker = uncut.whole.all, uncut.maker
     found: dict[int, dict[str, Sum]] = {}
     replaced: set[int] = set()
     results = set(uncut.whole.results)
     for result, value in zip(joint.results, uncut.whole.results, strict=True):
-        if result.kind != "grad" or value not in maker:
+        if result.kind != "grad" or value not in uncut.maker:
             continue
-        tail: list[int] = []
-        at = value
-        while _is_linear(statements[maker[at]].node) and _only_one(uncut, at, value, results):
-            tail.append(maker[at])
-            at = statements[maker[at]].uses[0]
-            if at not in maker:
-                break
+        at, tail = _through(uncut, value, results)
         dropped: list[int] = []
         terms = _terms(uncut, at, value, results, dropped)
         home = min(places.owners[value])
@@ -78,6 +71,23 @@ def sums_of(places: StagePlaces, joint: Joint) -> Sums:
             found.setdefault(stage, {})[value] = Sum(own, tuple(reversed(tail)), at)
         replaced.update(tail, dropped)
     return Sums(found, frozenset(replaced))
+
+
+def linear_source(uncut: Uncut, result: str) -> str:
+    """What a gradient is before the collectives that a sum of it may pass through."""
+    return _through(uncut, result, set(uncut.whole.results))[0]
+
+
+def _through(uncut: Uncut, result: str, results: Collection[str]) -> tuple[str, list[int]]:
+    """(a gradient before its linear collectives, their places, the last one first)."""
+    tail: list[int] = []
+    at = result
+    while (place := uncut.maker.get(at)) is not None:
+        if not _is_linear(uncut.whole.all[place].node) or not _only_one(uncut, at, result, results):
+            break
+        tail.append(place)
+        at = uncut.whole.all[place].uses[0]
+    return at, tail
 
 
 def sum_items(uncut: Uncut, sums: Mapping[str, Sum], values: dict[str, Placed]) -> SumItems:

@@ -42,6 +42,12 @@ def stage_ends(whole: Statements, cuts: Sequence[Cut], mesh: MeshShape) -> list[
     return ends
 
 
+def stays(whole: Statements, mesh: MeshShape) -> list[bool]:
+    """For every statement, whether a cut behind it stays there and does not slide over collectives."""
+    crossing = _crossing(whole, mesh)
+    return [_cheapest(whole, place + 1, crossing) == place + 1 for place in range(len(whole.all))]
+
+
 def _places(whole: Statements) -> dict[int, range]:
     """Number of an instruction of main -> the places of its statements, which stand together."""
     found: dict[int, range] = {}

@@ -56,7 +56,7 @@ class Filling:
         self.taken, self.calls = taken, calls
         #: the part of it that belongs to parameters
         self._state = Profile({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
-        self._plain: dict[float, float] = {}
+        self._plain: dict[Hashable, float] = {}
         #: bytes of activations by all that they depend on
         self._held: dict[Hashable, float] = {}
 
@@ -81,11 +81,12 @@ class Filling:
         state = self.state_bytes(bare, beside)
         if state > budget:
             return None
-        if state + self._activations(bare) <= budget:
+        windows = bare.windows(self._state) + bare.windows(beside)
+        if state + self._activations(bare, windows) <= budget:
             return bare, bare.step(self.taken, beside).total if plain is None else plain
         best: tuple[Setting, float] | None = None
         for chosen in self.choices:
-            filled = self._filled(bare, chosen, state, budget)
+            filled = self._filled(bare, chosen, state, windows, budget)
             if filled is not None:
                 seconds = filled.step(self.taken, beside).total
                 if best is None or seconds < best[1]:
@@ -96,21 +97,21 @@ class Filling:
         """Bytes of parameters, gradients and optimizer; beside: see `best`."""
         return setting.state_bytes(beside, setting.state_bytes(self._state))
 
-    def _activations(self, bare: Setting) -> float:
-        """Bytes of activations with nothing run again: all that a setting says of them is how many fly."""
+    def _activations(self, bare: Setting, windows: float) -> float:
+        """Bytes of activations with nothing run again: of these a setting says how many fly and wait."""
         if bare.optimistic:
-            return bare.activation_bytes(self.taken)
-        flight = bare.flight
-        if flight not in self._plain:
-            self._plain[flight] = bare.activation_bytes(self.taken)
-        return self._plain[flight]
+            return bare.activation_bytes(self.taken, windows)
+        flying = bare.flight, bare.waiting, windows
+        if flying not in self._plain:
+            self._plain[flying] = bare.activation_bytes(self.taken, windows)
+        return self._plain[flying]
 
     def _filled(
-        self, bare: Setting, chosen: Sequence[_Option], state: float, budget: float
+        self, bare: Setting, chosen: Sequence[_Option], state: float, windows: float, budget: float
     ) -> Setting | None:
         """Calls added in order of price until the assignment fits."""
         again: dict[str, Recompute] = {}
-        held = self._activations(bare)
+        held = self._activations(bare, windows)
         for option in chosen:
             over = state + held - budget
             if over <= 0:
@@ -118,18 +119,18 @@ class Filling:
             # the first call frees nothing: what it makes again is held once
             calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
             again[option.segment] = Recompute(option.policy, calls)
-            held = self._running(bare, again)
+            held = self._running(bare, again, windows)
         if state + held > budget:
             return None
         return replace(bare, recompute=again) if again else bare
 
-    def _running(self, bare: Setting, again: Mapping[str, Recompute]) -> float:
+    def _running(self, bare: Setting, again: Mapping[str, Recompute], windows: float) -> float:
         """Bytes of activations where some calls run again; the same on many meshes."""
         pipe, calls = bare.pipe, tuple([(name, r.policy, r.calls) for name, r in again.items()])
         # all that a setting says of them, see `Setting.bytes_weight`
-        key = (bare.flight, pipe.ranks > 1, pipe.splits_backward, bare.sending, bare.optimistic, calls)
+        key = (bare.flight, bare.waiting, windows, pipe.ranks > 1, bare.sending, bare.optimistic, calls)
         if key not in self._held:
-            self._held[key] = replace(bare, recompute=dict(again)).activation_bytes(self.taken)
+            self._held[key] = replace(bare, recompute=dict(again)).activation_bytes(self.taken, windows)
         return self._held[key]
 
 

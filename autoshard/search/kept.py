@@ -14,6 +14,7 @@ from autoshard.ir.flow import Flow, Place
 from autoshard.ir.keep_least import keep_least
 from autoshard.rules.core import Factored
 from autoshard.search.terms import Bytes
+from autoshard.search.waiting import made_late, read_late
 
 #: a node of a segment
 NodeKey = tuple[str, int]
@@ -60,6 +61,7 @@ class _Analysis:
 
     def run(self) -> Kept:
         read, crossing = self._roots(backward=True), self._roots(backward=False)
+        late, made = self._waiting(read)
         found: list[tuple[Bytes, Place, int]] = []
         staying: dict[str, frozenset[str]] = {}
         for name in sorted(self.layers):
@@ -71,11 +73,31 @@ class _Analysis:
         for root, count in read.items():
             segment, value = root
             if value not in self.makers[segment] or root in crossing:
-                found.append((Bytes("held"), root, count))
+                found.append((Bytes("held", late=late.get(root)), root, count))
             else:
-                found.append((Bytes("kept", segment, value not in staying.get(segment, ())), root, count))
+                cheap = value not in staying.get(segment, ())
+                found.append((Bytes("kept", segment, cheap, late.get(root)), root, count))
+        found += [(Bytes("waiting"), root, count) for root, count in made.items()]
         found += self._inputs(read, staying)
         return Kept(tuple(found), frozenset(self.full), frozenset(self.selective))
+
+    def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
+        """(what backward reads -> whether gradients of parameters are made of it, gradients of activations
+        that they are made of -> in how many calls); nothing if a rank where they wait holds less for it."""
+        wanted = frozenset(map(self.root, read_late(self.folded, self.flow)))
+        needed = {self.root(source) for source, target in self.flow.edges if target in wanted and source[0]}
+        late = {root: root in needed for root in read}
+        made: dict[Place, int] = {}
+        for place, count in made_late(self.folded, self.flow, wanted, self.backward).items():
+            made[self.root(place)] = max(count, made.get(self.root(place), 0))
+        types = {name: graph.types() for name, graph in self.folded.segments.items()}
+        more = sum(count * types[name][value].nbytes for (name, value), count in made.items())
+        freed = sum(
+            count * types[name][value].nbytes
+            for (name, value), count in read.items()
+            if not late[name, value]
+        )
+        return (late, made) if more > freed else ({}, {})
 
     def _inputs(
         self, read: Mapping[Place, int], staying: Mapping[str, frozenset[str]]

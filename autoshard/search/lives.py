@@ -57,6 +57,7 @@ def lives_of(
     inline: list[float] = []
     packed: list[float] = []
     held: list[float] = []
+    windows: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
     used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
@@ -78,7 +79,8 @@ def lives_of(
                 gathers.append(0.0 if bare else once)
                 inline.append(bare + copies)
                 packed.append(packs)
-                held.append(_bytes(type_, own, whole, keep, trained, len(group.ports), prices))
+                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
+                windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
@@ -94,6 +96,8 @@ def lives_of(
     if alone.any():
         times[Time("once")] = alone
     bytes_ = {Bytes("state"): np.array(held)}
+    if any(windows):
+        bytes_[Bytes("window")] = np.array(windows)
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
     return Lives(tuple(states), times, bytes_)
@@ -109,21 +113,21 @@ def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
 def _bytes(
     type_: TensorType,
     own: float,
-    whole: float,
-    keep: bool,
+    copy: float,
     trained: bool,
     count: int,
     prices: Prices,
 ) -> float:
-    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies."""
+    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies that are kept.
+
+    copy: of one member, if it is larger than what is stored.
+    """
     width = DTYPES[type_.dtype][1]
     held = count * own if prices.recipe.resident or not trained else 0.0
     if trained:
         per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
         held += count * own / width * per_element
-    if whole > own:
-        held += (count if keep else min(count, GATHERED)) * whole
-    return held
+    return held + (count * copy if copy > own else 0.0)
 
 
 def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, prices: Prices) -> float:

@@ -168,7 +168,7 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     return [
         Profile(
             {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
-            _held(state + windows, sums),
+            {**_held(state, sums), Bytes("window"): windows},
         ),
         Profile(
             {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare_forward},

@@ -70,8 +70,25 @@ class Pipe:
             return float(microbatches)
         if self.schedule == "seq1f1b":
             return min(float(microbatches), (self.ranks + self.slices - 1) / self.slices)
-        most = self.ranks + (self.ranks - 1) / self.chunks if self.schedule == "interleaved" else self.ranks
-        return float(min(microbatches, most))
+        most = float(self.ranks)
+        if self.schedule == "interleaved":
+            # groups no smaller than the pipeline, the largest of them ahead (`schedules.interleaved`)
+            group = -(-microbatches // max(1, microbatches // self.ranks))
+            most = group + (2 * self.ranks - 1 - group) / self.chunks
+        return min(float(microbatches), most)
+
+    def waiting(self, microbatches: int) -> tuple[float, float]:
+        """(microbatches of which only gradients of parameters are still to be made, and others that are in
+        flight then), in whole stages' worth, on the rank with most of the first."""
+        if not self.splits_backward:
+            return 0.0, self.in_flight(microbatches)
+        if self.chunks == 1:
+            return self.in_flight(microbatches), 0.0
+        # a rank puts them off only while it has other microbatches to go on with
+        unit = 1 / self.chunks
+        if microbatches <= self.ranks:
+            return unit, self.in_flight(microbatches) - unit
+        return min(self.ranks, microbatches - self.ranks + 2 * unit) - unit, 0.0
 
     def __str__(self) -> str:
         chunks = f" x {self.chunks}" if self.chunks > 1 else ""

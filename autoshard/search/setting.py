@@ -65,6 +65,13 @@ class Setting:
         """How much of what one microbatch keeps in the whole model the fullest rank holds."""
         return self.pipe.in_flight(self.microbatches) / self.pipe.ranks
 
+    @cached_property
+    def waiting(self) -> tuple[float, float]:
+        """The same of a rank that has put off most gradients of parameters: of microbatches that wait for
+        these, and of others."""
+        waiting, others = self.pipe.waiting(self.microbatches)
+        return waiting / self.pipe.ranks, others / self.pipe.ranks
+
     def running_again(self, policy: Literal["selective", "full"]) -> Setting:
         """The same with every call of every layer computed again by one policy."""
         return replace(self, recompute={name: Recompute(policy, n) for name, n in self.calls.items()})
@@ -85,11 +92,19 @@ class Setting:
         chosen = self.recompute.get(key.segment)
         if key.kind == "state":
             return 1 / self.pipe.ranks
+        if key.kind == "window":
+            # each rank of a pipeline has its own layers; where gradients of parameters wait, most is held
+            # when those of activations are made and nothing is gathered any more
+            return 0.0 if self.pipe.splits_backward else 1.0
         if key.kind == "sums":
             return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
         if key.kind == "sent":
             return float(self.sending and self.pipe.ranks == 1)
+        if key.kind == "waiting":
+            return self.waiting[0]
         flight = self.flight
+        if self.pipe.splits_backward and key.late is not None:
+            return sum(self.waiting) if key.late else self.waiting[1]
         if key.kind == "held":
             return flight
         if key.kind == "kept":
@@ -177,21 +192,37 @@ class Setting:
 
     def held(self, taken: Profile) -> Held:
         """Bytes at the peak."""
-        return Held(self.state_bytes(taken), self.activation_bytes(taken))
+        return Held(self.state_bytes(taken), self.activation_bytes(taken, self.windows(taken)))
 
     def state_bytes(self, taken: Profile, more: float = 0.0) -> float:
         """Bytes of parameters and what belongs to them, on top of ``more``."""
         return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind in OF_STATE), more)
 
-    def activation_bytes(self, taken: Profile) -> float:
-        """Bytes of everything else at the peak."""
-        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
+    def windows(self, taken: Profile) -> float:
+        """Bytes of gathered parameters that a rank holds, but not where it holds most of gradients that wait;
+        0 where none waits."""
+        if not self.pipe.splits_backward:
+            return 0.0
+        return sum((n for k, n in taken.bytes.items() if k.kind == "window"), 0.0)
+
+    def activation_bytes(self, taken: Profile, windows: float = 0.0) -> float:
+        """Bytes of everything else at the peak: where gradients of parameters wait, or, on the first rank of
+        a pipeline as it begins its first backward, where they do not yet. windows: see `windows`."""
+        found = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
+        if not self.pipe.splits_backward:
+            return found
+        return max(found, windows + self._waitless.activation_bytes(taken))
+
+    @cached_property
+    def _waitless(self) -> Setting:
+        """The same with as many microbatches in flight, of which no gradient waits."""
+        return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 
 
 #: see `Overlap.beside`: backward makes two products of a size, one of which is for gradients of parameters
 BESIDE = 0.5
 #: bytes that belong to parameters
-OF_STATE = ("state", "sums")
+OF_STATE = ("state", "window", "sums")
 #: where seconds of these kinds count
 _IN_FORWARD = {"work": "work_forward", "talk": "talk_forward"}
 _IN_BACKWARD = {"work": "work_backward", "talk": "talk_backward"}

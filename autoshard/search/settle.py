@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.cost.step_time import Exposure, StepTime, between
 from autoshard.search.minimise import ELIMINATED
-from autoshard.search.network import Array, CostNetwork, Limits, SearchStats, Solution
+from autoshard.search.network import Array, CostNetwork, InfeasibleNetwork, Limits, SearchStats, Solution
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
 from autoshard.search.solve import solve
@@ -77,7 +77,8 @@ def place(
         step = setting.step(taken)
         lower = max(lower, solution.lower_bound)
         if best is None or step.total < best.seconds:
-            best = Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
+            held = _held(setting, taken, solution.bytes)
+            best = Placed(setting, solution.states, taken, step, held, 0.0, solution, network)
         shown = setting.exposure(taken)
         if shown == bound:
             break
@@ -86,7 +87,15 @@ def place(
         if bound in tried:
             break
     assert best is not None
+    if budget is not None and best.bytes > budget >= best.solution.bytes:
+        raise InfeasibleNetwork(best.bytes, best.states, budget)
     return replace(best, lower_bound=min(lower, best.seconds))
+
+
+def _held(setting: Setting, taken: Profile, counted: float) -> float:
+    """Bytes at the peak. counted: by the network, which knows one point of a step alone: where gradients of
+    parameters wait, the first rank may hold most at another."""
+    return max(counted, setting.held(taken).total) if setting.pipe.splits_backward else counted
 
 
 def _solved(
@@ -139,8 +148,9 @@ def priced(
 def placed_at(problem: Problem, setting: Setting, network: CostNetwork, states: tuple[int, ...]) -> Placed:
     """An assignment that was found in another way."""
     taken = profile(problem.terms, states)
-    held = network.bytes_of(states)
+    counted = network.bytes_of(states)
     stats = SearchStats(len(states), sum(problem.terms.states), sum(problem.terms.states), 0, 0, 0, 0.0)
     seconds = network.seconds_of(states)
-    solution = Solution(states, seconds, held, 0.0, 1.0, "parameters refitted", stats)
+    solution = Solution(states, seconds, counted, 0.0, 1.0, "parameters refitted", stats)
+    held = _held(setting, taken, counted)
     return Placed(setting, states, taken, setting.step(taken), held, 0.0, solution, network)

@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.search.network import Array, CostNetwork
 
 TimeKind: TypeAlias = Literal["work", "talk", "gather", "inline", "reduce", "first", "once", "last", "update"]
-ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input"]
+ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
 
 class Time(NamedTuple):
@@ -36,17 +36,21 @@ class Time(NamedTuple):
 class Bytes(NamedTuple):
     """A kind of bytes.
 
-    state: of parameters, gradients, optimizer. sums: what gradients hold beyond that while they are summed
-    over several microbatches: in fp32 if of half precision, and whole where they are reduced late. sent:
-    gradients of one layer that wait for their reduction. held: activations that backward reads and that cross
-    between segments. kept: other activations of a segment, which could be computed again; cheap: by selective
-    recomputation, too. extra: what selective recomputation would keep in their place. input: what a call
-    takes and would have to be kept for full recomputation; cheap: for selective, too.
+    state: of parameters, gradients, optimizer. window: of parameters gathered while layers compute. sums:
+    what gradients hold beyond that while they are summed over several microbatches: in fp32 if of half
+    precision, and whole where they are reduced late. sent: gradients of one layer that wait for their
+    reduction. held: activations that backward reads and that cross between segments. kept: other activations
+    of a segment, which could be computed again; cheap: by selective recomputation, too. extra: what selective
+    recomputation would keep in their place. input: what a call takes and would have to be kept for full
+    recomputation; cheap: for selective, too. waiting: gradients of activations that gradients of parameters
+    are made of. late: whether those of parameters are made of what is held or kept, where that decides how
+    much is held if they wait (`search.waiting`); else None.
     """
 
     kind: ByteKind
     segment: str = ""
     cheap: bool = False
+    late: bool | None = None
 
 
 @dataclass

@@ -115,8 +115,9 @@ class _Tuning:
         """The placements of ``start`` as they are, if they fit in another setting."""
         bound = setting.exposure(start.taken)
         network = setting.network(self.problem.terms, bound, self.allowed)
-        if network.bytes_of(start.states) <= self.budget:
-            self.found.append(placed_at(self.problem, setting, network, start.states))
+        placed = placed_at(self.problem, setting, network, start.states)
+        if placed.bytes <= self.budget:
+            self.found.append(placed)
 
     def _final(self, winner: Placed) -> Placed:
         """The winner once more with more work, and with less recomputation if that fits by now."""
@@ -144,8 +145,9 @@ class _Tuning:
             bound = chosen.exposure(base.taken)
             network = chosen.network(self.problem.terms, bound, self.allowed)
             states = refit(self.problem, network, base.states, self.budget)
-            if states is not None:
-                self.found.append(placed_at(self.problem, chosen, network, states))
+            placed = None if states is None else placed_at(self.problem, chosen, network, states)
+            if placed is not None and placed.bytes <= self.budget:
+                self.found.append(placed)
 
     def _place(self, setting: Setting, limits: Limits, near: Placed | None) -> Placed:
         """near: a solution whose exposure to begin with."""
