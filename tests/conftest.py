@@ -13,6 +13,8 @@ os.environ.update(
 )
 
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -25,27 +27,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files of tests/golden anew")
 
 
-#: files in the order in which workers take them: what takes long first, and files that start processes far
-#: apart, so that these do not wait for each other
-FIRST = (
-    "test_pipeline.py",
-    "test_slices.py",
-    "test_families.py",
-    "test_aot.py",
-    "test_planner.py",
-    "test_staging.py",
-    "test_experts.py",
-    "test_verify_static.py",
-    "test_gloo.py",
-    "test_architectures.py",
-    "test_validate.py",
-    "test_repeats.py",
-    "test_planner_wishes.py",
-    "test_export.py",
-    "test_mutations.py",
-    "test_pipeline_cuts.py",
-    "test_hierarchy.py",
+#: files whose plans are of the same models: one worker runs them all, and makes each plan once
+#: (`pipelines`, `sliced`; `planned`)
+ALIKE = (
+    (
+        "test_pipeline.py",
+        "test_slices.py",
+        "test_pipeline_cuts.py",
+        "test_verify_static.py",
+        "test_simulate.py",
+        "test_timeline.py",
+        "test_hostile_pipeline.py",
+        "test_sharing.py",
+    ),
+    (
+        "test_families.py",
+        "test_export.py",
+        "test_planner.py",
+        "test_fuse_pass.py",
+        "test_experts.py",
+        "test_offload.py",
+        "test_mutations.py",
+        "test_ring.py",
+        "test_explain.py",
+        "test_program.py",
+    ),
 )
+#: files in the order in which workers take them: what takes long first
+FIRST = (
+    *(file for files in ALIKE for file in files),
+    "test_gloo.py",
+    "test_aot.py",
+    "test_architectures.py",
+    "test_staging.py",
+    "test_repeats.py",
+    "test_hierarchy.py",
+    "test_pipeline_api.py",
+    "test_planner_wishes.py",
+    "test_validate.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile`` gives files that are alike to one worker, as if they were one file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadAlike(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(super()._split_scope(nodeid)).name
+            return next((files[0] for files in ALIKE if file in files), file)
+
+    return LoadAlike(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ results. steps_of: ``call``, one call of the model a step, or ``microbatches``.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from functools import partial
@@ -52,15 +53,27 @@ def train(
     return losses
 
 
-def run_case(case: dict[str, str]) -> dict[str, float]:
-    """Relative errors of losses and of all parameters after training."""
-    wanted, inputs = family(case["family"]).make()
-    pieces = case["steps_of"] == "microbatches"
+def made(name: str, pieces: bool) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and its batch; pieces: whether that is divided into microbatches."""
+    model, inputs = family(name).make()
     if pieces:
         # no ignored labels: the mean over microbatches is then that of the whole batch
         inputs["labels"] = inputs["labels"].clamp(min=3)
-    expected = train(wanted, inputs, clip=True, pieces=False)
-    model, _ = family(case["family"]).make()
+    return model, inputs
+
+
+@functools.cache
+def eager(name: str, pieces: bool) -> tuple[nn.Module, list[float]]:
+    """The trained model of one device, and its losses."""
+    wanted, inputs = made(name, pieces)
+    return wanted, train(wanted, inputs, clip=True, pieces=False)
+
+
+def run_case(case: dict[str, str]) -> dict[str, float]:
+    """Relative errors of losses and of all parameters after training."""
+    pieces = case["steps_of"] == "microbatches"
+    wanted, expected = eager(case["family"], pieces)
+    model, inputs = made(case["family"], pieces)
     parallel = autoshard.load(case["program"], model)
     found = train(parallel, inputs, clip=True, pieces=pieces, own=pieces)
     return errors_of(parallel, wanted, found, expected)

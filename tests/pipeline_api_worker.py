@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
-from autoshard.analysis import analyse
+from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
@@ -56,12 +57,23 @@ def small_batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {k: torch.randn(8 * COUNT, 16, generator=generator).to(dtype) for k in ("x", "y")}
 
 
+@functools.cache
+def analysed(dtype: torch.dtype, norms: bool) -> Analysis:
+    piece = {k: v[: len(v) // COUNT] for k, v in small_batch(dtype).items()}
+    return analyse(capture(Small(dtype, norms=norms), (), piece))
+
+
+@functools.cache
 def made(
-    model: nn.Module, batch: dict[str, torch.Tensor], ranks: int, mesh: str, schedule: str, chunks: int = 1
+    ranks: int,
+    mesh: str,
+    schedule: str,
+    chunks: int = 1,
+    dtype: torch.dtype = torch.float32,
+    norms: bool = True,
 ) -> Program:
-    """A pipeline of any model; position: pp is the first axis."""
-    piece = {k: v[: len(v) // COUNT] for k, v in batch.items()}
-    found = plan_analysed(analyse(capture(model, (), piece)), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    """A pipeline of `Small`; position: pp is the first axis."""
+    found = plan_analysed(analysed(dtype, norms), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
     plan = replace(found.plan, microbatches=COUNT)
     if ranks > 1:
         cuts: tuple[Cut, ...] = cuts_of(found.analysis.folded, ranks * chunks)
@@ -112,7 +124,7 @@ def accumulation_and_running_statistics() -> None:
         (1, "dp=2,tp=2", "", 1),
     ):
         plain, model = Small(), Small()
-        parallel = bound(made(model, batch, ranks, mesh, schedule, chunks), model)
+        parallel = bound(made(ranks, mesh, schedule, chunks), model)
         for _ in range(2):
             wanted, found = eager_step(plain, batch), float(parallel.train_step(batch))
             check(abs(wanted - found) < 1e-5 * abs(wanted), f"{schedule}: loss {found}, not {wanted}")
@@ -125,7 +137,7 @@ def clipping() -> None:
     for norm in (2.0, float("inf"), 1.0):
         for ranks, mesh in ((4, "dp=1"), (2, "fsdp=2"), (2, "tp=2")):
             plain, model = Small(), Small()
-            parallel = bound(made(model, batch, ranks, mesh, "1f1b"), model)
+            parallel = bound(made(ranks, mesh, "1f1b"), model)
             twin = copy.deepcopy(parallel)
             eager_step(plain, batch)
             wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm))
@@ -148,7 +160,7 @@ def checkpoints(folder: Path) -> None:
     """Model and optimizer, saved and loaded by name, and training goes on as if nothing had happened."""
     batch = small_batch()
     model = Small()
-    program = made(model, batch, 2, "fsdp=2", "interleaved", 2)
+    program = made(2, "fsdp=2", "interleaved", 2)
     parallel = bound(program, model)
     optimizer = torch.optim.AdamW(parallel.parameters(), **ADAM)
     trained(parallel, optimizer, batch)
@@ -179,7 +191,7 @@ def misuse() -> None:
     batch = small_batch()
     for ranks, mesh, schedule in ((4, "dp=1", "gpipe"), (2, "dp=2", "1f1b")):
         plain, model = Small(), Small()
-        parallel = bound(made(model, batch, ranks, mesh, schedule), model)
+        parallel = bound(made(ranks, mesh, schedule), model)
         raises(autoshard.UsageError, lambda: parallel(**batch), "train_step")  # noqa: B023
         for wrong in (
             {k: v[:5] for k, v in batch.items()},
@@ -203,7 +215,7 @@ def misuse() -> None:
 def meshes_of_the_user() -> None:
     """Axes in any order: a rank's own part of the batch is where the mesh of the user says."""
     batch = small_batch()
-    program = made(Small(norms=False), batch, 2, "dp=2", "1f1b")
+    program = made(2, "dp=2", "1f1b", norms=False)
     given = (
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")),
@@ -222,7 +234,7 @@ def meshes_of_the_user() -> None:
             same(parallel, plain, str(mesh))
     turned = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("pp", "dp"))
     raises(autoshard.UsageError, lambda: bound(program, Small(norms=False), turned), "ascend")
-    alone = made(Small(), batch, 4, "dp=1", "1f1b")
+    alone = made(4, "dp=1", "1f1b")
     for names, sizes in ((("pp",), (4,)), (("pp", "dp"), (4, 1)), (("dp", "pp"), (1, 4))):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         parallel = bound(alone, Small(), mesh)
@@ -230,7 +242,7 @@ def meshes_of_the_user() -> None:
         wanted, found = eager_step(plain, batch), float(parallel.train_step(batch))
         check(abs(wanted - found) < 1e-5 * abs(wanted), f"{mesh}: {found}, not {wanted}")
         same(parallel, plain, str(mesh))
-    single = made(Small(norms=False), batch, 1, "dp=2,tp=2", "")
+    single = made(1, "dp=2,tp=2", "", norms=False)
     mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("tp", "dp"))
     parallel, plain = bound(single, Small(norms=False), mesh), Small(norms=False)
     own = {k: v.chunk(2)[mesh.get_local_rank("dp")] for k, v in batch.items()}
@@ -264,7 +276,7 @@ def half_precision() -> None:
     model = Small(torch.bfloat16, norms=False)
     exact = copy.deepcopy(model).double()
     halves = copy.deepcopy(model)
-    parallel = bound(made(model, batch, 4, "dp=1", "1f1b"), model)
+    parallel = bound(made(4, "dp=1", "1f1b", dtype=torch.bfloat16, norms=False), model)
     eager_step(exact, {k: v.double() for k, v in batch.items()})
     eager_step(halves, batch)
     parallel.train_step(batch)

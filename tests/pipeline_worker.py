@@ -6,6 +6,7 @@ write the results.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -25,14 +26,22 @@ import autoshard
 Make = Callable[[str, int], tuple[nn.Module, dict[str, torch.Tensor]]]
 
 
+@functools.cache
+def eager(make: Make, name: str, microbatches: int) -> tuple[nn.Module, list[float]]:
+    """The trained model of one device, and its losses."""
+    wanted, batch = make(name, microbatches)
+    return wanted, train(wanted, batch, clip=True, pieces=False)
+
+
 def run_case(case: dict[str, str], make: Make) -> dict[str, float]:
     """Relative errors of losses and of the parameters that this rank holds, after training."""
-    wanted, batch = make(case["family"], int(case["microbatches"]))
-    expected = train(wanted, batch, clip=True, pieces=False)
-    model, _ = make(case["family"], 1)
+    name, microbatches = case["family"], int(case["microbatches"])
+    wanted, expected = eager(make, name, microbatches)
+    _, batch = make(name, microbatches)
+    model, _ = make(name, 1)
     parallel = autoshard.load(case["program"], model)
     # some step with torch's optimizer, some with autoshard's, which clips on the way
-    own = int(case["microbatches"]) % 2 == 1
+    own = microbatches % 2 == 1
     optimizer: torch.optim.Optimizer
     if own:
         optimizer = autoshard.AdamW(parallel.parameters(), **ADAM, clip_norm=0.5)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from estimated import CASES, small_case
+from ranks import HERE, run_ranks
 from rich.console import Console
-from test_gloo import HERE, torchrun
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
@@ -93,7 +93,7 @@ def test_predicted_peaks_are_those_of_ranks_that_share_memory(tmp_path: Path) ->
     programs = [program_of(case) for case in CASES]
     for number, program in enumerate(programs):
         save_program(program, tmp_path / str(number))
-    torchrun([str(HERE / "peaks_worker.py"), str(tmp_path)])
+    run_ranks([str(HERE / "peaks_worker.py"), str(tmp_path)])
     predicted = [estimate_step(each, CPU, behaviour=WITHOUT_UPDATE).fullest.peak for each in programs]
     assert predicted == pytest.approx(json.loads((tmp_path / "peaks.json").read_text()), rel=0.05)
 

@@ -6,8 +6,6 @@ import ast
 import functools
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +15,7 @@ import export_worker
 import pytest
 import torch
 from planned import planned as planned_family
+from ranks import HERE, run_ranks
 from torch import nn
 from typer.testing import CliRunner
 
@@ -35,7 +34,6 @@ from autoshard.passes.capture import capture
 from autoshard.placement import Layout, Placement, R, Shard
 from autoshard.search.plan import Recompute
 
-HERE = Path(__file__).parent
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 MESHES = ("tp=2", "fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2")
 #: ends of the names of modules that Megatron-LM divides by columns, and by rows
@@ -423,23 +421,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         write_whole(file, exported(found, name, format).text)
         cases.append({"model": name, "mesh": mesh, "file": str(file)})
     (folder / "cases.json").write_text(json.dumps(cases))
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    process = subprocess.Popen(
-        [*command, str(HERE / "export_worker.py"), str(folder / "cases.json"), str(folder / "results.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+    run_ranks(
+        [str(HERE / "export_worker.py"), str(folder / "cases.json"), str(folder / "results.json")],
+        timeout=300,
     )
-    try:
-        output, _ = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)
-            process.wait()
-    assert process.returncode == 0, output[-12000:]
     rows: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())
     return rows
 

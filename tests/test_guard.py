@@ -10,7 +10,7 @@ from pathlib import Path
 import golden_models
 import pytest
 import torch
-from test_gloo import HERE, torchrun
+from ranks import HERE, run_ranks
 
 import autoshard
 from autoshard.errors import UsageError
@@ -26,9 +26,7 @@ from autoshard.runtime.watch import PERIOD, Watch, lines_of, ranks_text
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What both ranks were told, from one start of two processes."""
     folder = tmp_path_factory.mktemp("guard")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOSHARD_CHECK", "2")
-        torchrun([str(HERE / "guard_worker.py"), str(folder)], ranks=2, timeout=240)
+    run_ranks([str(HERE / "guard_worker.py"), str(folder)], ranks=2, timeout=240, AUTOSHARD_CHECK="2")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from families import family
 from lockstep_check import compare_step, lockstep_step
+from ranks import HERE, run_ranks
 from slow_links import slow_cluster
-from test_gloo import HERE, torchrun
 
 from autoshard import UsageError
 from autoshard.api import Planned, compile_analysed, plan
@@ -475,7 +475,7 @@ def test_training_on_four_processes(tmp_path: Path) -> None:
         case = {"family": "llama", "mesh": "fsdp=4", "program": str(folder), "steps_of": "call"}
         cases.append(case)
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    torchrun([str(HERE / "gloo_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    run_ranks([str(HERE / "gloo_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
     rows = json.loads((tmp_path / "results.json").read_text())
     for (way, allow, least, most), row in zip(RUNS, rows, strict=True):
         assert least <= row["error"] < most, f"{way} {allow}: {row['worst']} is off by {row['error']:.2e}"

@@ -15,7 +15,7 @@ import sliced
 import torch
 from families import _gpt2, family
 from planned import planned, program
-from test_gloo import torchrun
+from ranks import HERE, run_ranks
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from typer.testing import CliRunner
@@ -50,7 +50,6 @@ from autoshard.search.plan import Pipeline, Recompute
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 
-HERE = Path(__file__).parent
 ALL = "activations,parameters,optimizer"
 KINDS = ("activations", "parameters", ALL)
 
@@ -163,7 +162,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
         save_program(each, folder / name)
         cases.append({"family": of, "program": str(folder / name), "microbatches": str(pieces)})
     (folder / "cases.json").write_text(json.dumps(cases))
-    torchrun([str(HERE / "offload_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
+    run_ranks([str(HERE / "offload_worker.py"), str(folder / "cases.json"), str(folder / "results.json")])
     rows = json.loads((folder / "results.json").read_text())
     return {Path(row["program"]).name: row for row in rows}
 

@@ -13,7 +13,7 @@ import pytest
 import sequence_llama
 import torch
 from lockstep_check import compare_step, lockstep_step, results_of
-from test_gloo import torchrun
+from ranks import HERE, run_ranks
 from torch import nn
 
 from autoshard.api import compile_analysed, plan
@@ -36,7 +36,6 @@ from autoshard.simulate.work import Message
 from autoshard.verify.static import verify_static
 from autoshard.wires import NORMS, wire_of
 
-HERE = Path(__file__).parent
 ALLOW = "int8-activations"
 
 
@@ -284,7 +283,7 @@ def test_ranks_of_gloo_send_wires(tmp_path: Path) -> None:
     model, inputs = sequence_llama.make()
     for name, made in (("fused", program()), ("apart", apart())):
         save_program(made, tmp_path / name)
-    torchrun([str(HERE / "wires_worker.py"), str(tmp_path), "llama"])
+    run_ranks([str(HERE / "wires_worker.py"), str(tmp_path), "llama"])
     rows = json.loads((tmp_path / "losses.json").read_text())
     lockstep, env = lockstep_step(program(), model, inputs)
     loss = next(r.value for r in program().signature.results if r.kind == "output" and r.target == "0")

@@ -16,8 +16,8 @@ import pytest
 import sequence_gpt2
 import torch
 from lockstep_check import compare_step, lockstep_step, results_of
+from ranks import HERE, run_ranks
 from sequence_gpt2 import program
-from test_gloo import torchrun
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed, plan_analysed
@@ -140,7 +140,7 @@ def test_ranks_of_gloo_send_wires(tmp_path: Path) -> None:
     model, inputs = sequence_gpt2.make()
     for name, made in (("fused", program()), ("apart", apart(True, ""))):
         save_program(made, tmp_path / name)
-    torchrun([str(Path(__file__).parent / "wires_worker.py"), str(tmp_path), "gpt2"])
+    run_ranks([str(HERE / "wires_worker.py"), str(tmp_path), "gpt2"])
     rows = json.loads((tmp_path / "losses.json").read_text())
     lockstep, env = lockstep_step(program(), model, inputs)
     loss = next(r.value for r in program().signature.results if r.kind == "output" and r.target == "0")

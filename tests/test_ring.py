@@ -15,9 +15,9 @@ from faults.edits import pairs_of, with_nodes
 from lockstep_check import RTOL, compare_step
 from pipelines import pipeline
 from planned import planned as plainly_planned
+from ranks import HERE, run_ranks
 from ringed import even_cluster, free_rings, planned, ringed, rings_in
 from sliced import program_of
-from test_gloo import torchrun
 from typer.testing import CliRunner
 
 from autoshard.api import compile_analysed
@@ -382,8 +382,8 @@ def test_training_on_four_processes_equals_eager(tmp_path: Path) -> None:
         save_program(program, folder)
         cases.append({"family": name, "mesh": mesh, "program": str(folder), "steps_of": "call"})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    worker = Path(__file__).parent / "gloo_worker.py"
-    torchrun([str(worker), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    worker = HERE / "gloo_worker.py"
+    run_ranks([str(worker), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
     rows = json.loads((tmp_path / "results.json").read_text())
     assert len(rows) == len(cases)
     for row in rows:

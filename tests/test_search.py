@@ -238,6 +238,16 @@ def test_min_marginals_are_upper_bounds_when_the_network_is_wide() -> None:
         assert mine.min() == pytest.approx(best)
 
 
+def test_marginals_of_a_wide_network_change_one_choice_of_what_was_chosen() -> None:
+    network = network_of(3, "dense", 7)
+    chosen = [len(u) - 1 for u in network.unary]
+    found = min_marginals(network, limits=Limits(down=60), chosen=chosen)
+    assert not found.exact and np.isfinite(network.seconds_of(chosen))
+    for v, costs in enumerate(found.costs):
+        for k, cost in enumerate(costs):
+            assert cost == pytest.approx(network.seconds_of([*chosen[:v], k, *chosen[v + 1 :]]))
+
+
 def test_equal_states_go_to_the_lower_index() -> None:
     unary = tuple(np.zeros(3) for _ in range(4))
     edges = {(v, v + 1): np.ones((3, 3)) for v in range(3)}

@@ -14,8 +14,8 @@ from families import family
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pipelines import PIECE, cuts_of
+from ranks import HERE, run_ranks
 from sliced import SEQ, model_and_batch, planned, program_of
-from test_gloo import HERE, torchrun
 from test_timeline import _Run
 from typer.testing import CliRunner
 
@@ -379,7 +379,7 @@ def test_training_on_gloo_equals_eager(tmp_path: Path) -> None:
         save_program(program_of(name, ranks, mesh, slices, microbatches), path)
         cases.append({"family": name, "program": str(path), "microbatches": str(microbatches)})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    torchrun([str(HERE / "slices_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
+    run_ranks([str(HERE / "slices_worker.py"), str(tmp_path / "cases.json"), str(tmp_path / "results.json")])
     rows = json.loads((tmp_path / "results.json").read_text())
     wrong = [row for row in rows if not row["error"] < 1e-4]
     assert len(rows) == len(cases) and not wrong, wrong

@@ -73,7 +73,7 @@ def explain(
         recompute=dict(placed.setting.recompute),
         pipeline=_pipeline(where.pipe),
     )
-    marginals = min_marginals(placed.network) if reasons else None
+    marginals = min_marginals(placed.network, chosen=placed.states) if reasons else None
     for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
         key = _record(plan, variable, state, problem.axes)
         if marginals is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from autoshard.search.eliminate import Elimination, find_order
@@ -10,8 +12,18 @@ from autoshard.search.network import Array, CostNetwork, Indices, Limits, Margin
 from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent
 
 
-def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits | None = None) -> Marginals:
-    """For every variable and state, the least seconds + lam * bytes of any assignment that has it."""
+def min_marginals(
+    network: CostNetwork,
+    lam: float = 0.0,
+    limits: Limits | None = None,
+    *,
+    chosen: Sequence[int] | None = None,
+) -> Marginals:
+    """For every variable and state, the least seconds + lam * bytes of any assignment that has it.
+
+    chosen: states of finite cost, of which one is changed at a time where the network is too wide for more
+    (default: the best that are found).
+    """
     limits = limits or Limits()
     net = Residual.of(network)
     try:
@@ -22,18 +34,20 @@ def min_marginals(network: CostNetwork, lam: float = 0.0, limits: Limits | None 
     fold_decided(net)
     order = find_order(net.sizes, net.rows)
     exact = order.total <= limits.down
-    costs = Elimination(net, order).marginals() if exact else _local(net, limits)
+    costs = Elimination(net, order).marginals() if exact else _local(net, limits, chosen)
     return Marginals(
         [_all_states(len(u), k, c) for u, k, c in zip(network.unary, net.kept, costs, strict=True)], exact
     )
 
 
-def _local(net: Residual, limits: Limits) -> list[Array]:
-    """Costs of changing one variable of the best assignment found."""
-    found = minimise_pruned(net, limits)
-    if found.states is None:
-        return [np.full(len(u), np.inf) for u in net.unary]
-    states = found.states
+def _local(net: Residual, limits: Limits, chosen: Sequence[int] | None) -> list[Array]:
+    """Costs of changing one variable of the chosen assignment, or of the best one found."""
+    if chosen is None:
+        states = minimise_pruned(net, limits).states
+        if states is None:
+            return [np.full(len(u), np.inf) for u in net.unary]
+    else:
+        states = [int(np.flatnonzero(k == s)[0]) for k, s in zip(net.kept, chosen, strict=True)]
     total = sum(float(u[s]) for u, s in zip(net.unary, states, strict=True))
     around = []
     for i, u in enumerate(net.unary):
