@@ -17,6 +17,8 @@ from autoshard.search.settle import Placed, place, placed_at
 _ENOUGH = 1e-3
 #: work for what is kept, and less for what only has to show which way to go; exposures tried in each
 FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
+#: placements found with less work are looked at once more if they are so near the best
+_NEAR = 0.02
 #: states of all variables up to which every start is tried
 _SMALL = 2_200
 _ROUNDS, _QUICK_ROUNDS = 3, 2
@@ -91,8 +93,18 @@ class _Tuning:
             # says what is missing, with the least memory that any placements need
             everything = self.bare.running_again("full")
             return place(self.problem, everything, self.budget, allowed=self.allowed)
-        last = self._final(min(self.found, key=lambda p: (p.seconds, p.bytes)))
+        last = self._final(min(self.found, key=_order))
+        for other in self._rivals(last) if self.small else ():
+            last = min(last, self._final(other), key=_order)
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
+
+    def _rivals(self, best: Placed) -> list[Placed]:
+        """Placements that run other things again and are so near that more work may make them the best."""
+        found: dict[str, Placed] = {}
+        for placed in sorted(self.found, key=_order):
+            if placed.setting.recompute != best.setting.recompute:
+                found.setdefault(str(placed.setting.recompute), placed)
+        return [placed for placed in found.values() if placed.seconds <= (1 + _NEAR) * best.seconds]
 
     def _with_recompute(self, free: Placed, hint: Setting) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
@@ -126,12 +138,12 @@ class _Tuning:
         if less is not None and less.step(winner.taken).total < winner.seconds:
             setting = less
             self._at(less, winner)
-            winner = min(winner, *self.found, key=lambda p: (p.seconds, p.bytes))
+            winner = min(winner, *self.found, key=_order)
         try:
             last = self._place(setting, self.limits, winner)
         except InfeasibleNetwork:
             return winner
-        return min(winner, last, key=lambda p: (p.seconds, p.bytes))
+        return min(winner, last, key=_order)
 
     def _attempt(self, setting: Setting) -> None:
         try:
@@ -162,3 +174,7 @@ class _Tuning:
             rounds=_QUICK_ROUNDS if limits is QUICK else _ROUNDS,
             over=self.free,
         )
+
+
+def _order(placed: Placed) -> tuple[float, float]:
+    return placed.seconds, placed.bytes
