@@ -35,13 +35,14 @@ from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rank import microbatch_sizes
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
-from autoshard.search.terms import compose, profile
+from autoshard.search.terms import Profile, Time, compose, profile
 from autoshard.search.tune import QUICK, tune
 from autoshard.search.variables import NodeVar, ParamState, ParamVar
 
@@ -94,10 +95,12 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 1.0)
 all_sums = st.builds(Sums, **{f.name: seconds for f in fields(Sums)})
-overlaps = st.builds(Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9))
+overlaps = st.builds(
+    Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9), beside=shares
+)
 exposures = st.builds(Exposure, shares, shares, shares, shares)
 EACH = ("talk_forward", "talk_backward", "gather_forward", "gather_backward", "reduce")
-COMMUNICATION = (*EACH, "first", "last")
+COMMUNICATION = (*EACH, "first", "last", "once")
 
 
 @given(all_sums, overlaps, exposures)
@@ -120,7 +123,8 @@ def test_more_communication_is_never_faster(sums: Sums, how: Overlap, name: str,
 def test_without_overlap_everything_is_exposed(sums: Sums, how: Overlap) -> None:
     step, m = step_time(sums, replace(how, share=0.0)), how.microbatches
     each = sum(getattr(sums, n) for n in EACH)
-    assert step.exposed == pytest.approx(m * each + sums.first + sums.last, rel=1e-9, abs=1e-9)
+    once = sums.first + sums.last + sums.once
+    assert step.exposed == pytest.approx(m * each + once, rel=1e-9, abs=1e-9)
     assert step.hidden == pytest.approx(0.0, abs=1e-9)
     assert step.total == pytest.approx(step.compute + step.exposed + sums.update, rel=1e-12)
 
@@ -132,6 +136,32 @@ def test_a_window_hides_its_share() -> None:
     # the first microbatch gathers 4 s, the second 3 s, and 1 s of each hides
     assert (step.compute, step.exposed, step.hidden, step.total) == (4.0, 3.0 + 2.0, 2.0, 9.5)
     assert step_time(Sums(), Overlap(1)).total == 0.0
+
+
+def test_collectives_of_backward_run_beside_products_for_gradients() -> None:
+    """By hand: of 4 s of activations' collectives half may hide, in 5 s of which 1.5 s are for gradients."""
+    sums = Sums(work_backward=5.0, talk_backward=4.0, reduce=1.5, once=0.25)
+    for share, hidden in ((0.5, 2.5), (0.9, 3.5)):
+        step = step_time(sums, Overlap(1, share, beside=0.5))
+        assert (step.hidden, step.exposed) == (hidden, 4.0 + 1.5 + 0.25 - hidden)
+    # a pipeline waits for all of them as it fills
+    assert bubble_seconds(sums, 2, 3.0, 0.0) == 3.0 * (5.0 + 4.0) / 2
+
+
+def test_what_is_done_once_beside_several_microbatches_is_bare() -> None:
+    """Gathers for a whole step, and reductions once a step, are parts of their own then."""
+    taken = Profile(
+        {Time("work"): 8.0, Time("work", True): 8.0, Time("first"): 1.0, Time("last", True): 2.0}, {}
+    )
+    one, several = (Setting(m, {"f": 3}, overlap=1.0) for m in (1, 4))
+    assert one.step(taken).hidden > 0 and one.sums(taken).once == 0.0
+    assert several.step(taken).exposed == 3.0 and several.step(taken).hidden == 0.0
+    # the weights say the same
+    found = several.time_weight(several.exposure(taken))
+    assert sum(found(k) * s for k, s in taken.seconds.items()) == pytest.approx(several.step(taken).total)
+    # a pipeline reduces behind its last microbatch, were it the only one
+    piped = replace(one, pipe=Pipe(2, "1f1b"))
+    assert piped.sums(taken).once == 2.0
 
 
 # -- networks from terms -----------------------------------------------------------------------------------

@@ -236,6 +236,45 @@ def test_a_shard_is_packed_beside_computing() -> None:
     assert seconds == pytest.approx([1 + 5 + 3 * 10, 3 * 16])
 
 
+def test_what_a_message_brought_is_copied_when_it_is_needed() -> None:
+    """A gather of 5 s that is issued a call early is on its way while that call computes 10 s; unpacking it
+    takes 2 s, once."""
+    gather = Sheet(
+        (
+            Task("w", "comm.all_gather_bucket", Message("all_gather", 0, 5.0), (), (0, 1)),
+            Task("w", "comm.all_gather_bucket", Traffic(2.0), (0,), ()),
+        ),
+        (1, 1),
+    )
+    call = Sheet((Task("y", "op", Traffic(10.0), (), (0, 1)),), (0,))
+    steps = [
+        Step(gather, ("p0", "q0"), ("w0", "v0")),
+        Step(gather, ("p1", "q1"), ("w1", "v1")),
+        Step(call, ("w0", "v0"), ("y0",)),
+        Step(call, ("w1", "v1"), ("y1",)),
+    ]
+    run = Player(price, (4,), Habits(late=True)).play(steps, {"p0", "q0", "p1", "q1"}, (), spans=True)
+    assert (run.seconds, run.compute, run.exposed, run.hidden) == (5 + 2 * (2 + 10), 24.0, (5.0,), 5.0)
+    when = {(s.step, s.task): (s.start, s.end) for s in run.spans}
+    assert when[0, 1] == (5.0, 7.0) and when[1, 0] == (5.0, 10.0) and when[1, 1] == (17.0, 19.0)
+    # what nothing takes has arrived when the part ends
+    assert Player(price, (4,), Habits(late=True)).play(steps[:1], {"p0", "q0"}, ()).seconds == 7.0
+
+
+def test_a_copy_waits_for_its_message_inside_a_call_too() -> None:
+    """A gather of 6 s with a copy of 2 s, beside 5 s of computing that does not need it."""
+    sheet = Sheet(
+        (
+            Task("w", "comm.all_gather", Message("all_gather", 0, 6.0), (), (0,)),
+            Task("w", "comm.all_gather", Traffic(2.0), (0,), ()),
+            Task("y", "op", Traffic(5.0), (), (1,)),
+            Task("z", "op", Traffic(3.0), (1, 2), ()),
+        ),
+        (3,),
+    )
+    assert played(sheet, ("w", "x"), ("z",), late=True).seconds == 6 + 2 + 3
+
+
 def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
     program = one_stage("llama", "fsdp=2", microbatches=1)
 

@@ -22,7 +22,7 @@ class Sums:
     work: computing, in forward and in backward (which holds what is computed again). talk: collectives of
     activations. gather: of parameters, before each use. reduce: of gradients in every microbatch.
     first: gathers that last for the whole step. last: reductions of gradients once a step. update: of the
-    optimizer, once a step.
+    optimizer, once a step. once: collectives once a step beside which nothing is computed.
     """
 
     work_forward: float = 0.0
@@ -35,6 +35,7 @@ class Sums:
     first: float = 0.0
     last: float = 0.0
     update: float = 0.0
+    once: float = 0.0
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -48,6 +49,7 @@ class Sums:
             self.first + other.first,
             self.last + other.last,
             self.update + other.update,
+            self.once + other.once,
         )
 
 
@@ -73,7 +75,9 @@ class Overlap:
     share: of computing that hides parameter collectives (0: nothing overlaps). edge: share of the parameter
     collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
     pipeline ranks among which everything is divided. filling: microbatches that a rank could compute while it
-    waits for others. hops: seconds that a microbatch is on its way between stages.
+    waits for others. hops: seconds that a microbatch is on its way between stages. beside: share of the
+    collectives of activations in backward that run beside products for gradients of parameters, which nothing
+    there waits for.
     """
 
     microbatches: int = 1
@@ -82,6 +86,7 @@ class Overlap:
     stages: int = 1
     filling: float = 0.0
     hops: float = 0.0
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,8 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
     m, others = how.microbatches, how.microbatches - 1
     (ahead, room), (behind, room_back), (first, _), (last, _) = _windows(sums, how)
     compute = m * (sums.work_forward + sums.work_backward)
-    talk = m * (sums.talk_forward + sums.talk_backward)
+    aside = how.beside * sums.talk_backward
+    talk = m * (sums.talk_forward + sums.talk_backward - aside)
     moved = others * ahead + others * behind + first + last
     bare = (
         others * max(0.0, ahead - room)
@@ -134,8 +140,8 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
         + max(0.0, first - room)
         + max(0.0, last - room_back)
     )
-    edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
-    return compute, talk + bare + edges, moved - bare
+    edges = how.edge / (1 - how.edge) * (moved - m * aside) if how.edge < 1 else 0.0
+    return compute, talk + bare + sums.once + edges, moved - bare
 
 
 def exposure_of(sums: Sums, how: Overlap) -> Exposure:
@@ -154,7 +160,7 @@ def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
     inner = 1 - how.edge
     room_forward, room_backward = how.share * sums.work_forward, how.share * sums.work_backward
     ahead = inner * sums.gather_forward
-    behind = inner * (sums.gather_backward + sums.reduce)
+    behind = inner * (sums.gather_backward + sums.reduce) + how.beside * sums.talk_backward
     return (
         (ahead, room_forward),
         (behind, room_backward),
@@ -177,13 +183,14 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
         work_forward=(run - how.share * forward) / p,
         work_backward=(run - how.share * backward) / p,
         talk_forward=run / p,
-        talk_backward=run / p,
+        talk_backward=(run - how.beside * (m - backward)) / p,
         gather_forward=(m * how.edge + inner * forward) / p,
         gather_backward=(m * how.edge + inner * backward) / p,
         reduce=(m * how.edge + inner * backward) / p,
         first=(how.edge + inner * bound.first) / p,
         last=(how.edge + inner * bound.last) / p,
         update=1.0 / p,
+        once=1.0 / p,
     )
 
 

@@ -13,6 +13,7 @@ from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
 from autoshard.placement import Layout, Shard, is_even
 from autoshard.search.axes import SearchAxes
+from autoshard.search.inline import bare_gather, gather_copies, is_reduced, reduce_copies
 from autoshard.search.network import Array
 from autoshard.search.prices import Prices
 from autoshard.search.terms import Bytes, Time
@@ -53,36 +54,53 @@ def lives_of(
     table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
     states: list[ParamState] = []
     gathers: list[float] = []
+    inline: list[float] = []
+    packed: list[float] = []
     held: list[float] = []
     windows: list[float] = []
     sums: list[float] = []
     updates: list[float] = []
-    used = [(u, table.index[axes.to_mesh(u)], prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
+    used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
+    sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.memory_bandwidth
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
         row = table.seconds[table.index[s]]
-        for u, column, whole in used:
-            once = row.item(column)
+        for u, on_mesh, whole in used:
+            once = row.item(table.index[on_mesh])
             if not isfinite(once):
                 continue
+            bare = bare_gather(s, on_mesh, row, table, meanings, share.other)
+            # what travels alone is copied if its own layouts need it, which the table has
+            copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
+            sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
+            packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(once)
+                gathers.append(0.0 if bare else once)
+                inline.append(bare + copies)
+                packed.append(packs)
                 held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
                 windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
-    costs = count * np.array(gathers)
+    costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
     keeps = np.array([s.keep for s in states], dtype=bool)
-    seconds = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
-    seconds |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    lates = np.array([s.late for s in states], dtype=bool)
+    times = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
+    times |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    each = {phase: np.where(keeps, 0.0, waits) for phase in phases}
+    each[True] = each.get(True, np.zeros(len(states))) + np.where(lates, 0.0, packing)
+    times |= {Time("inline", phase): taken for phase, taken in each.items() if taken.any()}
+    alone = np.where(keeps, waits, 0.0) + np.where(lates, packing, 0.0)
+    if alone.any():
+        times[Time("once")] = alone
     bytes_ = {Bytes("state"): np.array(held)}
     if any(windows):
         bytes_[Bytes("window")] = np.array(windows)
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
-    return Lives(tuple(states), seconds, bytes_)
+    return Lives(tuple(states), times, bytes_)
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:

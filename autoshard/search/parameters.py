@@ -18,6 +18,7 @@ from autoshard.ir import DTYPES
 from autoshard.ir.held import held_shape
 from autoshard.placement import Layout, R, Shard, chunk
 from autoshard.search.buckets import Shares
+from autoshard.search.inline import gather_copies, reduce_copies
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
 from autoshard.search.problem import MORE
@@ -123,16 +124,23 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
         share = np.array([s.of(kind) for s in shares])
         return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
 
-    def sharded(shares: Sequence[Share]) -> Array:
-        """A gather of all members, or the reduce-scatter that mirrors it."""
+    def sharded(shares: Sequence[Share]) -> tuple[Array, Array]:
+        """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and over others."""
         over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
         inside = np.where(given.whole > MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
-        return given.count * (over_data + inside)
+        return given.count * over_data, given.count * inside
 
     def reduced(shares: Sequence[Share]) -> float:
-        return float((sharded(shares) + given.count * one("all_reduce", own, spread, shares)).sum())
+        return float((sum(sharded(shares)) + given.count * one("all_reduce", own, spread, shares)).sum())
 
-    gather, gathered = sharded([s.gather for s in given.shares]), given.whole > MORE * own
+    gather, inside = sharded([s.gather for s in given.shares])
+    gathered = given.whole > MORE * own
+    bandwidth = cluster.device.memory_bandwidth
+    shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
+    unpacked = np.where(gathered & shared, gather_copies(own, given.whole, bandwidth), 0.0)
+    bare = inside + given.count * unpacked
+    sums_up = gathered | (given.split < ways * int(np.prod([mesh.sizes[k] for k in spread])))
+    packed = float((given.count * np.where(sums_up, reduce_copies(given.whole, bandwidth), 0.0)).sum())
     reduce = reduced([s.reduce for s in given.shares])
     last = {Time("last", True): reduce}
     grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
@@ -149,16 +157,27 @@ def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe)
     windows = float((np.minimum(given.count, GATHERED) * copies).sum())
     fixed = {Time("update"): update}
     if not gathered.any():
-        return [Profile({**fixed, **last}, _held(state, sums))]
-    forward, backward = float(gather.sum()), float((gather * (given.phases > 1)).sum())
-    ahead = {Time("gather"): forward, Time("gather", True): backward}
+        return [Profile({**fixed, **last, Time("once"): packed}, _held(state, sums))]
+    forward, bare_forward = float(gather.sum()), float(bare.sum())
+    both = given.phases > 1
+    backward, bare_backward = float((gather * both).sum()), float((bare * both).sum())
+    ahead = {Time("gather"): forward, Time("gather", True): backward, Time("inline"): bare_forward}
     first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
     held = state + float((given.count * copies).sum())
     whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
     return [
-        Profile({**fixed, **ahead, **each}, {**_held(state, sums), Bytes("window"): windows}),
-        Profile({**fixed, **first, **each}, _held(held, sums)),
-        Profile({**fixed, **first, **last}, _held(held, sums + whole_sums)),
+        Profile(
+            {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
+            {**_held(state, sums), Bytes("window"): windows},
+        ),
+        Profile(
+            {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare_forward},
+            _held(held, sums),
+        ),
+        Profile(
+            {**fixed, **first, **last, Time("once"): bare_forward + packed},
+            _held(held, sums + whole_sums),
+        ),
     ]
 
 

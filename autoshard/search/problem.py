@@ -37,6 +37,7 @@ from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.buckets import Shares, shares_of
 from autoshard.search.direct import Orders
+from autoshard.search.inline import reduce_chains
 from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.known import Known
 from autoshard.search.lives import SENT, lives_of
@@ -494,6 +495,12 @@ class _Builder:
         used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
         matrix = np.where((made[:, None] > MORE * used) & late, np.inf, matrix)
         infinite = np.isinf(matrix)
+        chains = reduce_chains(given, stored, table, self.axes.mesh_meanings, share.other)
+        if chains is not None:
+            self.terms.join(Time("once"), maker, target, len(group.ports) * np.where(late, chains, 0.0))
+            self.terms.join(
+                Time("inline", True), maker, target, len(group.ports) * np.where(late, 0.0, chains)
+            )
         for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
             if wanted.any():
                 self.terms.join(kind, maker, target, np.where(wanted | infinite, matrix, 0.0))

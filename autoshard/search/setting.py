@@ -49,7 +49,16 @@ class Setting:
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         pipe = self.pipe
-        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
+        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops, BESIDE)
+
+    @cached_property
+    def apart(self) -> tuple[str, ...]:
+        """Collectives once a step that are parts of a program of their own, before its microbatches and after
+        them (`passes.gather_once`, `defer_reductions`); with a single one, `early_reductions` puts them into
+        its backward, and gathers are where their layers are."""
+        if self.microbatches > 1:
+            return ("first", "last")
+        return ("last",) if self.pipe.ranks > 1 else ()
 
     @cached_property
     def flight(self) -> float:
@@ -133,12 +142,16 @@ class Setting:
                     return w.talk_forward + self.again(key.segment, key.cheap) * w.talk_backward
                 case "gather":
                     return w.gather_backward if key.backward else w.gather_forward
+                case "inline":
+                    return w.talk_backward if key.backward else w.talk_forward
                 case "reduce":
                     return w.reduce
                 case "first":
-                    return w.first
+                    return w.once if "first" in self.apart else w.first
                 case "last":
-                    return w.last
+                    return w.once if "last" in self.apart else w.last
+                case "once":
+                    return w.once
                 case "update":
                     return w.update
 
@@ -161,6 +174,10 @@ class Setting:
                         found[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
                 elif kind == "gather":
                     found["gather_backward" if key.backward else "gather_forward"] += seconds
+                elif kind == "inline":
+                    found["talk_backward" if key.backward else "talk_forward"] += seconds
+                elif kind in self.apart:
+                    found["once"] += seconds
                 else:
                     found[kind] += seconds
         return Sums(**found)
@@ -202,6 +219,8 @@ class Setting:
         return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 
 
+#: see `Overlap.beside`: backward makes two products of a size, one of which is for gradients of parameters
+BESIDE = 0.5
 #: bytes that belong to parameters
 OF_STATE = ("state", "window", "sums")
 #: where seconds of these kinds count

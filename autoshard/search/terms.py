@@ -15,15 +15,16 @@ import numpy as np
 
 from autoshard.search.network import Array, CostNetwork
 
-TimeKind: TypeAlias = Literal["work", "talk", "gather", "reduce", "first", "last", "update"]
+TimeKind: TypeAlias = Literal["work", "talk", "gather", "inline", "reduce", "first", "once", "last", "update"]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    backward: the phase. segment: of work and talk that full recomputation would run again, else "". cheap:
-    whether selective recomputation would, too.
+    kind: as in `cost.step_time.Sums`. inline, once: what parameters take that nothing hides, in every
+    microbatch or once a step (`search.inline`). backward: the phase. segment: of work and talk
+    that full recomputation would run again, else "". cheap: whether selective recomputation would, too.
     """
 
     kind: TimeKind

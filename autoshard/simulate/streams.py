@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
@@ -123,8 +123,9 @@ class Habits:
     multiprocessors and bandwidth from it). dispatch: seconds that the host takes to issue a task, ahead of
     the device, from the start of a part on. late: messages are issued where they stand, and waited for where
     what they bring is needed, or the next reduce-scatter of their axis is issued
-    (`runtime.collectives`); the first three are then of no meaning. view: seconds of an op that only looks at
-    a tensor in another way, which the device itself issues. blocking: whether the host issues a task when the
+    (`runtime.collectives`), and copied to where it lies only then; the first three are then of no meaning.
+    view: seconds of an op that only looks at a tensor in another way, which the device itself issues.
+    blocking: whether the host issues a task when the
     one before it is done.
     """
 
@@ -177,7 +178,11 @@ class Player:
     def _of(self, sheet: Sheet) -> list[_Timed]:
         found = self._timed.get(id(sheet))
         if found is None:
-            found = self._timed[id(sheet)] = (sheet, [self._task(t) for t in sheet.tasks])
+            timed = [self._task(t) for t in sheet.tasks]
+            for k, task in enumerate(sheet.tasks):
+                if _unpacks(task, sheet.tasks):
+                    timed[k] = timed[k]._replace(unpacks=True)
+            found = self._timed[id(sheet)] = (sheet, timed)
         return found[1]
 
     def _task(self, task: Task) -> _Timed:
@@ -211,6 +216,25 @@ class _Timed(NamedTuple):
     packs: bool = False
     in_turn: bool = False
     ring: bool = False
+    unpacks: bool = False
+
+
+def _unpacks(task: Task, tasks: Sequence[Task]) -> bool:
+    """Whether it copies what a message brought to where its results lie."""
+    if not (task.op.startswith("comm.") and isinstance(task.work, Traffic) and task.after):
+        return False
+    before = tasks[task.after[-1]]
+    return isinstance(before.work, Message) and before.work.kind != "hop" and before.name == task.name
+
+
+class _Unpacking(NamedTuple):
+    """What is copied when a message that has been issued is waited for. arrived: when that is there."""
+
+    number: int
+    task: int
+    cost: float
+    arrived: float
+    names: tuple[str, ...]
 
 
 class _Run:
@@ -233,6 +257,8 @@ class _Run:
         self.host = 0.0
         #: step -> when those of its tasks end that only gather parameters, if they were issued ahead of it
         self.ahead: dict[int, dict[int, float]] = {}
+        #: value -> what makes it of a message that nothing has waited for yet
+        self.pending: dict[str, _Unpacking] = {}
 
     def fetch(self, number: int, step: Step, timed: Sequence[_Timed]) -> None:
         """Issue what gathers the parameters of a step, when the step that is `AHEAD` before it has begun."""
@@ -261,14 +287,26 @@ class _Run:
         number, habits, free, ready = self.steps, self.habits, self.free, self.ready
         self.steps += 1
         issued = self.ahead.pop(number, {})
+        if self.pending:
+            self._wait(step.args)
         taken = [ready.get(name, 0.0) for name in step.args]
         bare = [name in self.fetched for name in step.args]
         last = {s for name, s in zip(step.outs, step.sheet.outs, strict=True) if name in gradients}
         end, pure = [0.0] * len(timed), [False] * len(timed)
         first = -1.0
+        # copies that wait until something takes what they make
+        unpacking: dict[int, float] = {}
         for k, task in enumerate(timed):
             stream, after, inputs = task.stream, task.after, task.inputs
             cost = task.cost
+            if habits.late:
+                if task.unpacks:
+                    unpacking[k] = end[after[-1]]
+                    continue
+                if unpacking:
+                    for d in after:
+                        if d in unpacking:
+                            end[d] = self._copy(number, d, timed[d].cost, unpacking.pop(d))
             if k in issued:
                 pure[k], end[k] = True, issued[k]
                 continue
@@ -311,6 +349,25 @@ class _Run:
         self.began.append(max(first, 0.0) if timed else free[0])
         for name, source in zip(step.outs, step.sheet.outs, strict=True):
             ready[name] = end[source] if source >= 0 else taken[~source]
+        for d, arrived in unpacking.items():
+            names = tuple(n for n, s in zip(step.outs, step.sheet.outs, strict=True) if s == d)
+            self.pending |= dict.fromkeys(names, _Unpacking(number, d, timed[d].cost, arrived, names))
+
+    def _wait(self, names: Iterable[str]) -> None:
+        """Wait for the messages that bring these values."""
+        for name in names:
+            found = self.pending.get(name)
+            if found is not None:
+                end = self._copy(found.number, found.task, found.cost, found.arrived)
+                for made in found.names:
+                    del self.pending[made]
+                    self.ready[made] = end
+
+    def _copy(self, number: int, k: int, cost: float, arrived: float) -> float:
+        """Copy what a message brought to where its results lie; when that is done."""
+        if cost:
+            self.host += self.habits.dispatch
+        return self._runs(number, k, 0, cost, max(self.free[0], self.host, arrived))
 
     def _runs(self, number: int, k: int, stream: int, cost: float, start: float) -> float:
         end = start + cost
@@ -331,6 +388,7 @@ class _Run:
         return end
 
     def end(self) -> Played:
+        self._wait(list(self.pending))
         at = max(self.free)
         for number, k, stream, cost in self.late:
             at = self._runs(number, k, stream, cost, at)
