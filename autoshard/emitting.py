@@ -149,6 +149,7 @@ def lowering_of(
         kernels=wanted.kernels,
         bucket=wanted.bucket,
         join=_joined(cluster, plan) if wanted.bucket and wanted.overlap else 0,
+        beside=wanted.overlap and cluster.device.overlap > 0,
         # of chunks that go round while nothing else runs, there are only more messages
         ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
         hosting=_hosting(cluster, mesh, prices, wanted),

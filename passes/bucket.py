@@ -2,7 +2,8 @@
 
 All gathers of parameters over one axis are issued as one collective before the first use, all
 reductions of gradients over one axis as one collective after the last is made: one latency instead
-of one per parameter.
+of one per parameter. What is gathered over a second axis can be in a message of its own: to issue the second
+gather the first one is waited for, with all that travels in it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from autoshard.ir.lowered import Lowered, LoweredSegment
 BUCKETED = ("comm.all_gather.default", "comm.reduce_scatter.default", "comm.all_reduce.default")
 
 
-def bucket_collectives(lowered: Lowered) -> Lowered:
-    """Every segment with its parameter and gradient collectives merged."""
-    return replace(lowered, segments={name: _segment(s) for name, s in lowered.segments.items()})
+def bucket_collectives(lowered: Lowered, *, apart: bool = False) -> Lowered:
+    """Every segment with its parameter and gradient collectives merged.
+
+    apart: whether gathers whose results are gathered again have messages of their own.
+    """
+    return replace(lowered, segments={n: _segment(s, apart) for n, s in lowered.segments.items()})
 
 
-def _segment(segment: LoweredSegment) -> LoweredSegment:
-    graph = _gathers_together(segment.graph)
+def _segment(segment: LoweredSegment, apart: bool) -> LoweredSegment:
+    graph = _gathers_together(segment.graph, apart)
     return replace(segment, graph=_reductions_last(graph))
 
 
@@ -34,11 +38,15 @@ def _key(node: Node, types: dict[str, str]) -> tuple[object, ...]:
     return (node.op, node.args[1], node.kwarg("op", "sum"), types[source])
 
 
-def _gathers_together(graph: Graph) -> Graph:
+def _gathers_together(graph: Graph, apart: bool) -> Graph:
     """Gathers straight from a segment's inputs: all at the place of the first."""
     inputs = {n for n, _ in graph.inputs}
     gathers = [n for n in graph.nodes if n.op == BUCKETED[0] and n.args[0].name in inputs]
-    merged = _merged(gathers, graph)
+    again = {r for n in graph.nodes if n.op == BUCKETED[0] for r in refs_of(n)} if apart else set()
+    merged = [
+        *_merged([n for n in gathers if not again.isdisjoint(n.outs)], graph),
+        *_merged([n for n in gathers if again.isdisjoint(n.outs)], graph),
+    ]
     chosen = {n.name for n in gathers}
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -51,7 +59,11 @@ def _gathers_together(graph: Graph) -> Graph:
 
 
 def _reductions_last(graph: Graph) -> Graph:
-    """Collectives whose results only leave the segment: at its end, level by level of what feeds what."""
+    """Collectives whose results only leave the segment: at its end, those that others wait for first.
+
+    What is reduced over one axis travels with the last of what is reduced over several: fewer messages, and
+    of those that scatter only one at a time is on its way over an axis.
+    """
     kept_back: set[str] = set()
     moved: list[Node] = []
     for node in reversed(graph.nodes):
@@ -62,11 +74,12 @@ def _reductions_last(graph: Graph) -> Graph:
     moved.reverse()
     names = {n.name for n in moved}
     nodes = [n for n in graph.nodes if n.name not in names]
-    while moved:
-        waiting = {n.name for n in moved}
-        ready = [n for n in moved if next(refs_of(n)) not in waiting]
-        nodes += _merged(ready, graph)
-        moved = [n for n in moved if next(refs_of(n)) in waiting]
+    behind: dict[str, int] = {}
+    for node in reversed(moved):
+        source = next(refs_of(node))
+        behind[source] = max(behind.get(source, 0), 1 + behind.get(node.name, 0))
+    for level in sorted({behind.get(name, 0) for name in names}, reverse=True):
+        nodes += _merged([n for n in moved if behind.get(n.name, 0) == level], graph)
     return replace(graph, nodes=tuple(nodes))
 
 

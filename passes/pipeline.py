@@ -75,6 +75,7 @@ class Lowering:
     kernels: bool = False
     bucket: bool = True
     join: int = 0
+    beside: bool = False
     ring: Seconds | None = None
     seconds: Seconds | None = None
     quantise: Quantising | None = None
@@ -153,7 +154,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         how_to = Rings(how.mesh, how.ring, frozenset(apart), moving=how.seconds is not None)
         lowered = _watched("059b_ring_products", ring_products(lowered, ports, grads, how_to), watch)
     if how.bucket:
-        lowered = _watched("060_bucket", bucket_collectives(lowered), watch)
+        lowered = _watched("060_bucket", bucket_collectives(lowered, apart=how.beside), watch)
     grads = _results(folded, lowered, "grad")
     late = _late(folded, how, lowered)
     message = BUCKET_BYTES if how.bucket else 0
@@ -180,7 +181,9 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         if how.quantise is not None and how.quantise.precision.activations:
             lowered = _watched("091_quantise_norms", quantise_norms(lowered, how.last_mesh), watch)
     if how.seconds is not None:
-        lowered = _watched("092_prefetch", prefetch(lowered, params), watch)
+        lowered = _watched(
+            "092_prefetch", prefetch(lowered, params, how.seconds if how.beside else None), watch
+        )
         if how.plan.microbatches * slices == 1 and pipeline is None:
             lowered = _watched("092b_early_reductions", early_reductions(lowered), watch)
     if how.hosting is not None and (how.hosting.kinds.activations or how.hosting.kinds.parameters):
