@@ -3,8 +3,8 @@
 Messages of parameters run beside computing, but for three things. Tensors that share a message are copied to
 where it is sent from, and from where it arrives, by the streams that compute (`passes.bucket`). And where
 activations travel over an axis within every layer, their messages wait for a gather that was issued before
-them over the same axis, and what follows them in the layer for both. What goes over two axes is two messages,
-and to issue the second the first is waited for, with all that travels in it.
+them over the same axis, and what follows them in the layer for both. A gradient that is reduced over two axes
+is two messages, and to issue the second the first is waited for, with all that travels in it.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ def bare_gather(
     row: Array,
     table: ReshardTable,
     meanings: Sequence[AxisMeaning],
-    share: float,
 ) -> float:
-    """Seconds that a gather over axes which split layers stands in the way, 0 where it may hide.
+    """Seconds of a gather over axes which split layers, 0 where there is none.
 
-    row: of the table, seconds from ``stored`` to each of its layouts. meanings: of the axes of the mesh.
-    share: of the parameter in the message that it travels in.
+    row: of the table, seconds from ``stored`` to each of its layouts. meanings: of the axes of the mesh. What
+    is gathered over other axes before is issued a call earlier (`passes.prefetch`), and may hide.
     """
     inside = [m.splits_layers and s != u for m, s, u in zip(meanings, stored, used, strict=True)]
     if not any(inside):
         return 0.0
     goal = table.index[used]
     whole, between = row.item(goal), table.hop.item(table.index[stored], goal)
-    first = table.layouts[between]
-    if between == goal or any(w and s != f for s, f, w in zip(stored, first, inside, strict=True)):
+    if between == goal:
         return whole
-    # with its part of the first message all of that is waited for
-    return whole + row.item(between) * (1 / share - 1)
+    first = table.layouts[between]
+    early = any(w and s != f for s, f, w in zip(stored, first, inside, strict=True))
+    late = any(w and f != u for f, u, w in zip(first, used, inside, strict=True))
+    before = row.item(between)
+    return (before if early else 0.0) + (whole - before if late else 0.0)
 
 
 def reduce_chains(

@@ -69,14 +69,14 @@ def lives_of(
             once = row.item(table.index[on_mesh])
             if not isfinite(once):
                 continue
-            bare = bare_gather(s, on_mesh, row, table, meanings, share.other)
+            bare = bare_gather(s, on_mesh, row, table, meanings)
             # what travels alone is copied if its own layouts need it, which the table has
             copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
             sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
             packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
             for keep, late in _ways(gathered=whole > own, trained=trained):
                 states.append(ParamState(s, u, keep, late))
-                gathers.append(0.0 if bare else once)
+                gathers.append(once - bare)
                 inline.append(bare + copies)
                 packed.append(packs)
                 held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
