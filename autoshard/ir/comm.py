@@ -46,10 +46,18 @@ def wheres_of(node: Node) -> tuple[tuple[Arg, ...], ...]:
     return ((node.args[2], node.kwarg("outer", 1), node.kwarg("inner", 1), node.kwarg("size", None)),)
 
 
-def goes_in_turn(op: str) -> bool:
-    """Whether one message of an op is on its way per axis at a time: a reduce-scatter holds what it sends,
-    and nothing may need its results before the end of the step, as with the gradients of a layer."""
-    return op.startswith("comm.reduce_scatter")
+#: bytes of whole tensors up to which a message holds too little to wait for
+_LITTLE = 1 << 18
+
+
+def goes_in_turn(node: Node) -> bool:
+    """Whether one such message is on its way per axis at a time: a reduce-scatter holds what it sends, and
+    nothing may need its results before the end of the step, as with the gradients of a layer."""
+    return node.op.startswith("comm.reduce_scatter") and _nbytes(node) > _LITTLE
+
+
+def _nbytes(node: Node) -> int:
+    return sum(t.nbytes for t in node.types if t is not None)
 
 
 def is_message(node: Node) -> bool:

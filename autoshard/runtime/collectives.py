@@ -81,7 +81,7 @@ class GroupCollectives:
 
             return watched
         if kind in ISSUED:
-            start = self._in_turn(bound, "+".join(axes_of(node))) if goes_in_turn(node.op) else bound
+            start = self._in_turn(bound, "+".join(axes_of(node))) if goes_in_turn(node) else bound
             return Issue(start, len(node.outs) if kind.endswith("_bucket") else None, name)
 
         def plain(*args: Any, **kwargs: Any) -> Any:

@@ -68,7 +68,7 @@ def turn_of(node: Node) -> str:
     else."""
     if node.op == STORE:
         return "host"
-    return "+".join(axes_of(node)) if goes_in_turn(node.op) else ""
+    return "+".join(axes_of(node)) if goes_in_turn(node) else ""
 
 
 class Messages:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Call, Node, refs_of
-from autoshard.ir.comm import collective_kind
+from autoshard.ir.comm import collective_kind, goes_in_turn
 from autoshard.ir.lowered import Placed
 from autoshard.program.program import Program
 from autoshard.rules import attention
@@ -108,7 +108,8 @@ class Sheets:
                 used = [first + k for k in beat.after] or outside
                 after = tuple(sorted({u for u in used if u >= 0}))
                 given = tuple(sorted({~u for u in used if u < 0}))
-                tasks.append(Task(node.name, node.op.rpartition(".")[0], beat.work, after, given))
+                op, turn = node.op.rpartition(".")[0], goes_in_turn(node)
+                tasks.append(Task(node.name, op, beat.work, after, given, turn=turn))
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
 

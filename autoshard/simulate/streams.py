@@ -10,7 +10,6 @@ from typing import NamedTuple
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
-from autoshard.ir.comm import goes_in_turn
 from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Transfer, Work
 
 #: parameters are gathered at most so many calls ahead of the one that computes
@@ -194,9 +193,8 @@ class Player:
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
-        turn = goes_in_turn(task.op)
         ring = work.kind == "hop"
-        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=turn, ring=ring)
+        return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=task.turn, ring=ring)
 
     @staticmethod
     def _packs(task: Task) -> bool:

@@ -76,7 +76,7 @@ class Task:
 
     name: of the first value that the op makes; op: without its overload. after: tasks of the sheet that it
     waits for. inputs: arguments of the sheet that it takes. views: ops that only look at tensors in another
-    way, issued with it.
+    way, issued with it. turn: whether the one before it over the same axis is waited for (`ir.comm`).
     """
 
     name: str
@@ -85,6 +85,7 @@ class Task:
     after: tuple[int, ...]
     inputs: tuple[int, ...]
     views: int = 0
+    turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
