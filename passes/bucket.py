@@ -3,7 +3,7 @@
 All gathers of parameters over one axis are issued as one collective before the first use, all
 reductions of gradients over one axis as one collective after the last is made: one latency instead
 of one per parameter. What is gathered over a second axis can be in a message of its own: to issue the second
-gather the first one is waited for, with all that travels in it.
+gather the first one is waited for, with all that travels in it, where that is much.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from autoshard.ir.lowered import Lowered, LoweredSegment
 
 #: collectives that have a form for many tensors
 BUCKETED = ("comm.all_gather.default", "comm.reduce_scatter.default", "comm.all_reduce.default")
+
+
+#: bytes of whole tensors from which on they do not travel with what is waited for earlier
+_MUCH = 1 << 20
 
 
 def bucket_collectives(lowered: Lowered, *, apart: bool = False) -> Lowered:
@@ -43,10 +47,12 @@ def _gathers_together(graph: Graph, apart: bool) -> Graph:
     inputs = {n for n, _ in graph.inputs}
     gathers = [n for n in graph.nodes if n.op == BUCKETED[0] and n.args[0].name in inputs]
     again = {r for n in graph.nodes if n.op == BUCKETED[0] for r in refs_of(n)} if apart else set()
-    merged = [
-        *_merged([n for n in gathers if not again.isdisjoint(n.outs)], graph),
-        *_merged([n for n in gathers if again.isdisjoint(n.outs)], graph),
-    ]
+    waited = [n for n in gathers if not again.isdisjoint(n.outs)]
+    others = [n for n in gathers if again.isdisjoint(n.outs)]
+    if waited and sum(t.nbytes for n in others for t in n.types if t is not None) > _MUCH:
+        merged = [*_merged(waited, graph), *_merged(others, graph)]
+    else:
+        merged = _merged(gathers, graph)
     chosen = {n.name for n in gathers}
     nodes: list[Node] = []
     for node in graph.nodes:

@@ -95,9 +95,7 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 1.0)
 all_sums = st.builds(Sums, **{f.name: seconds for f in fields(Sums)})
-overlaps = st.builds(
-    Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9), beside=shares
-)
+overlaps = st.builds(Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9))
 exposures = st.builds(Exposure, shares, shares, shares, shares)
 EACH = ("talk_forward", "talk_backward", "gather_forward", "gather_backward", "reduce")
 COMMUNICATION = (*EACH, "first", "last", "once")
@@ -136,16 +134,6 @@ def test_a_window_hides_its_share() -> None:
     # the first microbatch gathers 4 s, the second 3 s, and 1 s of each hides
     assert (step.compute, step.exposed, step.hidden, step.total) == (4.0, 3.0 + 2.0, 2.0, 9.5)
     assert step_time(Sums(), Overlap(1)).total == 0.0
-
-
-def test_collectives_of_backward_run_beside_products_for_gradients() -> None:
-    """By hand: of 4 s of activations' collectives half may hide, in 5 s of which 1.5 s are for gradients."""
-    sums = Sums(work_backward=5.0, talk_backward=4.0, reduce=1.5, once=0.25)
-    for share, hidden in ((0.5, 2.5), (0.9, 3.5)):
-        step = step_time(sums, Overlap(1, share, beside=0.5))
-        assert (step.hidden, step.exposed) == (hidden, 4.0 + 1.5 + 0.25 - hidden)
-    # a pipeline waits for all of them as it fills
-    assert bubble_seconds(sums, 2, 3.0, 0.0) == 3.0 * (5.0 + 4.0) / 2
 
 
 def test_what_is_done_once_beside_several_microbatches_is_bare() -> None:

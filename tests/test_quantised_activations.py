@@ -348,7 +348,7 @@ def test_a_wrong_gather_is_refused(op: str, change: Callable[[Node], Node], why:
 
 def test_a_gather_over_another_axis_is_refused() -> None:
     """Two ranks of data parallelism would join their unlike batches as if they were parts of a sequence."""
-    made = compile_analysed(sequence_llama.planned("dp=2,tp=4"), allow=ALLOW, kernels=True)
+    made = compile_analysed(sequence_llama.planned("dp=2,tp=4", 64), allow=ALLOW, kernels=True)
     assert verify_static(made).ok
     report = verify_static(_with(made, GATHER_WIRE, _argument(1, "dp")))
     assert not report.ok and "that is all_gather over tp" in str(report.findings)

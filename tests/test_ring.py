@@ -63,7 +63,6 @@ FOUND: dict[tuple[str, str], dict[tuple[str, str], int]] = {
     },
     ("llama", "dp=2,tp=2"): {
         ("layers_fwd", SCATTER): 1,
-        ("outer_bwd", SCATTER): 1,
         ("layers_bwd", GATHER): 1,
         ("layers_bwd", SCATTER): 1,
     },

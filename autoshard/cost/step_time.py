@@ -75,9 +75,7 @@ class Overlap:
     share: of computing that hides parameter collectives (0: nothing overlaps). edge: share of the parameter
     collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
     pipeline ranks among which everything is divided. filling: microbatches that a rank could compute while it
-    waits for others. hops: seconds that a microbatch is on its way between stages. beside: share of the
-    collectives of activations in backward that run beside products for gradients of parameters, which nothing
-    there waits for.
+    waits for others. hops: seconds that a microbatch is on its way between stages.
     """
 
     microbatches: int = 1
@@ -86,7 +84,6 @@ class Overlap:
     stages: int = 1
     filling: float = 0.0
     hops: float = 0.0
-    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +128,7 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
     m, others = how.microbatches, how.microbatches - 1
     (ahead, room), (behind, room_back), (first, _), (last, _) = _windows(sums, how)
     compute = m * (sums.work_forward + sums.work_backward)
-    aside = how.beside * sums.talk_backward
-    talk = m * (sums.talk_forward + sums.talk_backward - aside)
+    talk = m * (sums.talk_forward + sums.talk_backward)
     moved = others * ahead + others * behind + first + last
     bare = (
         others * max(0.0, ahead - room)
@@ -140,7 +136,7 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
         + max(0.0, first - room)
         + max(0.0, last - room_back)
     )
-    edges = how.edge / (1 - how.edge) * (moved - m * aside) if how.edge < 1 else 0.0
+    edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
     return compute, talk + bare + sums.once + edges, moved - bare
 
 
@@ -160,7 +156,7 @@ def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
     inner = 1 - how.edge
     room_forward, room_backward = how.share * sums.work_forward, how.share * sums.work_backward
     ahead = inner * sums.gather_forward
-    behind = inner * (sums.gather_backward + sums.reduce) + how.beside * sums.talk_backward
+    behind = inner * (sums.gather_backward + sums.reduce)
     return (
         (ahead, room_forward),
         (behind, room_backward),
@@ -183,7 +179,7 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
         work_forward=(run - how.share * forward) / p,
         work_backward=(run - how.share * backward) / p,
         talk_forward=run / p,
-        talk_backward=(run - how.beside * (m - backward)) / p,
+        talk_backward=run / p,
         gather_forward=(m * how.edge + inner * forward) / p,
         gather_backward=(m * how.edge + inner * backward) / p,
         reduce=(m * how.edge + inner * backward) / p,

@@ -49,7 +49,7 @@ class Setting:
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         pipe = self.pipe
-        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops, BESIDE)
+        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
 
     @cached_property
     def apart(self) -> tuple[str, ...]:
@@ -219,8 +219,6 @@ class Setting:
         return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 
 
-#: see `Overlap.beside`: backward makes two products of a size, one of which is for gradients of parameters
-BESIDE = 0.5
 #: bytes that belong to parameters
 OF_STATE = ("state", "window", "sums")
 #: where seconds of these kinds count
