@@ -60,7 +60,7 @@ def analysis_of(name: str) -> Analysis:
 
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
-    return plan_analysed(analysis_of(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    return plan_analysed(analysis_of(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
 
 
 def divided(name: str, mesh: str, tables: bool = False) -> Planned:
