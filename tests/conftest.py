@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports torch or a tokenizer; child processes inherit it.
+# Before anything imports torch or a tokenizer; child processes inherit it. The last three are read by glibc
+# as a process starts, so by xdist's workers and by ranks: memory that is freed is kept for the next tensor.
 os.environ.update(
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    MALLOC_TRIM_THRESHOLD_="2000000000",
+    MALLOC_MMAP_THRESHOLD_="1000000000",
+    MALLOC_TOP_PAD_="16777216",
 )
 
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -81,6 +86,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((files[0] for files in ALIKE if file in files), file)
 
     return LoadAlike(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Graphs are millions of small objects that live on: they are not looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
