@@ -69,6 +69,13 @@ FIRST = (
     "test_hierarchy.py",
     "test_pipeline_api.py",
     "test_planner_wishes.py",
+    "test_estimates.py",
+    "test_profile.py",
+    "test_capture.py",
+    "test_recompute.py",
+    "test_cli.py",
+    "test_rules.py",
+    "test_bench.py",
     "test_validate.py",
 )
 
