@@ -61,6 +61,7 @@ ALIKE = (
 #: files in the order in which workers take them: what takes long first
 FIRST = (
     *(file for files in ALIKE for file in files),
+    "test_rules.py",
     "test_gloo.py",
     "test_aot.py",
     "test_architectures.py",
@@ -74,7 +75,6 @@ FIRST = (
     "test_capture.py",
     "test_recompute.py",
     "test_cli.py",
-    "test_rules.py",
     "test_bench.py",
     "test_validate.py",
 )
