@@ -29,9 +29,14 @@ help: ## list the targets
 demo: $(STAMP) ## run examples/demo.py
 	$(BIN)/python examples/demo.py
 
-test: lint ## lint, then the tests
-	@echo "test: pytest"
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
+test: $(STAMP) ## lint and the tests, types beside the first of them
+	@echo "test: ruff, then mypy beside pytest"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; code=0; \
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || code=$$?; \
+	wait $$types || { echo "test: mypy failed, see above" >&2; code=1; }; \
+	exit $$code
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy
 	@echo "lint: ruff, mypy"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.ir import Folded, Joint, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, flow_of
 from autoshard.passes.pipeline import simplify
-from autoshard.report.dump import dump_text
+from autoshard.report.dumps import Dumps, Shot
 from autoshard.rules.core import Factored, RuleFn
 from autoshard.rules.digits import DigitTable, find_digits
 from autoshard.rules.registry import RULES, rules_for
@@ -33,7 +33,7 @@ class Analysis:
     digits: DigitTable
     fingerprint: str
     replicated: tuple[str, ...]
-    dumps: dict[str, str] = field(default_factory=dict)
+    dumps: Dumps = field(default_factory=Dumps)
     table: Mapping[str, RuleFn] = field(default_factory=lambda: RULES, repr=False)
 
     @property
@@ -55,14 +55,21 @@ def analyse(
     say = progress or (lambda _: None)
     table = rule_table(RULES, rules)
     say("folding")
-    dumps: dict[str, str] = {}
-    folded = simplify(joint, lambda name, graph: dumps.__setitem__(name, dump_text(name, graph, "any")))
+    shots: dict[str, Shot] = {}
+    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")))
     flow = flow_of(folded)
     say("finding rules")
     found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)
     digits = find_digits(folded, flow, found)
     return Analysis(
-        folded, flow, found, digits, fingerprint(folded, flow, found, digits), replicated, dumps, table
+        folded,
+        flow,
+        found,
+        digits,
+        fingerprint(folded, flow, found, digits),
+        replicated,
+        Dumps(shots),
+        table,
     )
 
 

@@ -229,11 +229,13 @@ def plan_analysed(
     fixed: bool = False,
     offload: Offload = NO_OFFLOAD,
     progress: Progress | None = None,
+    reasons: bool = True,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
     ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
-    is decided. offload: what lives in host memory, for which the cluster must know its host.
+    is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
+    for the decisions alone, which takes less time than to say what every other choice would cost.
     """
     ask = replace(ask or Ask(), budget=memory)
 
@@ -253,6 +255,7 @@ def plan_analysed(
         budget=memory,
         replicated=analysis.replicated,
         target=target,
+        reasons=reasons,
     )
     best = replace(best, offload=str(offload))
     if staging is not None:

@@ -30,6 +30,7 @@ from autoshard.passes.quantise_collectives import Precision, Quantising
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
+from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
@@ -115,8 +116,8 @@ def emit(
     options = ways(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
     program, tried = best_way(options, build, cluster, plan.budget, say)
     if REFINES in program.dumps:
-        text = comparison(tried) + program.dumps[REFINES]
-        program = replace(program, dumps={**program.dumps, REFINES: text})
+        assert isinstance(program.dumps, Dumps)  # it was made just now
+        program = replace(program, dumps=program.dumps.headed(REFINES, comparison(tried)))
     return program
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports torch or a tokenizer; child processes inherit it.
+# Before anything imports torch or a tokenizer; child processes inherit it. The last three are read by glibc
+# as a process starts, so by xdist's workers and by ranks: memory that is freed is kept for the next tensor.
 os.environ.update(
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
+    MALLOC_TRIM_THRESHOLD_="2000000000",
+    MALLOC_MMAP_THRESHOLD_="1000000000",
+    MALLOC_TOP_PAD_="16777216",
 )
 
+import gc
 import socket
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,7 @@ ALIKE = (
 #: files in the order in which workers take them: what takes long first
 FIRST = (
     *(file for files in ALIKE for file in files),
+    "test_rules.py",
     "test_gloo.py",
     "test_aot.py",
     "test_architectures.py",
@@ -64,6 +70,12 @@ FIRST = (
     "test_hierarchy.py",
     "test_pipeline_api.py",
     "test_planner_wishes.py",
+    "test_estimates.py",
+    "test_profile.py",
+    "test_capture.py",
+    "test_recompute.py",
+    "test_cli.py",
+    "test_bench.py",
     "test_validate.py",
 )
 
@@ -81,6 +93,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((files[0] for files in ALIKE if file in files), file)
 
     return LoadAlike(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Graphs are millions of small objects that live on: they are not looked through again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

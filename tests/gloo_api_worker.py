@@ -21,6 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
+from autoshard.analysis import analyse
+from autoshard.api import compile_analysed, plan_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.passes.capture import capture
+from autoshard.program.store import save_program
 from autoshard.runtime.meeting import meet
 from autoshard.runtime.network import Network
 from autoshard.runtime.shared_memory import SharedMemory
@@ -233,12 +238,24 @@ def lazily_and_decorated() -> None:
         check(relative_error(made(x)[0].full_tensor().detach(), reference) < 1e-5, "decorated")
 
 
-def dropout() -> None:
+def dropout(folder: Path) -> None:
     """Masks are the same on replicas, differ between shards and steps, and repeat with the seed."""
     losses = {}
-    for mesh in ("dp=4", "tp=4", "dp=2,tp=2"):
+    stored = ("dp=4", "tp=4")
+    if dist.get_rank() == 0:
+        # captured once, by one rank
         model, inputs = dropout_gpt2()
-        parallel = autoshard.parallelize(model, mesh, example_inputs=inputs, seed=7)
+        analysis = analyse(capture(model, (), inputs))
+        for mesh in stored:
+            found = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+            save_program(compile_analysed(found), folder / mesh)
+    dist.barrier()
+    for mesh in (*stored, "dp=2,tp=2"):
+        model, inputs = dropout_gpt2()
+        if mesh in stored:
+            parallel = autoshard.load(folder / mesh, model, seed=7)
+        else:
+            parallel = autoshard.parallelize(model, mesh, example_inputs=inputs, seed=7)
         losses[mesh] = [float(parallel(**inputs).loss.detach()) for _ in range(2)]
         raises(autoshard.UsageError, lambda: parallel.eval()(**inputs), "eval")  # noqa: B023
     first = losses["dp=4"]
@@ -249,12 +266,12 @@ def dropout() -> None:
 
 def checkpoint(folder: Path) -> None:
     """Model and optimizer through torch's own distributed checkpoint, and on with the same losses."""
-    model, inputs = family("llama").make()
-    parallel = autoshard.parallelize(model, "fsdp=2,tp=2", example_inputs=inputs)
+    x, y = loss_inputs()
+    parallel = autoshard.parallelize(Loss(), "fsdp=2,tp=2", example_inputs=(x, y))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
 
     def step(module: nn.Module, opt: torch.optim.Optimizer) -> float:
-        loss = module(**inputs).loss
+        loss = module(x, y)
         loss.backward()
         autoshard.clip_grad_norm_(module.parameters(), 1.0)
         opt.step()
@@ -264,8 +281,7 @@ def checkpoint(folder: Path) -> None:
     step(parallel, optimizer)
     dcp.save({"model": parallel.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
     wanted = [step(parallel, optimizer) for _ in range(2)]
-    again, _ = family("llama").make(seed=5)
-    other = autoshard.parallelize(again, "fsdp=2,tp=2", example_inputs=inputs)
+    other = autoshard.parallelize(Loss(seed=5), "fsdp=2,tp=2", example_inputs=(x, y))
     fresh = torch.optim.AdamW(other.parameters(), lr=1e-2)
     step(other, fresh)
     state = {"model": other.state_dict(), "optimizer": fresh.state_dict()}
@@ -374,7 +390,7 @@ def main() -> None:
     copies_and_whole_weights()
     lazily_in_inference_mode()
     lazily_and_decorated()
-    dropout()
+    dropout(folder)
     checkpoint(folder / "checkpoint")
     wrong_worlds(folder)
     large_and_small_messages()

@@ -27,6 +27,7 @@ from autoshard.api import compile_analysed, plan_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.program.program import Program
+from autoshard.program.store import load_program, save_program
 from autoshard.runtime.groups import device_mesh_for
 from autoshard.runtime.module import bind
 from autoshard.search.plan import Cut, Pipeline
@@ -73,12 +74,26 @@ def made(
     norms: bool = True,
 ) -> Program:
     """A pipeline of `Small`; position: pp is the first axis."""
-    found = plan_analysed(analysed(dtype, norms), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
-    plan = replace(found.plan, microbatches=COUNT)
-    if ranks > 1:
-        cuts: tuple[Cut, ...] = cuts_of(found.analysis.folded, ranks * chunks)
-        plan = replace(plan, pipeline=Pipeline(ranks, 0, schedule, chunks, cuts))
-    return compile_analysed(replace(found, plan=plan))
+
+    def make() -> Program:
+        wanted = [Mesh.parse(mesh)]
+        found = plan_analysed(analysed(dtype, norms), wanted, load_cluster("cpu-gloo"), reasons=False)
+        plan = replace(found.plan, microbatches=COUNT)
+        if ranks > 1:
+            cuts: tuple[Cut, ...] = cuts_of(found.analysis.folded, ranks * chunks)
+            plan = replace(plan, pipeline=Pipeline(ranks, 0, schedule, chunks, cuts))
+        return compile_analysed(replace(found, plan=plan))
+
+    return shared(make, f"{ranks}-{mesh}-{schedule}-{chunks}-{dtype}-{norms}")
+
+
+def shared(make: Callable[[], Program], name: str) -> Program:
+    """A program that the first rank makes and all ranks load."""
+    folder = Path(sys.argv[1]) / name
+    if dist.get_rank() == 0 and not folder.exists():
+        save_program(make(), folder)
+    dist.barrier()
+    return load_program(folder)
 
 
 def bound(program: Program, model: nn.Module, mesh: DeviceMesh | None = None, seed: int = 0) -> nn.Module:
@@ -261,7 +276,8 @@ def dropout() -> None:
         (2, "tp=2", "zb-h1", 1),
     ):
         model, _ = model_and_batch("gpt2-dropout", 1)
-        program = pipeline("gpt2-dropout", ranks, mesh, schedule, COUNT, chunks)
+        make = functools.partial(pipeline, "gpt2-dropout", ranks, mesh, schedule, COUNT, chunks)
+        program = shared(make, f"dropout-{schedule}")
         parallel = bound(program, model, seed=7)
         losses[schedule] = [float(parallel.train_step(batch)) for _ in range(2)]
     first = losses["1f1b"]

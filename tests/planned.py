@@ -1,4 +1,7 @@
-"""Plans and programs of the test families, each made once per session."""
+"""Plans and programs of the test families, each made once per session.
+
+Most are without reasons: to say what every other choice would cost takes as long as the choice.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ def analysed(name: str) -> Analysis:
 
 
 @functools.cache
-def planned(name: str, mesh: str, cluster: str = "cpu-gloo") -> Planned:
-    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(cluster))
+def planned(name: str, mesh: str, cluster: str = "cpu-gloo", reasons: bool = False) -> Planned:
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(cluster), reasons=reasons)
 
 
 @functools.cache
-def program(name: str, mesh: str, cluster: str = "cpu-gloo") -> Program:
-    return compile_analysed(planned(name, mesh, cluster))
+def program(name: str, mesh: str, cluster: str = "cpu-gloo", reasons: bool = False) -> Program:
+    return compile_analysed(planned(name, mesh, cluster, reasons))

@@ -7,6 +7,7 @@ went wrong, or "".
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -116,6 +117,9 @@ def main() -> None:
         import_module(name)
     for name in MODELS:
         getattr(import_module("transformers"), name)
+    # what has been imported is shared by all that are forked: nobody looks through it, and so writes to it
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
 

@@ -53,7 +53,7 @@ def analysed(name: str) -> Analysis:
 
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
-    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
 
 
 def program_of(

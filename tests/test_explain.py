@@ -40,7 +40,7 @@ Invoke = Callable[..., Any]
 
 
 def llama() -> Program:
-    return program("llama", MESH)
+    return program("llama", MESH, reasons=True)
 
 
 # -- decisions under their names ----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def llama() -> Program:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
 def test_ops_of_the_dump_are_those_of_the_plan(name: str) -> None:
-    found, folded = Decisions.of(program(name, MESH)), analysed(name).folded
+    found, folded = Decisions.of(program(name, MESH, reasons=True)), analysed(name).folded
     assert set(found.ops) == set(found.plan.nodes)
     counts = folded.counts()
     for (segment, number), op in found.ops.items():
@@ -119,7 +119,7 @@ def test_what_names_mean() -> None:
 def test_a_parameter() -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     found = explain_name(llama(), CPU, name)
-    plan, flow = planned("llama", MESH).plan, analysed("llama").flow
+    plan, flow = planned("llama", MESH, reasons=True).plan, analysed("llama").flow
     key = next(k for k, c in flow.classes.items() if any(p.target == name for p in c.ports))
     why = plan.why[why_key("param", key[1])]
     (choice,) = found.parameters
@@ -226,7 +226,7 @@ def test_how_alternatives_are_written() -> None:
 
 
 def solver(name: str = "llama", mesh: str = MESH) -> Solver:
-    found = planned(name, mesh)
+    found = planned(name, mesh, reasons=True)
     return Solver(found.analysis, found.plan, found.cluster, Wishes(), lambda _: None)
 
 

@@ -60,9 +60,10 @@ def analysis_of(name: str) -> Analysis:
 
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
-    return plan_analysed(analysis_of(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    return plan_analysed(analysis_of(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
 
 
+@functools.cache
 def divided(name: str, mesh: str, tables: bool = False) -> Planned:
     """A plan in which the layers are divided as in Megatron-LM, whatever the search thinks of it.
 
@@ -97,6 +98,11 @@ def _with(layout: Layout, axis: int, placement: Placement) -> Layout:
 def exported(found: Planned, name: str, format: str = "torch") -> Exported:
     model, inputs = model_of(name)
     return autoshard.export(found, format, model=model, example_inputs=inputs)
+
+
+@functools.cache
+def exported_divided(name: str, mesh: str, tables: bool = False, format: str = "torch") -> Exported:
+    return exported(divided(name, mesh, tables), name, format)
 
 
 def styles_in(text: str) -> dict[str, str]:
@@ -212,7 +218,7 @@ def test_text_of_a_whole_plan() -> None:
 
 def test_code_that_names_its_heads_gets_whole_tensors() -> None:
     """OPT cuts heads by their number: on half of the features that would take half of the tokens instead."""
-    text = exported(divided("opt", "tp=2"), "opt").text
+    text = exported_divided("opt", "tp=2").text
     styles = styles_in(text)
     for name in ("q_proj", "k_proj", "v_proj"):
         assert (
@@ -246,7 +252,7 @@ def test_without_the_model_nothing_stays_split() -> None:
     ],
 )
 def test_what_module_styles_cannot_say_is_said(name: str, module: str, reason: str | None) -> None:
-    made = exported(divided(name, "tp=2", tables=True), name)
+    made = exported_divided(name, "tp=2", True)
     noted = [remark for remark in made.remarks if module in remark.split(": ")[0].split(", ")]
     if reason is None:
         assert not any("shares" in remark or "padding" in remark for remark in noted)
@@ -317,7 +323,7 @@ def test_arguments_are_checked() -> None:
 def test_tp_plan_is_one_that_transformers_knows(name: str) -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-    found = json.loads(exported(divided(name, "tp=2"), name, "tp-plan").text)
+    found = json.loads(exported_divided(name, "tp=2", format="tp-plan").text)
     model, _ = model_of(name)
     names = [n for n, _ in [*model.named_modules(), *model.named_parameters()]]
     for pattern, style in found.items():

@@ -71,7 +71,9 @@ def _in_pieces(folder: Path, mesh: str, pieces: int) -> dict[str, str]:
     """A llama whose step is several microbatches, with its layers computed again by backward."""
     model, inputs = family("llama").make()
     piece = {name: x[: len(x) // pieces] for name, x in inputs.items()}
-    planned = plan_analysed(analyse(capture(model, (), piece)), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    planned = plan_analysed(
+        analyse(capture(model, (), piece)), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False
+    )
     again = {"layers_fwd": Recompute("full", 2)}
     planned = replace(planned, plan=replace(planned.plan, microbatches=pieces, recompute=again))
     path = folder / f"llama-{mesh}-in-{pieces}"

@@ -41,6 +41,10 @@ NODE_FIELDS = frozenset(
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&\u2028\"'"
 
 
+def llama() -> Program:
+    return program("llama", MESH, reasons=True)
+
+
 def pipe() -> Program:
     return pipeline("llama-deep", 2, "dp=2", "1f1b", 4)
 
@@ -50,14 +54,14 @@ def pipe() -> Program:
 
 def test_the_schema() -> None:
     """Fields may be added; to rename or drop one, raise VERSION."""
-    found = document(program("llama", MESH), CPU)
+    found = document(llama(), CPU)
     assert found["version"] == VERSION == 1
     assert set(found) == FIELDS
     assert set(found["segments"][0]["nodes"][0]) >= NODE_FIELDS
     json.dumps(found, allow_nan=False)
 
 
-@pytest.mark.parametrize("make", [lambda: program("llama", MESH), pipe], ids=["whole", "pipeline"])
+@pytest.mark.parametrize("make", [llama, pipe], ids=["whole", "pipeline"])
 def test_costs_are_those_of_the_estimate(make: Any) -> None:
     made = make()
     found = document(made, CPU)
@@ -79,7 +83,7 @@ def test_costs_are_those_of_the_estimate(make: Any) -> None:
 
 
 def test_modules_hold_what_is_inside_them() -> None:
-    rows = {row["path"]: row for row in document(program("llama", MESH), CPU)["modules"]}
+    rows = {row["path"]: row for row in document(llama(), CPU)["modules"]}
     assert rows["model.layers.*"]["layers"] == 2 and rows["model"]["layers"] == 1
     cut = {row["path"]: row for row in document(pipe(), CPU)["modules"]}
     assert cut["model.layers.*"]["layers"] == 5  # however the stages share them
@@ -90,7 +94,7 @@ def test_modules_hold_what_is_inside_them() -> None:
             assert path.rpartition(".")[0] in rows
 
 
-@pytest.mark.parametrize("make", [lambda: program("llama", MESH), pipe], ids=["whole", "pipeline"])
+@pytest.mark.parametrize("make", [llama, pipe], ids=["whole", "pipeline"])
 def test_memory_reaches_the_peak_of_every_rank(make: Any) -> None:
     made = make()
     found, step = document(made, CPU)["timeline"], estimate_step(made, CPU)
@@ -113,7 +117,7 @@ PHASES = ("gather", "forward", "backward", "weight", "reduce")
 
 
 def test_passes_hold_the_text_of_the_dumps() -> None:
-    made = program("llama", MESH)
+    made = llama()
     found = document(made, CPU)
     assert [p["name"] for p in found["passes"]] == sorted(made.dumps)
     for one in found["passes"]:
@@ -129,7 +133,7 @@ def test_passes_hold_the_text_of_the_dumps() -> None:
 def test_depth_costs_nothing() -> None:
     """Repeated layers stand in the document once."""
     sizes = []
-    for made in (program("llama", "dp=2"), program("llama-deep", "dp=2")):
+    for made in (program("llama", "dp=2", reasons=True), program("llama-deep", "dp=2", reasons=True)):
         found = document(made, CPU)
         sizes.append(len(json.dumps([found[k] for k in ("segments", "modules", "lines", "passes")])))
     assert sizes[1] < 1.1 * sizes[0]
@@ -140,7 +144,7 @@ def test_depth_costs_nothing() -> None:
 
 def hostile() -> Program:
     """A program whose names, lines and reasons try to leave the page's script."""
-    made = program("llama", MESH)
+    made = llama()
     notes = {k: tuple(Note(HOSTILE, HOSTILE, HOSTILE) for _ in rows) for k, rows in made.notes.items()}
     return replace(made, notes=notes, target=HOSTILE, options=(("batch", HOSTILE),))
 
@@ -148,19 +152,19 @@ def hostile() -> Program:
 def test_nothing_in_a_name_leaves_its_place() -> None:
     found = document(hostile(), CPU)
     text = page(found)
-    assert text.count("</script") == page(document(program("llama", MESH), CPU)).count("</script")
+    assert text.count("</script") == page(document(llama(), CPU)).count("</script")
     assert "<img" not in text
     block = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert block is not None and not set("<>&\u2028\u2029") & set(block.group(1))
     assert json.loads(block.group(1)) == json.loads(json.dumps(found))
     assert json.loads(script_json({"a": HOSTILE}))["a"] == HOSTILE
     # a place of the template in a name stays text
-    odd = replace(program("llama", MESH), target="<!--script--><!--data-->")
+    odd = replace(llama(), target="<!--script--><!--data-->")
     assert page(document(odd, CPU)).count("drawOverview") == text.count("drawOverview")
 
 
 def test_the_page_asks_for_nothing_from_outside() -> None:
-    text = page(document(program("llama", MESH), CPU))
+    text = page(document(llama(), CPU))
     assert "default-src 'none'" in text
     code = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S)
     assert not re.search(r"https?://(?!www\.w3\.org/)", code)
@@ -180,7 +184,7 @@ def test_the_page_asks_for_nothing_from_outside() -> None:
 
 
 def test_dot() -> None:
-    found = document(program("llama", MESH), CPU)
+    found = document(llama(), CPU)
     text = dot_text(found)
     nodes = sum(
         len(s["nodes"]) + len(s["inputs"]) for s in found["segments"] if s["name"] not in ("main", "once")
@@ -201,7 +205,7 @@ def test_dot() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    save_program(program("llama", MESH), tmp_path / "program")
+    save_program(llama(), tmp_path / "program")
     folder = str(tmp_path / "program")
 
     def invoke(*words: str) -> Any:
@@ -295,7 +299,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
-    return document(program("llama", MESH), CPU)
+    return document(llama(), CPU)
 
 
 def test_every_tab_draws(browser: Browser, whole: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rebuilt_once import captured_once  # noqa: F401 (a fixture)
 
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.zb_h2 import zb_h2

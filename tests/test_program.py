@@ -30,10 +30,10 @@ def test_print_parse_print_is_the_identity(name: str, mesh: str, tmp_path: Path)
 
 
 def test_plans_read_back_and_are_deterministic() -> None:
-    plan = planned("llama", "dp=2,tp=2").plan
+    plan = planned("llama", "dp=2,tp=2", reasons=True).plan
     assert plan_from_json(plan_to_json(plan)) == plan
     planned.cache_clear()
-    assert plan_to_json(planned("llama", "dp=2,tp=2").plan) == plan_to_json(plan)
+    assert plan_to_json(planned("llama", "dp=2,tp=2", reasons=True).plan) == plan_to_json(plan)
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def _make(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 @functools.cache
 def _planned(name: str, mesh: str, gathered: str = "") -> Planned:
     """gathered: whether parameters stay gathered (``kept``), do not (``again``), or as the plan says."""
-    made = plan_analysed(_analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER))
+    made = plan_analysed(_analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER), reasons=False)
     if not gathered:
         return made
     keep = gathered == "kept"

@@ -73,7 +73,7 @@ def _batch(count: int) -> dict[str, torch.Tensor]:
 
 def _planned(model: nn.Module, mesh: str) -> Planned:
     analysis = analyse(capture(model, (), _batch(1)))
-    return plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
+    return plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
 
 
 def _program(model: nn.Module, slices: int, mesh: str = "dp=1") -> Program:

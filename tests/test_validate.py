@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rebuilt_once import captured_once  # noqa: F401 (a fixture)
 from typer.testing import CliRunner
 
 from autoshard.analysis import analyse

@@ -13,21 +13,21 @@ from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
 from autoshard.program.original import notes_of_original, original_of
 from autoshard.program.program import Program, Signature, Stages
-from autoshard.report.dump import dump_text
+from autoshard.report.dumps import Dumps, Shot
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
 from autoshard.search.plan_json import plan_to_json
 
 
 def build_program(
-    folded: Folded, how: Lowering, plan: Plan, dumps: dict[str, str], schedule: Schedule | None = None
+    folded: Folded, how: Lowering, plan: Plan, dumps: Dumps, schedule: Schedule | None = None
 ) -> Program:
     """The program of a folded model under a plan.
 
-    dumps: texts of the passes before the search, to be stored with those after it. schedule: of the stages,
-    if the plan has a pipeline.
+    dumps: of the passes before the search, to be stored with those after it. schedule: of the stages, if the
+    plan has a pipeline.
     """
-    texts = dict(dumps)
+    shots = dict(dumps.shots)
     stages = None
     if plan.pipeline is not None and schedule is not None:
         stages = Stages(schedule, plan.pipeline.position + _added_before(plan.pipeline.position, how))
@@ -35,7 +35,7 @@ def build_program(
     mesh = str(how.last_mesh)
 
     def watch(name: str, graph: Folded | Lowered) -> None:
-        texts[name] = dump_text(name, graph, mesh if name >= REFINES else plan.mesh)
+        shots[name] = Shot(graph, mesh if name >= REFINES else plan.mesh)
 
     lowered = lower(folded, how, watch)
     names = port_names(folded.joint.ports)
@@ -50,7 +50,7 @@ def build_program(
         replace(signature, ports=ports, results=results),
         {name: notes_of_segment(lowered, name) for name in lowered.segments},
         plan_to_json(plan),
-        texts,
+        Dumps(shots),
         dict(folded.joint.constants),
         plan.target,
         microbatches=plan.microbatches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.ir import Joint, Port, Result
@@ -85,7 +86,7 @@ class Program:
     signature: Signature
     notes: dict[str, tuple[Note, ...]]
     plan: str = ""
-    dumps: dict[str, str] = field(default_factory=dict)
+    dumps: Mapping[str, str] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
     target: str = ""
     options: tuple[tuple[str, str], ...] = ()

@@ -13,6 +13,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Ref
 from autoshard.ir.lowered import Part
 from autoshard.offload import HOST_OPS
+from autoshard.placement import Shard
 from autoshard.program.program import Program
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
@@ -50,21 +51,36 @@ class Lockstep:
     def whole(self, parts: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """The global tensor from the shards of all ranks; replicas are checked to be equal."""
         placed = self.program.lowered.values[name]
+        index: torch.Tensor | None = None
         out = torch.zeros(placed.type.shape, dtype=parts[0].dtype)
-        index = torch.arange(out.numel()).reshape(placed.type.shape)
         seen = torch.zeros(out.numel(), dtype=torch.bool)
         flat = out.reshape(-1)
+        #: coordinates on the axes that split it -> the first of the parts there
+        firsts: dict[tuple[int, ...], torch.Tensor] = {}
         for part, view in zip(parts, self.views, strict=True):
+            values = part.detach().reshape(-1)
+            split = zip(placed.layout, view.coords, strict=True)
+            first = firsts.setdefault(tuple(c for p, c in split if isinstance(p, Shard)), values)
+            if first is not values:
+                self._same(values, first, name)
+                continue
+            if values.numel() == out.numel():
+                flat.copy_(values)  # nothing is split
+                continue
+            if index is None:
+                index = torch.arange(out.numel()).reshape(placed.type.shape)
             where = shard_tensor(index, placed.layout, view.sizes, view.coords).reshape(-1)
             old = seen[where]
-            fresh, values = where[~old], part.detach().reshape(-1)
-            if old.any() and not torch.allclose(
-                flat[where[old]], values[old], equal_nan=True, rtol=1e-5, atol=1e-6
-            ):
-                raise AssertionError(f"replicas of {name} differ between ranks")
-            flat[fresh] = values[~old]
+            if old.any():
+                self._same(values[old], flat[where[old]], name)
+            flat[where] = values
             seen[where] = True
         return out
+
+    @staticmethod
+    def _same(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+        if not torch.allclose(wanted, found, equal_nan=True, rtol=1e-5, atol=1e-6):
+            raise AssertionError(f"replicas of {name} differ between ranks")
 
     def run(self, env: dict[str, list[Any]], backward: bool) -> None:
         """Run one half of a program of one stage on the values in ``env``, adding what it makes."""

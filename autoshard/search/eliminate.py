@@ -162,12 +162,13 @@ class Tables:
     """What the buckets hold after the pass up: per variable v, costs over (v, *order.later[v]).
 
     unary: [k_v]. edges: w -> [k_v, k_w]. higher: tables over three and more variables, v first.
-    value: the least total cost.
+    messages: of buckets with more than two later neighbours, minimised over v. value: the least total cost.
     """
 
     unary: list[Array]
     edges: list[dict[int, Array]]
     higher: list[list[Factor]]
+    messages: dict[int, Array]
     value: float
 
 
@@ -193,6 +194,7 @@ class Elimination:
         costs = list(self._unary if unary is None else unary)
         edges = [dict(e) for e in self.edges]
         higher: list[list[Factor]] = [[] for _ in costs]
+        messages: dict[int, Array] = {}
         value = 0.0
         smallest = np.minimum.reduce
         later = self.order.later
@@ -206,10 +208,11 @@ class Elimination:
                 message = _message(v, near, costs[v], edges[v], higher[v])
                 if len(near) > 2:
                     higher[near[0]].append((near, message))
+                    messages[v] = message
                 else:
                     there = edges[near[0]]
                     there[near[1]] = there[near[1]] + message if near[1] in there else message
-        return Tables(costs, edges, higher, value)
+        return Tables(costs, edges, higher, messages, value)
 
     def solve(self, unary: Sequence[Array] | None = None) -> tuple[float, list[int]]:
         """The least total cost and its states; of equal states the lowest. Infinite cost if there is none."""
@@ -238,26 +241,29 @@ class Elimination:
         for near in order.later:
             if near:
                 children[near[0]] += 1
-        beliefs: dict[int, Array] = {}
+        beliefs: dict[int, _Belief] = {}
         for v in reversed(order.variables):
             near = order.later[v]
             if near or tables.edges[v] or tables.higher[v]:
                 inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
             else:
                 inside = tables.unary[v]
-            up = np.asarray(inside.min(axis=0))
+            up = tables.messages[v] if v in tables.messages else np.asarray(inside.min(axis=0))
             if near:
-                outer = _onto(beliefs[near[0]], (near[0], *order.later[near[0]]), near)
-                children[near[0]] -= 1
-                if not children[near[0]]:
-                    del beliefs[near[0]]
+                parent = near[0]
+                outer = beliefs[parent].over(near)
+                children[parent] -= 1
+                if not children[parent]:
+                    del beliefs[parent]
             else:
                 outer = np.asarray(tables.value)
             with np.errstate(invalid="ignore"):
                 # where nothing below is possible (inf - inf) nothing is possible at all
-                belief = inside + np.where(np.isfinite(up), outer - up, np.inf)
+                rest = np.where(np.isfinite(up), outer - up, np.inf)
+            # a bucket with neighbours was summed for this alone
+            belief = np.add(inside, rest, out=inside) if near else inside + rest
             if children[v]:
-                beliefs[v] = belief
+                beliefs[v] = _Belief((v, *near), belief, {})
             yield v, belief, up
 
     def marginals(self, unary: Sequence[Array] | None = None) -> list[Array]:
@@ -334,9 +340,21 @@ def _spread(table: Array, axes: tuple[int, ...], rank: int) -> Array:
     return table.reshape(shape)
 
 
-def _onto(table: Array, scope: tuple[int, ...], wanted: tuple[int, ...]) -> Array:
-    """Minimised over the variables that are not wanted."""
-    if len(scope) == len(wanted):
-        return table
-    inside = set(wanted)
-    return np.asarray(table.min(axis=tuple(a for a, w in enumerate(scope) if w not in inside)))
+@dataclass(frozen=True)
+class _Belief:
+    """A bucket's belief, [*scope], as the buckets below ask for it: over some of its variables, in order."""
+
+    scope: tuple[int, ...]
+    table: Array
+    known: dict[tuple[int, ...], Array]
+
+    def over(self, wanted: tuple[int, ...]) -> Array:
+        """Minimised over the variables that are not wanted; those below often want the same."""
+        if len(wanted) == len(self.scope):
+            return self.table
+        found = self.known.get(wanted)
+        if found is None:
+            inside = set(wanted)
+            apart = tuple(a for a, w in enumerate(self.scope) if w not in inside)
+            found = self.known[wanted] = np.asarray(self.table.min(axis=apart))
+        return found

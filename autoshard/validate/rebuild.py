@@ -18,6 +18,7 @@ from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
+from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
 from autoshard.search.ask import Settled
 from autoshard.search.explain import explain
@@ -189,7 +190,7 @@ def _program(
         scaled.analysis.table,
         saving=saving,
     )
-    return build_program(model.folded, how, plan, {}, None if stages is None else stages.schedule)
+    return build_program(model.folded, how, plan, Dumps(), None if stages is None else stages.schedule)
 
 
 def _saving(
