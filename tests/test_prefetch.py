@@ -53,9 +53,9 @@ def _analysed(name: str) -> Analysis:
 @functools.cache
 def _planned(name: str, cluster: str, mesh: str, room: float) -> Planned:
     meshes, machine = [Mesh.parse(mesh)], _cluster(cluster)
-    free = plan_analysed(_analysed(name), meshes, machine, ask=Ask())
+    free = plan_analysed(_analysed(name), meshes, machine, ask=Ask(), reasons=False)
     memory = int(room * free.settled.placed.bytes)
-    return plan_analysed(_analysed(name), meshes, machine, memory=memory, ask=Ask())
+    return plan_analysed(_analysed(name), meshes, machine, memory=memory, ask=Ask(), reasons=False)
 
 
 @functools.cache
