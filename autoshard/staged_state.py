@@ -123,7 +123,10 @@ class _Homing:
         for place, statement in enumerate(statements):
             if not copies.isdisjoint(statement.makes):
                 continue
-            read = frozenset[str]().union(*(copies_in.get(v, ()) for v in statement.uses))
+            held = [copies_in[v] for v in statement.uses if v in copies_in]
+            if not held:
+                continue
+            read = frozenset[str]().union(*held)
             slot = self.homes.at[place]
             if slot is None:  # a view, which every stage makes for itself
                 copies_in.update(dict.fromkeys(statement.makes, read))

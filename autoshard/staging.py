@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -474,14 +475,20 @@ class _Slots:
         last = slot + 1 == len(self.ops) or self.ops[slot + 1].item != statement.item
         return Cut(self.numbers[id(item)], "" if last else statement.node.name, item.label)
 
-    def _alike(self, stages: int) -> list[int]:
-        """The ends of stages with equally many layers, embedding and head at the ends; [] with too few."""
+    @cached_property
+    def _layers(self) -> list[int]:
+        """The last op of every layer."""
         layers: list[int] = []
         for slot, statement in enumerate(self.ops):
             item = self.whole.lowered.main[statement.item]
             last = slot + 1 == len(self.ops) or self.ops[slot + 1].item != statement.item
             if last and isinstance(item, Call) and item.label:
                 layers.append(slot)
+        return layers
+
+    def _alike(self, stages: int) -> list[int]:
+        """The ends of stages with equally many layers, embedding and head at the ends; [] with too few."""
+        layers = self._layers
         if len(layers) < stages:
             return []
         return [layers[len(layers) * k // stages - 1] for k in range(1, stages)]

@@ -114,7 +114,7 @@ class _Rebuilding:
             optional = at is not None and statement.backward and self.places.makes_again(statement)
             if optional and needed.isdisjoint(statement.makes):
                 continue
-            if self.uncut.repeats:
+            if not self.uncut.repeats.keys().isdisjoint(statement.uses):
                 uses = tuple([self._at_hand(v, stage) for v in statement.uses])
                 statement = statement._replace(uses=uses)
             picked.append(statement)

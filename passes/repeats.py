@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir import Joint
 from autoshard.ops.lift import Lifter
 from autoshard.passes.expand_repeats import Body
-from autoshard.torch_adapters.repeat_op import RepeatKey
+from autoshard.torch_adapters.repeat_op import RepeatKey, repeated
 
 #: fewer siblings are not worth it
 LEAST = 3
@@ -258,10 +258,10 @@ class Repeats:
         made = [leaf for leaf in known.outs if isinstance(leaf, torch.Tensor)]
         outs = tuple((str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in made)
         tangents = tuple(k for k, t in enumerate(made) if t.requires_grad)
-        text = RepeatKey(self.count, number, outs, grads, self.lifter.sites, tangents).text()
+        call = RepeatKey(self.count, number, outs, grads, self.lifter.sites, tangents)
         self.count += 1
         self.lifter.sites += body.sites
-        results = iter(torch.ops.autoshard.repeat(tensors, text))
+        results = iter(repeated(tensors, call))
         leaves = [next(results) if isinstance(leaf, torch.Tensor) else leaf for leaf in known.outs]
         return pytree.tree_unflatten(leaves, known.out_spec)
 

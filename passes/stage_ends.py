@@ -89,12 +89,13 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
             last.update(dict.fromkeys((v for v in statement.uses if v in made), place))
             made.update(dict.fromkeys(statement.makes, place))
     steps = [0] * (len(whole.all) + 2)
-    sizes: dict[Placed, int] = {}
+    #: by identity: the values of alike layers have one type and layout between them
+    sizes: dict[int, int] = {}
     for value, end in last.items():
         placed = whole.values[value]
-        if placed not in sizes:
-            sizes[placed] = _sent(placed, mesh)
-        size = sizes[placed]
+        size = sizes.get(id(placed))
+        if size is None:
+            size = sizes[id(placed)] = _sent(placed, mesh)
         steps[made[value] + 1] += size
         steps[end + 1] -= size
     return list(accumulate(steps))

@@ -256,7 +256,7 @@ class _Deciding:
             if _makes_again(statement, self.repeats, self.made_in):
                 continue
             highest = max(u for u in users if u is not None)
-            if highest < stage and not self.owners.keys() & set(statement.makes):
+            if highest < stage and self.owners.keys().isdisjoint(statement.makes):
                 self._put(place, statement, highest)
 
     def _lowest(self, statement: Statement, floor: int, owners: frozenset[int] | None) -> int:

@@ -56,9 +56,8 @@ class Filling:
         self.taken, self.calls = taken, calls
         #: the part of it that belongs to parameters
         self._state = Profile({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
-        self._plain: dict[Hashable, float] = {}
-        #: bytes of activations by all that they depend on
-        self._held: dict[Hashable, float] = {}
+        #: bytes of activations (see `Setting.activations`) by all that they depend on
+        self._held: dict[Hashable, tuple[float, float]] = {}
 
     @cached_property
     def choices(self) -> list[list[_Option]]:
@@ -98,13 +97,8 @@ class Filling:
         return setting.state_bytes(beside, setting.state_bytes(self._state))
 
     def _activations(self, bare: Setting, windows: float) -> float:
-        """Bytes of activations with nothing run again: of these a setting says how many fly and wait."""
-        if bare.optimistic:
-            return bare.activation_bytes(self.taken, windows)
-        flying = bare.flight, bare.waiting, windows
-        if flying not in self._plain:
-            self._plain[flying] = bare.activation_bytes(self.taken, windows)
-        return self._plain[flying]
+        """Bytes of activations with nothing run again."""
+        return self._running(bare, {}, windows)
 
     def _filled(
         self, bare: Setting, chosen: Sequence[_Option], state: float, windows: float, budget: float
@@ -125,13 +119,16 @@ class Filling:
         return replace(bare, recompute=again) if again else bare
 
     def _running(self, bare: Setting, again: Mapping[str, Recompute], windows: float) -> float:
-        """Bytes of activations where some calls run again; the same on many meshes."""
+        """Bytes of activations where some calls run again; but for windows the same on many meshes."""
         pipe, calls = bare.pipe, tuple([(name, r.policy, r.calls) for name, r in again.items()])
         # all that a setting says of them, see `Setting.bytes_weight`
-        key = (bare.flight, bare.waiting, windows, pipe.ranks > 1, bare.sending, bare.optimistic, calls)
-        if key not in self._held:
-            self._held[key] = replace(bare, recompute=dict(again)).activation_bytes(self.taken, windows)
-        return self._held[key]
+        key = (bare.flight, bare.waiting, pipe.splits_backward, pipe.ranks > 1, bare.sending, bare.optimistic)
+        found = self._held.get((*key, calls))
+        if found is None:
+            running = replace(bare, recompute=dict(again)) if again else bare
+            found = self._held[*key, calls] = running.activations(self.taken)
+        late, early = found
+        return max(late, windows + early)
 
 
 def marginal_price(taken: Profile, setting: Setting) -> float:

@@ -81,11 +81,17 @@ class Exact:
         while left:
             out = []
             for estimated in left:
+                if estimated.configuration in race.seconds:
+                    continue  # solved ahead of its turn
                 self._fit(race, estimated.seconds)
                 if leaves_out(estimated):
                     out.append(estimated)
-                else:
-                    self._solve(race, estimated)
+                    continue
+                self._solve(race, estimated)
+                # solving takes less than fitting: what is solved anyway may be what is fitted first
+                other = next((e for e in left if race.wants(e)), None)
+                if other is not None and not self.interrupted:
+                    self._solve(race, other)
             self._fit(race, inf)
             # what was solved in the place of others may have come out slower than it looked
             left = [e for e in out if not leaves_out(e)]

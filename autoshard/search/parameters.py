@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import seconds
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.reshard import Share, StepKind
+from autoshard.cost.reshard import StepKind
 from autoshard.ir import DTYPES
 from autoshard.ir.held import held_shape
 from autoshard.placement import Layout, R, Shard, chunk
@@ -26,6 +28,8 @@ from autoshard.search.problems import Posed
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamVar
+
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class Parameters:
     shares: tuple[Shares, ...]
 
     @cached_property
-    def likeness(self) -> Hashable:
-        """The same for parameters that are used alike."""
+    def likeness(self) -> str:
+        """The same for parameters that are used alike; a text, which keeps its hash."""
         arrays = (self.count, self.whole, self.base, self.split, self.width, self.phases)
-        return self.shapes, self.shares, tuple(array.tobytes() for array in arrays)
+        return repr((self.shapes, self.shares, [array.tobytes() for array in arrays]))
 
 
 def parameters_of(posed: Posed, placed: Placed) -> Parameters:
@@ -105,80 +109,106 @@ def _data_ways(use: Layout, posed: Posed) -> float:
     return float(ways)
 
 
-def zero_stages(given: Parameters, mesh: Mesh, cluster: Cluster, recipe: Recipe) -> list[Profile]:
-    """What parameters take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded."""
-    links = cost_model(cluster, mesh).reshard.links
-    stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
-    spread = [k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded]
-    ways = int(np.prod([mesh.sizes[k] for k in stored]))
-    if (given.split > ways).any():
-        return []  # used in more parts than this mesh stores them in
-    # a shape that does not divide so that every rank holds some of it is stored whole
-    divides = np.array([any(_divides(n, ways) for n in shape) for shape in given.shapes], dtype=bool)
-    own, part = given.base / np.where(divides, ways, given.split), given.base / given.split
-    zeros = np.zeros(len(own))
-    inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
+class Zero:
+    """What parameters take on any mesh; what no mesh changes is worked out once. Arrays over classes."""
 
-    def one(kind: StepKind, nbytes: Array, axes: Sequence[int], shares: Sequence[Share]) -> Array:
-        """Of a member over some axes."""
-        share = np.array([s.of(kind) for s in shares])
-        return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
+    def __init__(self, given: Parameters, cluster: Cluster, recipe: Recipe) -> None:
+        self.given, self.memory_bandwidth = given, cluster.device.memory_bandwidth
+        self._part = given.base / given.split
+        self._gather = np.array([s.gather.of("all_gather") for s in given.shares])
+        self._scatter = np.array([s.reduce.of("all_gather") for s in given.shares])
+        self._reduce = np.array([s.reduce.of("all_reduce") for s in given.shares])
+        width = given.width
+        self._grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
+        self._summed = np.array([recipe.sum_bytes(int(w)) for w in width])
+        self._optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width
+        self._touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * width
+        self._resident = recipe.resident
+        self._packed = given.count * reduce_copies(given.whole, self.memory_bandwidth)
+        self._shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
+        self._divided: dict[int, Mask] = {}
 
-    def sharded(shares: Sequence[Share]) -> tuple[Array, Array]:
-        """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and over others."""
-        over_data = np.where((given.split < ways) & divides, one("all_gather", part, stored, shares), 0.0)
-        inside = np.where(given.whole > MORE * part, one("all_gather", given.whole, inner, shares), 0.0)
-        return given.count * over_data, given.count * inside
+    def stages(self, mesh: Mesh, links: Sequence[AxisLink]) -> list[Profile]:
+        """What they take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded.
 
-    def reduced(shares: Sequence[Share]) -> float:
-        return float((sum(sharded(shares)) + given.count * one("all_reduce", own, spread, shares)).sum())
+        links: of every axis. Without any stages if the mesh stores them in fewer parts than they are used in.
+        """
+        given, part = self.given, self._part
+        stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
+        spread = [
+            k for k, a in enumerate(mesh.axes) if a.meaning.splits_batch and not a.meaning.stores_sharded
+        ]
+        ways = prod(mesh.sizes[k] for k in stored)
+        if (given.split > ways).any():
+            return []
+        divides = self._divides(ways)
+        own = given.base / np.where(divides, ways, given.split)
+        inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch]
+        zeros = np.zeros(len(own))
 
-    gather, inside = sharded([s.gather for s in given.shares])
-    gathered = given.whole > MORE * own
-    bandwidth = cluster.device.memory_bandwidth
-    shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
-    unpacked = np.where(gathered & shared, gather_copies(own, given.whole, bandwidth), 0.0)
-    bare = inside + given.count * unpacked
-    sums_up = gathered | (given.split < ways * int(np.prod([mesh.sizes[k] for k in spread])))
-    packed = float((given.count * np.where(sums_up, reduce_copies(given.whole, bandwidth), 0.0)).sum())
-    reduce = reduced([s.reduce for s in given.shares])
-    last = {Time("last", True): reduce}
-    grad = recipe.gradient_bytes(1) if recipe.gradient is not None else given.width
-    summed = np.array([recipe.sum_bytes(int(w)) for w in given.width])
-    optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * given.width
-    touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * given.width
-    elements = given.count * own / given.width
-    update = float((elements * touched).sum()) / cluster.device.memory_bandwidth
-    shards = given.count * own if recipe.resident else 0.0
-    state = float((shards + elements * (grad + optimizer)).sum())
-    whole = given.count * given.whole
-    copies = np.where(gathered, given.whole, 0.0)
-    sums = float((elements * (summed - grad)).sum())
-    windows = float((np.minimum(given.count, GATHERED) * copies).sum())
-    fixed = {Time("update"): update}
-    if not gathered.any():
-        return [Profile({**fixed, **last, Time("once"): packed}, _held(state, sums))]
-    forward, bare_forward = float(gather.sum()), float(bare.sum())
-    both = given.phases > 1
-    backward, bare_backward = float((gather * both).sum()), float((bare * both).sum())
-    ahead = {Time("gather"): forward, Time("gather", True): backward, Time("inline"): bare_forward}
-    first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
-    held = state + float((given.count * copies).sum())
-    whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * summed).sum())
-    return [
-        Profile(
-            {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
-            {**_held(state, sums), Bytes("window"): windows},
-        ),
-        Profile(
-            {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare_forward},
-            _held(held, sums),
-        ),
-        Profile(
-            {**fixed, **first, **last, Time("once"): bare_forward + packed},
-            _held(held, sums + whole_sums),
-        ),
-    ]
+        def one(kind: StepKind, nbytes: Array, axes: Sequence[int], share: Array) -> Array:
+            """Of a member over some axes."""
+            return sum((share * seconds(kind, nbytes / share, links[k]) for k in axes), zeros)
+
+        over_data, inside = (given.split < ways) & divides, given.whole > MORE * part
+
+        def sharded(share: Array) -> tuple[Array, Array]:
+            """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and others."""
+            found = given.count * np.where(over_data, one("all_gather", part, stored, share), 0.0)
+            if not inner:
+                return found, zeros
+            return found, given.count * np.where(inside, one("all_gather", given.whole, inner, share), 0.0)
+
+        scattered = sharded(self._scatter)
+        reduce = float((sum(scattered) + given.count * one("all_reduce", own, spread, self._reduce)).sum())
+        last = {Time("last", True): reduce}
+        elements = given.count * own / given.width
+        update = float((elements * self._touched).sum()) / self.memory_bandwidth
+        shards = given.count * own if self._resident else 0.0
+        state = float((shards + elements * (self._grad + self._optimizer)).sum())
+        sums = float((elements * (self._summed - self._grad)).sum())
+        fixed = {Time("update"): update}
+        gathered = given.whole > MORE * own
+        # gradients are sums of the batch's parts, and are packed, unless every rank has other parameters
+        sums_up = gathered | (given.split < ways * prod(mesh.sizes[k] for k in spread))
+        packed = float(np.where(sums_up, self._packed, 0.0).sum())
+        if not gathered.any():
+            return [Profile({**fixed, **last, Time("once"): packed}, _held(state, sums))]
+        (gather, bare), whole = sharded(self._gather), given.count * given.whole
+        unpacked = np.where(
+            gathered & self._shared, gather_copies(own, given.whole, self.memory_bandwidth), 0.0
+        )
+        bare = bare + given.count * unpacked
+        copies = np.where(gathered, given.whole, 0.0)
+        windows = float((np.minimum(given.count, GATHERED) * copies).sum())
+        both = given.phases > 1
+        forward, backward = float(gather.sum()), float((gather * both).sum())
+        bare_forward, bare_backward = float(bare.sum()), float((bare * both).sum())
+        ahead = {Time("gather"): forward, Time("gather", True): backward, Time("inline"): bare_forward}
+        first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
+        held = state + float((given.count * copies).sum())
+        whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * self._summed).sum())
+        return [
+            Profile(
+                {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
+                {**_held(state, sums), Bytes("window"): windows},
+            ),
+            Profile(
+                {**fixed, **first, **each, Time("inline", True): packed, Time("once"): bare_forward},
+                _held(held, sums),
+            ),
+            Profile(
+                {**fixed, **first, **last, Time("once"): bare_forward + packed},
+                _held(held, sums + whole_sums),
+            ),
+        ]
+
+    def _divides(self, ways: int) -> Mask:
+        """Classes of which every rank holds some; a shape that does not divide so is stored whole."""
+        if ways not in self._divided:
+            rows = [any(_divides(n, ways) for n in shape) for shape in self.given.shapes]
+            self._divided[ways] = np.array(rows, dtype=bool)
+        return self._divided[ways]
 
 
 def _held(state: float, sums: float) -> dict[Bytes, float]:

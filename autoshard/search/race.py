@@ -91,6 +91,15 @@ class Race:
             or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
+    def wants(self, estimated: Estimated) -> bool:
+        """Whether a configuration will be solved however the one that waits to be a program turns out: the
+        first of its kind, expected to be about as fast."""
+        where = estimated.configuration
+        if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(where) for c in self.seconds):
+            return False
+        reached = min(self.reached, self._waiting[0].judged)
+        return estimated.seconds <= _FAR * reached and estimated.bound < reached
+
     def _limit(self, other: _Solved, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
         one_kind = _piped(other.found.configuration) == _piped(where)

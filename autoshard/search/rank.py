@@ -7,7 +7,7 @@ costs), so the chord between two of them is a lower bound for every microbatch b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -16,10 +16,11 @@ from typing import TypeVar
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds
 from autoshard.search.again import Filling
-from autoshard.search.parameters import Parameters, parameters_of, zero_stages
+from autoshard.search.parameters import Parameters, Zero, parameters_of
 from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed
 from autoshard.search.setting import OF_STATE, Setting
@@ -223,14 +224,32 @@ def rank(
     another shape is thought to reach: what is far slower even without a memory limit stays at that estimate.
     """
     found: list[Estimated] = []
+    # the fastest first, so that little is looked at closely
+    for one in sorted(_candidates(shape, total, cluster, setting, budget, recipe), key=lambda c: c.floor):
+        best, how = one.best(known * _FAR)
+        where = Configuration(one.mesh, one.batch, one.ways.count, how.pipe)
+        if best is not None:
+            bound = min(one.bound, best)
+            found.append(Estimated(where, how, best, bound, choices=shape.choices))
+            known = min(known, best)
+        elif budget is not None and one.least_bytes() <= budget:
+            found.append(Estimated(where, how, inf, one.bound, not one.leaves_room(), shape.choices))
+    return found
+
+
+def _candidates(
+    shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
+) -> Iterator[_Candidate]:
+    """Every mesh of a shape with every microbatch that divides the global one."""
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
+    zeros = _Zeros(cluster, recipe)
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
         if (mesh, cut) not in lives:
-            lives[mesh, cut] = _Lives(shape, cut, mesh, cluster, recipe, setting)
+            lives[mesh, cut] = _Lives(shape, cut, mesh, zeros, setting)
         of_mesh = lives[mesh, cut]
         if staged.pipes not in uneven:
             # alike for any microbatch
@@ -242,21 +261,15 @@ def rank(
             if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
                 continue  # one sequence alone cannot be priced from a larger capture
             count = max(1, total // batch)
-            # alone, a data rank has not even scalars to share
-            slack = 1.0 if ways > 1 else _ALONE
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
-            one = _Candidate(bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], budget)
-            bound = count * shape.seconds(each) / staged.ranks
-            best, how = one.best(known * _FAR)
-            where = Configuration(mesh, batch, count, how.pipe)
-            if best is not None:
-                found.append(Estimated(where, how, best, min(slack * bound, best), choices=shape.choices))
-                known = min(known, best)
-            elif budget is not None and shape.bytes(each) / staged.ranks <= budget:
-                found.append(Estimated(where, how, inf, slack * bound, not one.leaves_room(), shape.choices))
-    return found
+            # alone, a data rank has not even scalars to share
+            slack = 1.0 if ways > 1 else _ALONE
+            bound = slack * count * shape.seconds(each) / staged.ranks
+            yield _Candidate(
+                mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, budget
+            )
 
 
 class _Bare:
@@ -276,6 +289,11 @@ class _Bare:
     def lean(self) -> Filling:
         return Filling(self._shape.lean(self.each, self._staged), self._setting.calls)
 
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that the whole model holds at least."""
+        return self._shape.bytes(self.each)
+
     @cached_property
     def free_sums(self) -> Sums:
         return self._setting.sums(self.free.taken)
@@ -289,14 +307,19 @@ class _Ways:
     """The pipelines that a microbatch may run through, ``count`` times a step; hop: see `Pipe`."""
 
     def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe], hop: float) -> None:
-        self._setting, self._count, self._pipes, self._hop = setting, count, pipes, hop
+        self._setting, self.count, self._pipes, self._hop = setting, count, pipes, hop
         self._made: dict[int, Setting] = {}
 
     def __getitem__(self, k: int) -> Setting:
         if k not in self._made:
             pipe = replace(self._pipes[k], hop=self._hop)
-            self._made[k] = replace(self._setting, microbatches=self._count, pipe=pipe)
+            self._made[k] = replace(self._setting, microbatches=self.count, pipe=pipe)
         return self._made[k]
+
+    @property
+    def ranks(self) -> int:
+        """Of each of the pipelines."""
+        return self._pipes[0].ranks
 
     def totals(self, plain: Sequence[Sums]) -> list[list[float]]:
         """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].
@@ -311,20 +334,43 @@ class _Ways:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A microbatch on one mesh. uneven: seconds of a step over those with equal stages, by pipeline."""
+    """A microbatch on one mesh. batch: its sequences. uneven: seconds of a step over those with equal stages,
+    by pipeline. bound: in seconds, of any placements."""
 
+    mesh: Mesh
+    batch: int
     bare: _Bare
     lives: _Lives
     ways: _Ways
     uneven: tuple[float, ...]
+    bound: float
     budget: float | None
+
+    @cached_property
+    def _steps(self) -> list[list[float]]:
+        """Seconds that the fastest placements take if nothing is computed again; [pipes, lives]."""
+        _, sums = self.lives.at(self.bare.each, lean=False)
+        return self.ways.totals([self.bare.free_sums + extra for extra in sums])
+
+    @cached_property
+    def _floors(self) -> list[tuple[float, int]]:
+        """(the least of these, number of the pipeline), the fastest first."""
+        return sorted((self.uneven[k] * min(row, default=inf), k) for k, row in enumerate(self._steps))
+
+    @property
+    def floor(self) -> float:
+        """Seconds of the fastest pipeline without a memory limit."""
+        return self._floors[0][0]
+
+    def least_bytes(self) -> float:
+        """Bytes that are held at least."""
+        return self.bare.least_bytes / self.ways.ranks
 
     def best(self, far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
         ways, of_lean = self.ways, None
-        lives, sums = self.lives.at(self.bare.each, lean=False)
-        steps = ways.totals([self.bare.free_sums + extra for extra in sums])
-        floors = sorted((self.uneven[k] * min(of_lives, default=inf), k) for k, of_lives in enumerate(steps))
+        lives, _ = self.lives.at(self.bare.each, lean=False)
+        steps, floors = self._steps, self._floors
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
             if floor > far and best is None:
@@ -359,11 +405,11 @@ class _Lives:
     sequences, and exchange rows for few), so what they take is interpolated as everything else is.
     """
 
-    def __init__(
-        self, shape: Shape, staged: bool, mesh: Mesh, cluster: Cluster, recipe: Recipe, setting: Setting
-    ) -> None:
-        self._shape, self._staged, self._on, self._setting = shape, staged, (mesh, cluster, recipe), setting
-        self._used: dict[Hashable, list[Profile]] = {}
+    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros, setting: Setting) -> None:
+        self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
+        self._setting = setting
+        self._links = cost_model(zeros.cluster, mesh).reshard.links
+        self._used: dict[str, list[Profile]] = {}
         self._at: dict[tuple[int, bool], tuple[list[Profile], list[Sums]]] = {}
 
     def at(self, each: int, *, lean: bool) -> tuple[list[Profile], list[Sums]]:
@@ -377,8 +423,21 @@ class _Lives:
     def _of(self, end: End, lean: bool) -> list[Profile]:
         used = (end.holding(self._staged) if lean else end.free).parameters
         if used.likeness not in self._used:
-            self._used[used.likeness] = zero_stages(used, *self._on)
+            self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)
         return self._used[used.likeness]
+
+
+class _Zeros:
+    """What parameters take, each use of them worked out once for all meshes."""
+
+    def __init__(self, cluster: Cluster, recipe: Recipe) -> None:
+        self.cluster, self.recipe = cluster, recipe
+        self._made: dict[str, Zero] = {}
+
+    def of(self, used: Parameters) -> Zero:
+        if used.likeness not in self._made:
+            self._made[used.likeness] = Zero(used, self.cluster, self.recipe)
+        return self._made[used.likeness]
 
 
 def _mixed_stages(low: list[Profile], high: list[Profile], t: float) -> list[Profile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Literal
 
 from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure_of, step_time, weights
@@ -206,12 +207,16 @@ class Setting:
         return sum((n for k, n in taken.bytes.items() if k.kind == "window"), 0.0)
 
     def activation_bytes(self, taken: Profile, windows: float = 0.0) -> float:
-        """Bytes of everything else at the peak: where gradients of parameters wait, or, on the first rank of
-        a pipeline as it begins its first backward, where they do not yet. windows: see `windows`."""
+        """Bytes of everything else at the peak. windows: see `windows`."""
+        late, early = self.activations(taken)
+        return max(late, windows + early)
+
+    def activations(self, taken: Profile) -> tuple[float, float]:
+        """Bytes of everything else: where most gradients of parameters wait, and, but for windows, on the
+        first rank of a pipeline as it begins its first backward, where none does yet; the peak, and nothing,
+        where none ever waits."""
         found = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
-        if not self.pipe.splits_backward:
-            return found
-        return max(found, windows + self._waitless.activation_bytes(taken))
+        return found, (self._waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
 
     @cached_property
     def _waitless(self) -> Setting:

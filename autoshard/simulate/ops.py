@@ -72,6 +72,8 @@ class Ops:
     def __init__(self, mesh: Mesh, coords: Sequence[int], behaviour: Behaviour) -> None:
         self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
         self._bytes: dict[tuple[TensorType, Layout], float] = {}
+        #: by the identity of a value's type and layout, which many values of alike layers share
+        self._known: dict[int, tuple[Placed, float]] = {}
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""
@@ -91,7 +93,10 @@ class Ops:
 
     def nbytes(self, placed: Placed) -> float:
         """Bytes of a value on the rank."""
-        return self.bytes_of(placed.type, placed.layout)
+        known = self._known.get(id(placed))
+        if known is None:
+            known = self._known[id(placed)] = placed, self.bytes_of(placed.type, placed.layout)
+        return known[1]
 
     def work(
         self,

@@ -289,8 +289,7 @@ class StagePrices:
 
     def size(self, value: str) -> float:
         """Bytes of a main value on the rank."""
-        placed = self.program.lowered.values[value]
-        return self.pricer.bytes_of(placed.type, placed.layout)
+        return self.pricer.ops.nbytes(self.program.lowered.values[value])
 
     @cached_property
     def kept(self) -> Mapping[int, Kept]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autoshard.torch_adapters.op_library import LIBRARY
 
@@ -50,6 +51,21 @@ class RepeatKey:
             int(site),
             tuple(int(t) for t in tangents.split(",") if t),
         )
+
+
+def repeated(tensors: Sequence[torch.Tensor], key: RepeatKey) -> list[torch.Tensor]:
+    """The results of a call: of the op while a graph is recorded.
+
+    The runs before that only ask for types, and what has a gradient; tensors like the results say as much
+    for less than an op takes. Adapter: ``get_proxy_mode`` of ``torch.fx.experimental.proxy_tensor``.
+    """
+    if get_proxy_mode() is not None:
+        return list(torch.ops.autoshard.repeat(tensors, key.text()))
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return [
+        tensors[0].new_empty(shape, dtype=getattr(torch, dtype)).requires_grad_(trained and k in key.tangents)
+        for k, (dtype, shape) in enumerate(key.outs)
+    ]
 
 
 def _never(*args: Any) -> Any:
