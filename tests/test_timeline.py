@@ -73,8 +73,11 @@ def test_one_stage_runs_its_microbatches_and_reduces_once(mesh: str) -> None:
     single = sum(c.compute + c.comm for phase, c in parts.items() if phase in ("gather", "reduce"))
     repeated = sum(c.compute + c.comm for phase, c in parts.items() if phase not in ("gather", "reduce"))
     alone, three = (e.step().compute + e.step().comm for e in (once, often))
-    # gradients that stay whole are reduced once: all of them, none, and those of norms
-    assert (mesh != "fsdp=2") == (parts["reduce"].collectives > 0)
+    # gradients that stay whole are reduced once: all of them, those of norms at most, and those of norms
+    if mesh == "fsdp=2":
+        assert parts["reduce"].wire < 0.05 * parts["backward"].wire
+    else:
+        assert parts["reduce"].collectives > 0
     assert alone == pytest.approx(single + repeated)
     assert three == pytest.approx(3 * repeated + single)
     for estimator, total in ((once, alone), (often, three)):
