@@ -75,7 +75,7 @@ def test_one_stage_runs_its_microbatches_and_reduces_once(mesh: str) -> None:
     alone, three = (e.step().compute + e.step().comm for e in (once, often))
     # gradients that stay whole are reduced once: all of them, those of norms at most, and those of norms
     if mesh == "fsdp=2":
-        assert parts["reduce"].wire < 0.05 * parts["backward"].wire
+        assert parts["reduce"].wire < 0.1 * parts["backward"].wire
     else:
         assert parts["reduce"].collectives > 0
     assert alone == pytest.approx(single + repeated)
