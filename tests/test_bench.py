@@ -265,7 +265,7 @@ def test_planning_tables() -> None:
     case = replace(CASE, goal_s=1.5, goal_gib=1.0)
     assert goals_text(case, row_) == "1.5 s missed, 1 GiB met"
     text = shown(lambda console: print_planning(console, lambda _: row_, (case,)))
-    assert "it does not fit" in text and "1.5 s missed" in text
+    assert "it does not fit" in text and "1.5 s missed" in text and "0.5 + 4.0" in text
     (line,) = scaling_lines("depth", (CASE, CASE), (row_, replace(row_, search_s=2.0)), 1.3)
     assert "once captured 2.00 x" in line and "missed once captured, met as a whole" in line
 

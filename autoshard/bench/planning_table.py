@@ -21,13 +21,14 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
         f"[bold]planning[/] (whole fresh processes, bf16 on h100-dgx, medians of {runs} unless said; "
         "whatever else the machine does counts, too)"
     )
-    table = Table("case", "GPUs", "s", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
+    table = Table("case", "GPUs", "s", "of it", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
     measured = [(case, measure(case)) for case in cases]
     for case, row in measured:
         table.add_row(
             case.name + (f" ({case.runs} run)" if case.runs == 1 else ""),
             f"{case.devices:,}",
             f"{row.process_s:.1f}",
+            f"{row.capture_s:.1f} + {row.search_s:.1f}",
             f"{row.peak_gib:.2f}",
             f"{row.mesh} x{row.microbatches}",
             seconds_text(row.step_s),
@@ -37,6 +38,9 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
             goals_text(case, row),
         )
     console.print(table)
+    console.print(
+        "of it: to capture the model, and from there to the plan; the rest imports and builds the model"
+    )
     console.print("best by hand: the fastest rival at its best, its step over the plan's; x: microbatches")
     for case, row in measured:
         if row.rivals_why:
