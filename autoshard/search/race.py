@@ -77,7 +77,9 @@ class Race:
             return True  # seems not to fit: looked at only where that takes a moment
         if estimated.bound >= self.reached or self._alike[alike(where)] >= most_alike:
             return True
-        if any(self._says_enough(other, estimated) for other in self._standing.values()):
+        if any(_piped(s.found.configuration) == _piped(where) for s in self._waiting):
+            return True  # one like it has to be made a program first
+        if self._would_be_far_behind(estimated):
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
@@ -117,18 +119,17 @@ class Race:
         known = other.found.configuration
         return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
 
-    def _says_enough(self, other: _Solved, estimated: Estimated) -> bool:
-        """Whether one like it has to be made a program first, or was so much slower than estimated that this
-        one would be far behind, too: estimates with a pipeline err alike, and those without, as long as both
+    def _would_be_far_behind(self, estimated: Estimated) -> bool:
+        """Whether those whose estimates err as this one's were so much slower than estimated: those much like
+        it if there are any, or else estimates with a pipeline err alike, and those without, as long as both
         split tensors or neither does."""
         where = estimated.configuration
-        if other in self._waiting and _piped(where) == _piped(other.found.configuration):
-            return True
-        if not self._err_alike(other, where) or not isfinite(estimated.seconds):
+        known = [s for s in self._standing.values() if self._err_alike(s, where)]
+        near = [s for s in known if alike(s.found.configuration) == alike(where)]
+        if not isfinite(estimated.seconds):
             return False
-        near = alike(where) == alike(other.found.configuration)
-        expected = estimated.seconds * other.judged / other.estimated
-        return expected > (_MARGIN if near else _FAR) * self.reached
+        far = (_MARGIN if near else _FAR) * self.reached
+        return any(estimated.seconds * s.judged / s.estimated > far for s in near or known)
 
     def _like(self, where: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; one failure is free."""
