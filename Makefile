@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-gpu fuzz clean
+.PHONY: help demo test lint style bench bench-gpu fuzz clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -29,20 +29,19 @@ help: ## list the targets
 demo: $(STAMP) ## run examples/demo.py
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## lint and the tests, types beside the first of them
-	@echo "test: ruff, then mypy beside pytest"
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: style ## lint and the tests, types beside the first of them
+	@echo "test: mypy beside pytest"
 	$(BIN)/mypy & types=$$!; code=0; \
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS) || code=$$?; \
 	wait $$types || { echo "test: mypy failed, see above" >&2; code=1; }; \
 	exit $$code
 
-lint: $(STAMP) ## ruff check, ruff format --check, mypy
-	@echo "lint: ruff, mypy"
+lint: style ## ruff check, ruff format --check, mypy
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python -m autoshard.bench $(BENCH_ARGS)

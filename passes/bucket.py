@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.ir import Graph, Node, Ref, refs_of
-from autoshard.ir.comm import wheres_of
+from autoshard.ir.comm import nbytes_made, wheres_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
 
 #: collectives that have a form for many tensors
@@ -49,7 +49,7 @@ def _gathers_together(graph: Graph, apart: bool) -> Graph:
     again = {r for n in graph.nodes if n.op == BUCKETED[0] for r in refs_of(n)} if apart else set()
     waited = [n for n in gathers if not again.isdisjoint(n.outs)]
     others = [n for n in gathers if again.isdisjoint(n.outs)]
-    if waited and sum(t.nbytes for n in others for t in n.types if t is not None) > _MUCH:
+    if waited and sum(map(nbytes_made, others)) > _MUCH:
         merged = [*_merged(waited, graph), *_merged(others, graph)]
     else:
         merged = _merged(gathers, graph)

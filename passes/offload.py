@@ -87,8 +87,7 @@ class _Work:
             return 0.0 if _moves(item.op) else self.how.seconds(item, self.lowered.values)
         if item.segment not in self._seconds:
             segment = self.lowered.segments[item.segment]
-            types = segment.graph.types()
-            values = {n: Placed(types[n], lay) for n, lay in segment.layouts.items() if n in types}
+            values = segment.placed()
             nodes = [n for n in segment.graph.nodes if not _moves(n.op)]
             self._seconds[item.segment] = sum(self.how.seconds(n, values) for n in nodes)
         return self._seconds[item.segment]

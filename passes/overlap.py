@@ -31,8 +31,7 @@ def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
     first = next((n for n in nodes if is_message(n)), None)
     if first is None:
         return segment
-    types = segment.graph.types()
-    values = {n: Placed(types[n], layout) for n, layout in segment.layouts.items() if n in types}
+    values = segment.placed()
     costs = [seconds(node, values) for node in nodes]
     order = _Scheduling(segment.graph, costs).order()
     before = _played(nodes, costs)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.ir import Call
 from autoshard.ir.comm import ANY_GATHER, is_message, is_ring
-from autoshard.ir.lowered import Lowered, Part, Placed
+from autoshard.ir.lowered import Lowered, Part
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.overlap import Seconds
 from autoshard.passes.part_names import parts_named
@@ -106,8 +106,7 @@ class _Costs:
         found = self._of.get(item.segment)
         if found is None:
             segment = self.lowered.segments[item.segment]
-            types = segment.graph.types()
-            values = {n: Placed(types[n], layout) for n, layout in segment.layouts.items() if n in types}
+            values = segment.placed()
             found = self._of[item.segment] = [self.seconds(n, values) for n in segment.graph.nodes]
         return found[statement.number]
 

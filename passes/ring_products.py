@@ -20,7 +20,7 @@ from math import prod
 
 from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_message
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.passes.fuse_bias import fused
 from autoshard.passes.overlap import Seconds, shortest
 from autoshard.rules.local import MeshShape, symbolic_shape
@@ -150,8 +150,7 @@ class _Segment:
     def _seconds(self, segment: LoweredSegment) -> float:
         """Seconds of a segment, but for its gathers of parameters, which are on their way before."""
         segment = fused(segment)
-        types = segment.graph.types()
-        values = {n: Placed(types[n], layout) for n, layout in segment.layouts.items() if n in types}
+        values = segment.placed()
         costs = [
             0.0 if is_message(n) and n.name in self.stored else self.how.seconds(n, values)
             for n in segment.graph.nodes

@@ -19,7 +19,7 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Node, Origin, Ref, TensorType
 from autoshard.ir.comm import ANY_GATHER, SCATTERS, goes_in_turn, is_message
 from autoshard.ir.graph import refs_of
-from autoshard.ir.statements import statements_of
+from autoshard.ir.statements import Statements, statements_of
 from autoshard.passes import bucket, pipeline
 from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.capture import capture
@@ -79,43 +79,35 @@ def _plainly(name: str, cluster: str, mesh: str, room: float) -> Program:
         return compile_analysed(_planned(name, cluster, mesh, room), ring=False)
 
 
+def _pairs(whole: Statements) -> list[tuple[int, int]]:
+    """Of gathers of gathered parameters: the items of main of both."""
+    gathered: dict[str, int] = {}
+    found: list[tuple[int, int]] = []
+    for statement in whole.all:
+        if statement.node.op in ANY_GATHER:
+            found += [(gathered[value], statement.item) for value in statement.uses if value in gathered]
+            gathered.update(dict.fromkeys(statement.makes, statement.item))
+    return found
+
+
 def _gaps(program: Program) -> list[int]:
-    """Of gathers of gathered parameters: how many calls that compute stand between the two."""
+    """How many calls that compute stand between the two gathers of each pair."""
     whole = statements_of(program.lowered)
     computes = {s.item for s in whole.all if not is_message(s.node) and s.node.op.startswith("aten.")}
     parts = {k: part for part in program.lowered.parts for k in range(part.start, part.stop)}
-    gathered: dict[str, int] = {}
-    found: list[int] = []
-    for statement in whole.all:
-        if statement.node.op not in ANY_GATHER:
-            continue
-        for value in statement.uses:
-            first = gathered.get(value)
-            # what is gathered for the first calls of a part can only stand at its beginning
-            if first is not None and first > parts[first].start + 2:
-                found.append(sum(first <= item < statement.item for item in computes))
-        gathered.update(dict.fromkeys(statement.makes, statement.item))
-    return found
+    # what is gathered for the first calls of a part can only stand at its beginning
+    pairs = [(first, second) for first, second in _pairs(whole) if first > parts[first].start + 2]
+    return [sum(first <= item < second for item in computes) for first, second in pairs]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_programs_with_gathers_of_gathers_equal_eager(case: tuple[str, str, str, float]) -> None:
     program = _apart(*case)
-    assert any(_chained(program))
+    assert _pairs(statements_of(program.lowered))
     report = verify_static(program)
     assert report.ok, report.findings[0]
     errors = compare_step(program, *family(case[0]).make())
     assert "loss" in errors and {k: e for k, e in errors.items() if e > RTOL} == {}
-
-
-def _chained(program: Program) -> list[str]:
-    made: set[str] = set()
-    found: list[str] = []
-    for statement in statements_of(program.lowered).all:
-        if statement.node.op in ANY_GATHER:
-            found += [value for value in statement.uses if value in made]
-            made.update(statement.makes)
-    return found
 
 
 @pytest.mark.parametrize("case", DEEP)

@@ -53,10 +53,11 @@ _LITTLE = 1 << 18
 def goes_in_turn(node: Node) -> bool:
     """Whether one such message is on its way per axis at a time: a reduce-scatter holds what it sends, and
     nothing may need its results before the end of the step, as with the gradients of a layer."""
-    return node.op.startswith("comm.reduce_scatter") and _nbytes(node) > _LITTLE
+    return node.op.startswith("comm.reduce_scatter") and nbytes_made(node) > _LITTLE
 
 
-def _nbytes(node: Node) -> int:
+def nbytes_made(node: Node) -> int:
+    """Bytes of the whole tensors that a node makes."""
     return sum(t.nbytes for t in node.types if t is not None)
 
 

@@ -37,6 +37,11 @@ class LoweredSegment:
     layouts: dict[str, Layout]
     why: dict[str, str]
 
+    def placed(self) -> dict[str, Placed]:
+        """Type and layout of every value that has both."""
+        types = self.graph.types()
+        return {name: Placed(types[name], layout) for name, layout in self.layouts.items() if name in types}
+
 
 @dataclass(frozen=True)
 class Part:

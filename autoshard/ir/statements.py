@@ -100,8 +100,7 @@ class _Line(NamedTuple):
 
 def _body(segment: LoweredSegment, backward: bool) -> list[_Line]:
     """The ops of a segment, the same for each of its calls."""
-    types, layouts = segment.graph.types(), segment.layouts
-    made = {v: Placed(types[v], layouts[v]) for v in types if v in layouts}
+    made = segment.placed()
     return [
         _Line(_in_phase(n, backward), tuple(refs_of(n)), tuple((o, made.get(o)) for o in n.outs))
         for n in segment.graph.nodes

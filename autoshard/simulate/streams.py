@@ -177,10 +177,7 @@ class Player:
     def _of(self, sheet: Sheet) -> list[_Timed]:
         found = self._timed.get(id(sheet))
         if found is None:
-            timed = [self._task(t) for t in sheet.tasks]
-            for k, task in enumerate(sheet.tasks):
-                if _unpacks(task, sheet.tasks):
-                    timed[k] = timed[k]._replace(unpacks=True)
+            timed = [self._task(t)._replace(unpacks=_unpacks(t, sheet.tasks)) for t in sheet.tasks]
             found = self._timed[id(sheet)] = (sheet, timed)
         return found[1]
 
