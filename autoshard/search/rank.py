@@ -258,8 +258,8 @@ def _candidates(
             )
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
-            if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
-                continue  # one sequence alone cannot be priced from a larger capture
+            if not shape.covers(each):
+                continue
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
