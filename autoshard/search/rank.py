@@ -88,6 +88,7 @@ class Staged:
 class Estimated:
     """A configuration with an estimated setting and seconds, and a lower bound in seconds.
 
+    bound: ranks of a pipeline wait as the formula of the shortest schedule says; nothing else is in the way.
     hopeless: whether what parameters take leaves no room for anything else in any placements that were looked
     at. choices: states of all variables of a problem of its shape, which say how long a solution takes.
     """
@@ -266,7 +267,8 @@ def _candidates(
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
-            bound = slack * count * shape.seconds(each) / staged.ranks
+            runs = count + min(p.filling for p in staged.pipes)
+            bound = slack * runs * shape.seconds(each) / staged.ranks
             yield _Candidate(
                 mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, budget
             )
