@@ -37,6 +37,7 @@ from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of, unlike_batch
@@ -175,10 +176,10 @@ def plan(
     pipes = PipeAsk(schedule, chunks, microbatches, slices)
     analysis = source.analysed(say)
 
-    def planned(analysis: Analysis) -> Planned:
+    def searched_over(analysis: Analysis, meshes: Sequence[Staged], ask: Ask) -> Planned:
         found = plan_analysed(
             analysis,
-            _candidates(analysis, where, machine, ranks, global_batch, pipes),
+            meshes,
             machine,
             memory=limit,
             ask=ask,
@@ -188,6 +189,18 @@ def plan(
             progress=say,
         )
         return replace(found, source=source)
+
+    def planned(analysis: Analysis) -> Planned:
+        meshes = _candidates(analysis, where, machine, ranks, global_batch, pipes)
+        found = searched_over(analysis, meshes, ask)
+        if found.plan.batch != 1 or batch_of(analysis.folded) == 1:
+            return found
+        # a graph of one sequence is not quite one of more of them: the program's own graph is placed
+        say("capturing again, with one sequence")
+        alone = source.with_batch(analysis, 1).analysed(say)
+        meshes, total = _alone(meshes, found), found.plan.microbatches
+        again = searched_over(alone, meshes, replace(ask, batch=total, rivals=False))
+        return _among(again, found)
 
     try:
         return planned(analysis)
@@ -203,6 +216,27 @@ def plan(
             raise error from None
 
 
+def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
+    """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
+    assert found.settled is not None
+    where = found.settled.configuration
+    same = [s for s in meshes if s.mesh == where.mesh and s.ranks == where.pipe.ranks]
+    return [replace(s, batches=(1,)) for s in same[:1]]
+
+
+def _among(again: Planned, all_: Planned) -> Planned:
+    """A plan that was found again, with what the search that led to it says of all others."""
+    assert again.settled is not None and all_.settled is not None
+    settled = replace(
+        again.settled,
+        bound=min(all_.settled.bound, again.settled.bound),
+        rejected=all_.settled.rejected,
+        rivals=all_.settled.rivals,
+        interrupted=all_.settled.interrupted or again.settled.interrupted,
+    )
+    return replace(again, settled=settled)
+
+
 def _candidates(
     analysis: Analysis,
     where: Mesh | Cluster,
@@ -215,7 +249,8 @@ def _candidates(
     total = global_batch or batch_of(analysis.folded)
     if isinstance(where, Mesh):
         return [given(where, machine, layers, total, pipes)]
-    return searched(machine, ranks, layers, total if global_batch else 1, pipes)
+    experts = experts_of(analysis.model)
+    return searched(machine, ranks, layers, total if global_batch else 1, pipes, experts)
 
 
 def plan_analysed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
@@ -30,6 +31,7 @@ from autoshard.cost.step_time import (
     weights,
 )
 from autoshard.errors import InfeasibleError
+from autoshard.ir import refs_of
 from autoshard.ir.held import held_numel
 from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
@@ -37,9 +39,10 @@ from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
+from autoshard.search.problem import Model
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rank import microbatch_sizes
-from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import Profile, Time, compose, profile
@@ -69,9 +72,44 @@ def test_a_scaled_model_is_the_captured_one(name: str) -> None:
     assert small.fingerprint == again == wanted.fingerprint
 
 
-def test_one_sequence_cannot_be_scaled() -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2-odd", "mixtral", "bert"])
+def test_a_model_scaled_to_one_sequence_is_like_the_captured_one(name: str) -> None:
+    """One sequence is no factor of anything; what is computed is what a capture of it computes."""
+    model, inputs = family(name).make()
+    wanted = analyse(capture(model, (), {k: x[:1] for k, x in inputs.items()}))
+    found = rebatched(analysed(name).model, 1)
+    assert not found.digits.batch and not wanted.digits.batch
+    for (segment, number), rule in found.rules.items():
+        graph = found.folded.segments[segment]
+        node, types = graph.nodes[number], graph.types()
+        rule.check([types[r] for r in refs_of(node)], node.types)
+        assert min(rule.sizes, default=2) > 1, node
+    assert _products(found) == _products(wanted.model)
     with pytest.raises(NotRebatchable, match="one sequence"):
-        rebatched(analysed("llama").model, 1)
+        rebatched(wanted.model, 2)
+
+
+def _products(model: Model) -> Counter[object]:
+    """How often a step computes what is worth counting, by op and sizes of its factors."""
+    counts = model.folded.counts()
+    found: Counter[object] = Counter()
+    for (segment, number), rule in model.rules.items():
+        if rule.flops:
+            op = model.folded.segments[segment].nodes[number].op
+            found[op, tuple(sorted(rule.sizes)), rule.flops] += counts[segment]
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["tp=4", "pp=2,tp=2"])
+def test_microbatches_of_one_sequence_equal_eager(mesh: str) -> None:
+    """Found from a capture of the whole batch, placed on one of a single sequence."""
+    model, inputs = family("llama").make()
+    inputs["labels"] = inputs["labels"].clamp(min=3)  # as many labels in every microbatch
+    made = autoshard.plan(model, mesh, example_inputs=inputs, global_batch=BATCH, microbatches=BATCH)
+    assert made.plan.batch == 1 and made.plan.microbatches == BATCH
+    assert batch_of(made.analysis.folded) == 1
+    program = autoshard.compile(model, made).program
+    assert verify(program, model, (), inputs, steps=1).ok
 
 
 def test_a_plan_with_microbatches_equals_eager() -> None:

@@ -15,7 +15,7 @@ A rule knows nothing of meshes, costs or placements.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -94,6 +94,27 @@ class Factored:
                 continue
             found.append(factor)
         return tuple(found)
+
+    def without_units(self) -> Factored:
+        """The same call without factors of a single element, as rules lay out tensors of such sizes."""
+        kept = [f for f, size in enumerate(self.sizes) if size > 1]
+        if len(kept) == len(self.sizes):
+            return self
+        number = {f: k for k, f in enumerate(kept)}
+
+        def dims(laid: Dims) -> Dims:
+            return tuple(tuple(number[f] for f in dim if f in number) for dim in laid)
+
+        return replace(
+            self,
+            sizes=tuple(self.sizes[f] for f in kept),
+            inputs=tuple(dims(laid) for laid in self.inputs),
+            outputs=tuple(None if laid is None else dims(laid) for laid in self.outputs),
+            fixed=frozenset(number[f] for f in self.fixed if f in number),
+            reduce=tuple((number[f], how) for f, how in self.reduce if f in number),
+            contiguous=frozenset(number[f] for f in self.contiguous if f in number),
+            exchange=tuple((number[a], number[b]) for a, b in self.exchange if a in number and b in number),
+        )
 
     def check(self, ins: Sequence[TensorType], outs: Sequence[TensorType | None]) -> None:
         """ValueError unless every dim of every tensor is the product of its factors."""

@@ -20,6 +20,7 @@ from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import profile
 from autoshard.search.tune import QUICK, proven, tune
+from autoshard.search.uneven import busiest, chain_of
 
 
 class Judge(Protocol):
@@ -40,7 +41,8 @@ class Exact:
 
     failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
     stopped the search; what is known by then still gives a plan. judge: how pipelines are compared, which the
-    formula for equal stages only estimates, and whether what looks best fits as a program.
+    formula for equal stages only estimates, and whether what looks best fits as a program; without one they
+    are thought to be as uneven as they have to be.
     """
 
     def __init__(
@@ -128,8 +130,12 @@ class Exact:
 
     def judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""
-        if self.judge is None or found.configuration.pipe.ranks == 1 or self.interrupted:
+        if found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
+        if self.judge is None:
+            return found.placed.seconds * busiest(
+                chain_of(found.posed, found.placed), found.configuration.pipe
+            )
         return self.judge.seconds(found)
 
     def worst(self) -> AutoshardError:

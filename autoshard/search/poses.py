@@ -71,16 +71,27 @@ class Poses:
             self._orders[mesh] = assign_ranks(mesh, links)
         return self._orders[mesh]
 
+    def scales_to(self, batch: int) -> bool:
+        """Whether the model can be priced with another batch without capturing it again."""
+        try:
+            self._rebatched(batch)
+        except NotRebatchable:
+            return False
+        return True
+
+    def _rebatched(self, batch: int) -> Model:
+        if batch not in self._models:
+            self._models[batch] = rebatched(self.model, batch)
+        return self._models[batch]
+
     def _scaled(self, mesh: Mesh, batch: int) -> Model:
         try:
-            if batch not in self._models:
-                self._models[batch] = rebatched(self.model, batch)
+            return self._rebatched(batch)
         except NotRebatchable as error:
             raise BatchError(
                 f"the model cannot be planned for microbatches of {batch} sequences",
                 where=f"mesh {mesh}, captured with {self.captured} sequences",
                 why=str(error),
-                hint="let microbatches have two sequences or more, or plan one batch in one piece (--batch), "
-                "with example inputs of that many sequences",
+                hint="use example inputs of two or more sequences, or plan one batch in one piece (--batch) "
+                "with example inputs of that many",
             ) from None
-        return self._models[batch]

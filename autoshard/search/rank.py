@@ -88,6 +88,7 @@ class Staged:
 class Estimated:
     """A configuration with an estimated setting and seconds, and a lower bound in seconds.
 
+    bound: ranks of a pipeline wait as the formula of the shortest schedule says; nothing else is in the way.
     hopeless: whether what parameters take leaves no room for anything else in any placements that were looked
     at. choices: states of all variables of a problem of its shape, which say how long a solution takes.
     """
@@ -258,15 +259,16 @@ def _candidates(
             )
         for batch in staged.batches or microbatch_sizes(mesh, total):
             each = batch // ways
-            if not shape.covers(each) or (batch == 1 and staged.ranks > 1):
-                continue  # one sequence alone cannot be priced from a larger capture
+            if not shape.covers(each):
+                continue
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
-            bound = slack * count * shape.seconds(each) / staged.ranks
+            runs = count + min(p.filling for p in staged.pipes)
+            bound = slack * runs * shape.seconds(each) / staged.ranks
             yield _Candidate(
                 mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, budget
             )
@@ -484,8 +486,14 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
 
 def alike(where: Configuration) -> Hashable:
     """What configurations share that only divide the data ranks otherwise."""
-    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
-    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
+    return inside(where.mesh), where.batch // data_ways(where.mesh), where.pipe.ranks
+
+
+def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """Names and sizes of the axes that do more than split the batch and store parameters."""
+    return tuple(
+        (a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch or a.meaning.divides_experts
+    )
 
 
 def data_ways(mesh: Mesh) -> int:
@@ -510,9 +518,8 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
     """
     groups: dict[object, list[Staged]] = {}
     for staged in meshes:
-        rest = tuple((a.name, a.size) for a in staged.mesh.axes if not a.meaning.splits_batch)
         ways = data_ways(staged.mesh)
-        groups.setdefault((ways if owners else 0, rest), []).append(staged)
+        groups.setdefault((ways if owners else 0, inside(staged.mesh)), []).append(staged)
     found: list[tuple[Staged, ...]] = []
     for group in groups.values():
         # a single data rank has no batch axis to place, so it comes last

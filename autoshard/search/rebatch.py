@@ -2,6 +2,9 @@
 
 Every dim that holds the batch is known by its class (see `rules.digits`), so types, factors and digits can
 be scaled. What comes out serves the search alone: arguments of calls still hold the old numbers.
+
+A batch of one sequence is no factor of anything, so that rules lose theirs and digits are found anew, as for
+a model that was captured with one sequence. From such a model there is no way back.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from math import gcd
 from autoshard.ir import Folded, Graph, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
-from autoshard.rules.digits import DigitTable
+from autoshard.rules.digits import DigitTable, find_digits
 from autoshard.rules.states import Digit
 from autoshard.search.problem import Model
 
@@ -48,7 +51,7 @@ def rebatched(model: Model, batch: int) -> Model:
     old = batch_of(model.folded)
     if batch == old:
         return model
-    if min(batch, old) < 2:
+    if old < 2:
         raise NotRebatchable("dims of one sequence leave no trace in a graph")
     return _Scaling(model, old, batch).run()
 
@@ -59,9 +62,7 @@ class _Scaling:
         self.batch = model.digits.batch
 
     def run(self) -> Model:
-        folded, digits = self.model.folded, self.model.digits
-        values = {k: self._digits(d) for k, d in digits.values.items()}
-        factors = {k: tuple(self._digits(d) for d in per) for k, per in digits.factors.items()}
+        folded = self.model.folded
         segments = {name: self._graph(name, graph) for name, graph in folded.segments.items()}
         rules = {key: self._rule(key, rule) for key, rule in self.model.rules.items()}
         for (name, number), rule in rules.items():
@@ -74,8 +75,17 @@ class _Scaling:
         flow = self._flow(self.model.flow)
         ports = {p.name: p for group in flow.classes.values() for p in group.ports}
         joint = replace(folded.joint, ports=tuple(ports.get(p.name, p) for p in folded.joint.ports))
-        table = DigitTable(values, factors, digits.batch)
-        return Model(Folded(segments, folded.calls, joint), flow, rules, table, orders=self.model.orders)
+        scaled = Folded(segments, folded.calls, joint)
+        if self.new == 1:
+            rules = {key: rule.without_units() for key, rule in rules.items()}
+            return Model(scaled, flow, rules, find_digits(scaled, flow, rules))
+        return Model(scaled, flow, rules, self._table(), orders=self.model.orders)
+
+    def _table(self) -> DigitTable:
+        digits = self.model.digits
+        values = {k: self._digits(d) for k, d in digits.values.items()}
+        factors = {k: tuple(self._digits(d) for d in per) for k, per in digits.factors.items()}
+        return DigitTable(values, factors, digits.batch)
 
     def _digits(self, digits: Sequence[Digit]) -> tuple[Digit, ...]:
         """Parts of one dim: those that hold the batch grow, those inside it move."""

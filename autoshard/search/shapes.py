@@ -72,7 +72,8 @@ class Shapes:
         for staged in group:
             mesh, ways = staged.mesh, data_ways(staged.mesh)
             sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)})
-            sizes = [b for b in sizes if b * ways > 1] or sizes
+            if sizes[:-1] and sizes[0] * ways == 1 and not self.poses.scales_to(1):
+                del sizes[0]
             if not sizes:
                 raise UsageError(
                     f"a batch of {self.total} does not divide over {ways} batch shards",
