@@ -26,8 +26,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 class Function:
     """The function that is traced: parameters, buffers, inputs and the dropout seed are arguments.
 
-    absent: parameters, by position, that are no arguments because nothing traced uses them. It is run more
-    than once; what describes the output is that of the last run.
+    absent: parameters, by position, that are no arguments because nothing traced uses them. It may be
+    run more than once: what describes the output is that of the last run. replaced: positions of the buffers
+    that some run assigned anew, of which further runs hold copies.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -14,10 +15,11 @@ from autoshard.passes.repeats import NotRepeated
 from autoshard.torch_adapters import aot
 from autoshard.torch_adapters.absent import AbsentUsedError
 from autoshard.torch_adapters.host_random import no_host_random
+from autoshard.torch_adapters.joint_trace import Traced
 from autoshard.torch_adapters.origins import user_line
 
 
-def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
+def trace(function: Function, tensors: Sequence[torch.Tensor]) -> Traced:
     """The graph of a function on tensors like these; raises CaptureError with the user's line."""
     try:
         return _traced(function, tensors, compiling=True)
@@ -34,12 +36,29 @@ def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
             raise explained from error
 
 
-def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> aot.Traced:
+def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> Traced:
     mode = aot.fake_mode()
     flag = aot.compiling() if compiling else nullcontext()
     # the first call of a model may be one for inference, the next one for training
     with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
-        return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
+        while True:
+            try:
+                fakes = [aot.fake_like(t, mode) for t in tensors]
+                return aot.trace_joint(partial(_known, function), fakes, mode)
+            except _ReplacedError:
+                continue  # at least one more buffer is known to be replaced, and there are only so many
+
+
+class _ReplacedError(Exception):
+    """The run found a buffer that the model assigns anew: it has to be given as a copy from the start."""
+
+
+def _known(function: Function, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    before = len(function.replaced)
+    outputs = function(*tensors)
+    if len(function.replaced) > before:
+        raise _ReplacedError
+    return outputs
 
 
 @contextmanager
