@@ -134,7 +134,7 @@ def _joint(
     ]
     if found:
         ends += [("grad", k, found[k]) if k in found else ("nothing", -1, None) for k in range(len(args))]
-    values = tuple(None if t is None else _node_of(tracer, _inner(t)) for _, _, t in ends)
+    values = [None if t is None else _node_of(tracer, _inner(t)) for _, _, t in ends]
     tracer.create_node("output", "output", (values,), {})
     _copy_to_backward(tracer.graph)
     tracer.graph.eliminate_dead_code()
