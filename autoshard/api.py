@@ -37,6 +37,7 @@ from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of, unlike_batch
@@ -248,7 +249,8 @@ def _candidates(
     total = global_batch or batch_of(analysis.folded)
     if isinstance(where, Mesh):
         return [given(where, machine, layers, total, pipes)]
-    return searched(machine, ranks, layers, total if global_batch else 1, pipes)
+    experts = experts_of(analysis.model)
+    return searched(machine, ranks, layers, total if global_batch else 1, pipes, experts)
 
 
 def plan_analysed(
