@@ -16,7 +16,7 @@ from autoshard.cli.main import app
 words = ["plan", "hf:" + sys.argv[1], "--cluster", "h100-dgx", "--gpus", "2", "--batch", "4", "--seq", "8"]
 done = CliRunner().invoke(app, words)
 assert done.exit_code == 0, done.output
-heavy = ("torch._dynamo.eval_frame", "torch._inductor.compile_fx", "networkx")
+heavy = ("torch._dynamo.eval_frame", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 assert not [name for name in heavy if name in sys.modules]
 """
 
