@@ -15,10 +15,10 @@ from torch import fx
 
 from autoshard.errors import CaptureError
 from autoshard.ir import DTYPES, Arg, Dtype, Graph, Node, Origin, Port, Ref, Result, TensorType
-from autoshard.torch_adapters.aot import constant_of, is_tagged_backward, mark_of
 from autoshard.torch_adapters.joint_trace import Traced
 from autoshard.torch_adapters.origins import COPY
 from autoshard.torch_adapters.strided import reshaped
+from autoshard.torch_adapters.tracing import constant_of, is_tagged_backward, mark_of
 
 #: ops that give back their first argument, unchanged and with the same type; how a tensor lies in memory
 #: is no part of our graphs, so copies are such ops

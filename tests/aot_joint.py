@@ -20,7 +20,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from autoshard.ir import Origin
 from autoshard.passes.capture_function import Function
-from autoshard.torch_adapters import aot
+from autoshard.torch_adapters import tracing
 
 
 class _Module(nn.Module):
@@ -34,11 +34,11 @@ class _Module(nn.Module):
 
 def aot_trace(function: Function, tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
     """One row per node (see `rows`) of the joint graph of a function on tensors like these."""
-    mode = aot.fake_mode()
+    mode = tracing.fake_mode()
     with ExitStack() as stack:
-        stack.enter_context(aot.compiling())
+        stack.enter_context(tracing.compiling())
         stack.enter_context(fx_traceback.preserve_node_meta())
-        fakes = tuple(aot.fake_like(t, mode) for t in tensors)
+        fakes = tuple(tracing.fake_like(t, mode) for t in tensors)
         module = aot_export_joint_with_descriptors(stack, _Module(function), fakes).graph_module
     inputs = [_end(n.meta["desc"]) for n in module.graph.nodes if n.op == "placeholder"]
     (output,) = (n for n in module.graph.nodes if n.op == "output")
@@ -85,8 +85,8 @@ def rows(
                 target,
                 repr(arguments),
                 _type(node.meta.get("val")),
-                None if (mark := aot.mark_of(node)) is None else (origins[mark].fqn, origins[mark].call),
-                aot.is_tagged_backward(node),
+                None if (mark := tracing.mark_of(node)) is None else (origins[mark].fqn, origins[mark].call),
+                tracing.is_tagged_backward(node),
             )
         )
     return [*found, tuple(outputs)]

@@ -1,8 +1,7 @@
-"""Tracing a function and its gradients with AOTAutograd on fake tensors.
+"""What a trace runs in: fake tensors, the compiling state, model code without its runtime, marks on nodes.
 
-Leans on private interfaces: ``torch._functorch.aot_autograd`` and its descriptors, the fake tensor mode,
-``torch.compiler._is_compiling_flag``, the node metadata of ``torch.fx.traceback`` and the insides of
-``torch.utils.checkpoint`` and of ``nn.Transformer``. Run with torch 2.13.
+Leans on private interfaces: the fake tensor mode, ``torch.compiler._is_compiling_flag``, the node metadata
+of ``torch.fx.traceback`` and the insides of ``torch.utils.checkpoint`` and ``nn.Transformer``. Run with 2.13.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autoshard.torch_adapters.joint_trace import Traced, trace_once
+from autoshard.torch_adapters.joint_trace import BACKWARD, Traced, trace_once
 from autoshard.torch_adapters.late_compiler import defer_compiler
 
 #: key of our mark in the ``custom`` metadata of a node
@@ -162,7 +161,7 @@ def plain_model_code() -> Iterator[None]:
 
 
 def mark(number: int) -> None:
-    """Put ``number`` on all nodes traced from now on; AOTAutograd copies it to their backward nodes."""
+    """Put ``number`` on all nodes traced from now on; it is copied to their backward nodes."""
     fx_traceback.get_current_meta()["custom"] = {MARK: number}
 
 
@@ -178,5 +177,5 @@ def mark_of(node: torch.fx.Node) -> int | None:
 
 
 def is_tagged_backward(node: torch.fx.Node) -> bool:
-    """Whether AOTAutograd traced a node while it computed gradients."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    """Whether a node was traced while gradients were computed."""
+    return node.meta.get("partitioner_tag") == BACKWARD
