@@ -17,7 +17,7 @@ from autoshard._version import __version__
 
 if TYPE_CHECKING:
     from autoshard import errors, rules
-    from autoshard.api import Compiled, Planned, compile, load, parallelize, plan
+    from autoshard.api import Compiled, compile, load, parallelize, plan
     from autoshard.cluster import Cluster, Mesh
     from autoshard.errors import (
         AutoshardError,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from autoshard.interop.export import export
+    from autoshard.planning import Planned
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.adamw import AdamW
     from autoshard.runtime.clip import clip_grad_norm_

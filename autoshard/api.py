@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
-from autoshard.analysis import Analysis, analyse
-from autoshard.candidates import PipeAsk, given, searched
+from autoshard.analysis import Analysis
+from autoshard.candidates import PipeAsk
 from autoshard.cluster import (
     Cluster,
     Mesh,
@@ -22,77 +21,20 @@ from autoshard.cluster import (
     parse_target,
     usable_memory,
 )
-from autoshard.cost.recipe import hosted, recipe_named
+from autoshard.cost.recipe import recipe_named
 from autoshard.emitting import emission, emit
-from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError, VerificationError
-from autoshard.fitting import Fitter, Peak
-from autoshard.offload import NO_OFFLOAD, Offload
-from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import check_slices
+from autoshard.errors import UsageError, VerificationError
+from autoshard.offload import Offload
+from autoshard.planning import Planned, Progress, Question, Source
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.explain import explain
+from autoshard.search.choose import Ask
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
-from autoshard.search.problem import experts_of
-from autoshard.search.problems import layer_calls
-from autoshard.search.rank import Staged
-from autoshard.search.rebatch import batch_of, unlike_batch
+from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
-from autoshard.staging import Staging
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model with the arguments and rules it was captured with."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    replicate_unknown: bool = False
-    rules: Rules = None
-
-    def analysed(self, say: Progress) -> Analysis:
-        """Capture the model and find its rules."""
-        say("capturing")
-        joint = capture(self.model, self.args, self.kwargs)
-        return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
-
-    def with_batch(self, analysis: Analysis, batch: int) -> Source:
-        """The same with inputs of ``batch`` sequences; values do not matter to a capture."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        cut = {int(t) for t in analysis.folded.joint.batch_inputs}
-        resized = [
-            x.new_zeros((batch, *x.shape[1:])) if k in cut and isinstance(x, torch.Tensor) else x
-            for k, x in enumerate(leaves)
-        ]
-        args, kwargs = pytree.tree_unflatten(resized, spec)
-        return replace(self, args=args, kwargs=kwargs)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan and the analysed model it is for.
-
-    The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
-    saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
-    thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
-    staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
-    where no limit was set.
-    """
-
-    plan: Plan
-    analysis: Analysis = field(repr=False)
-    cluster: Cluster = field(repr=False)
-    settled: Settled | None = field(default=None, repr=False)
-    source: Source | None = field(default=None, repr=False)
-    staging: Staging | None = field(default=None, repr=False)
-    peak: Peak | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -172,177 +114,19 @@ def plan(
         pins=tuple(map(Pin.parse, pins)),
         tactics=_tactics(tactics, where),
     )
-    source = Source(model, args, kwargs, replicate_unknown, rules)
-    pipes = PipeAsk(schedule, chunks, microbatches, slices)
-    analysis = source.analysed(say)
-
-    def searched_over(
-        analysis: Analysis, meshes: Sequence[Staged], ask: Ask, among: Settled | None = None
-    ) -> Planned:
-        found = plan_analysed(
-            analysis,
-            meshes,
-            machine,
-            memory=limit,
-            ask=ask,
-            target=target,
-            fixed=bool(schedule),
-            offload=away,
-            progress=say,
-            among=among,
-        )
-        return replace(found, source=source)
-
-    def planned(analysis: Analysis) -> Planned:
-        meshes = _candidates(analysis, where, machine, ranks, global_batch, pipes)
-        found = searched_over(analysis, meshes, ask)
-        if found.plan.batch != 1 or batch_of(analysis.folded) == 1:
-            return found
-        # a graph of one sequence is not quite one of more of them: the program's own graph is placed
-        say("capturing again, with one sequence")
-        alone = source.with_batch(analysis, 1).analysed(say)
-        meshes, total = _alone(meshes, found), found.plan.microbatches
-        return searched_over(alone, meshes, replace(ask, batch=total, rivals=False), found.settled)
-
-    try:
-        return planned(analysis)
-    except BatchError as error:
-        if global_batch is None:
-            raise
-        # a batch of the same size as something else, or of one, cannot be followed; another one may be
-        batch = unlike_batch(analysis.folded)
-        say(f"capturing again, with {batch} sequences")
-        try:
-            return planned(source.with_batch(analysis, batch).analysed(say))
-        except (BatchError, CaptureError):
-            raise error from None
-
-
-def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
-    """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
-    assert found.settled is not None
-    where = found.settled.configuration
-    same = [s for s in meshes if s.mesh == where.mesh and s.ranks == where.pipe.ranks]
-    return [replace(s, batches=(1,)) for s in same[:1]]
-
-
-def _among(again: Settled, all_: Settled) -> Settled:
-    """A configuration that was solved again, with what the search that led to it says of all others."""
-    return replace(
-        again,
-        bound=min(all_.bound, again.bound),
-        rejected=all_.rejected,
-        rivals=all_.rivals,
-        interrupted=all_.interrupted or again.interrupted,
-    )
-
-
-def _candidates(
-    analysis: Analysis,
-    where: Mesh | Cluster,
-    machine: Cluster,
-    ranks: int,
-    global_batch: int | None,
-    pipes: PipeAsk,
-) -> list[Staged]:
-    layers = sum(layer_calls(analysis.folded).values())
-    total = global_batch or batch_of(analysis.folded)
-    if isinstance(where, Mesh):
-        return [given(where, machine, layers, total, pipes)]
-    experts = experts_of(analysis.model)
-    return searched(machine, ranks, layers, total if global_batch else 1, pipes, experts)
-
-
-def plan_analysed(
-    analysis: Analysis,
-    meshes: Sequence[Mesh | Staged],
-    cluster: Cluster,
-    *,
-    memory: int | None = None,
-    ask: Ask | None = None,
-    target: str = "",
-    fixed: bool = False,
-    offload: Offload = NO_OFFLOAD,
-    progress: Progress | None = None,
-    reasons: bool = True,
-    among: Settled | None = None,
-) -> Planned:
-    """The best plan over candidate meshes for a model that was analysed already.
-
-    ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
-    is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
-    for the decisions alone, which takes less time than to say what every other choice would cost. among: what
-    a search over more meshes found, if these are what it led to.
-    """
-    ask = replace(ask or Ask(), budget=memory)
-
-    say = progress or (lambda _: None)
-
-    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
-    settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
-    slices = settled.configuration.pipe.slices
-    if slices > 1:
-        check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
-    fitted = fitter.fitted(settled)
-    settled, staging = fitted.settled, fitted.staging
-    if among is not None:
-        settled = _among(settled, among)
-    best = explain(
-        settled,
-        cluster,
-        analysis.fingerprint,
-        budget=memory,
-        replicated=analysis.replicated,
+    question = Question(
+        where,
+        machine,
+        ranks,
+        global_batch,
+        PipeAsk(schedule, chunks, microbatches, slices),
+        ask,
+        memory=limit,
         target=target,
-        reasons=reasons,
+        offload=away,
+        progress=say,
     )
-    best = replace(best, offload=str(offload))
-    if staging is not None:
-        best = replace(best, pipeline=staging.pipeline)
-    return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
-
-
-#: times the memory of a device that the search may fill, one after the other, with activations that then go
-#: to host memory
-_WIDER = (1, 2, 4, 16)
-
-
-def _chosen(
-    analysis: Analysis,
-    meshes: Sequence[Mesh | Staged],
-    cluster: Cluster,
-    ask: Ask,
-    say: Progress,
-    fitter: Fitter,
-) -> Settled:
-    """The best solution that fits, as the fitter sees it.
-
-    The search counts activations on the device, wherever they then wait. So it is given more room than there
-    is, as long as what then fits, with activations in host memory, takes less time.
-    """
-    wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
-    ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
-    failure: InfeasibleError | None = None
-    best: Settled | None = None
-    for times in wider:
-        # nobody stores activations by hand: rivals are only looked for in the room that there is
-        rivals = ask.rivals and times == 1
-        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
-        try:
-            found = choose(analysis.model, meshes, cluster, wide, say, fitter)
-        except InfeasibleError as error:
-            failure = failure or error
-            continue
-        if len(wider) == 1 or found.interrupted:
-            return best or found
-        if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
-            break
-        # what others do by hand is only told where it was looked for
-        best = found if best is None else replace(found, rivals=best.rivals)
-    if best is not None:
-        return best
-    assert failure is not None
-    raise failure
+    return question.planned(Source(model, args, kwargs, replicate_unknown, rules))
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.analysis import Analysis
-from autoshard.api import Planned, plan_analysed
 from autoshard.candidates import PipeAsk, given
 from autoshard.cluster import Mesh
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.offload import Offload
+from autoshard.planning import Planned, plan_analysed
 from autoshard.report.summary import Summary, summarise
 from autoshard.search.ask import Ask
 from autoshard.search.pins import Pin

@@ -16,9 +16,10 @@ from planned import program as flat
 from sliced import program_of
 
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.choose import Ask
 from autoshard.search.pins import Pin

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import autoshard
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.store import save_program
 from autoshard.runtime.meeting import meet
 from autoshard.runtime.network import Network

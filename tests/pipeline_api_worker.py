@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.runtime.groups import device_mesh_for

@@ -10,10 +10,11 @@ from families import family
 from torch import nn
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan import Cut, Pipeline
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 from planned import analysed
 
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir.comm import is_ring
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.choose import Ask
 from autoshard.search.pins import Pin

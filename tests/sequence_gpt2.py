@@ -10,7 +10,8 @@ import torch
 from sequence_llama import prompt_cluster
 from torch import nn
 
-from autoshard.api import Planned, compile_analysed, plan
+from autoshard.api import compile_analysed, plan
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.search.plan import Recompute
 

@@ -9,8 +9,9 @@ import torch
 from slow_links import slow_cluster
 from torch import nn
 
-from autoshard.api import Planned, plan
+from autoshard.api import plan
 from autoshard.cluster import Cluster
+from autoshard.planning import Planned
 
 #: products as Megatron-LM divides them
 PINS = (

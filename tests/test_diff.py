@@ -12,9 +12,10 @@ from pipelines import pipeline
 from planned import analysed, program
 from typer.testing import CliRunner
 
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.report.diff import Side, diff_of

@@ -16,7 +16,7 @@ from planned import program
 from torch import nn
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
@@ -24,6 +24,7 @@ from autoshard.interop.experts import experts_forward
 from autoshard.ir import Node, Ref, TensorType, refs_of
 from autoshard.passes.capture import capture
 from autoshard.placement import R, Shard, chunk
+from autoshard.planning import plan_analysed
 from autoshard.program.known import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program

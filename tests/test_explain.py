@@ -13,12 +13,13 @@ from planned import analysed, planned, program
 from slow_links import slow_cluster
 from typer.testing import CliRunner
 
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.placement import R, Shard
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, plan_analysed
 from autoshard.cli.export import write_whole
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
@@ -32,6 +31,7 @@ from autoshard.interop.module_styles import parameter_uses
 from autoshard.interop.units import layer_lists
 from autoshard.passes.capture import capture
 from autoshard.placement import Layout, Placement, R, Shard
+from autoshard.planning import Planned, plan_analysed
 from autoshard.search.plan import Recompute
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")

@@ -14,9 +14,10 @@ from planned import program
 from ranks import HERE, run_ranks
 
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.store import save_program
 from autoshard.search.plan import Recompute
 from autoshard.verify.static import verify_static

@@ -14,12 +14,13 @@ from fuzz.shrink import shrunk
 from torch import nn
 
 from autoshard.analysis import analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call
 from autoshard.passes.capture import capture
 from autoshard.placement import Shard
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.verify import verify
 from autoshard.search.plan import Cut, Pipeline
 

@@ -15,10 +15,11 @@ import pytest
 from golden_models import made
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import PASSES
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
 from autoshard.program.verify import verify

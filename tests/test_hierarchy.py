@@ -14,7 +14,7 @@ from ranks import HERE, run_ranks
 from slow_links import slow_cluster
 
 from autoshard import UsageError
-from autoshard.api import Planned, compile_analysed, plan
+from autoshard.api import compile_analysed, plan
 from autoshard.bench.frontier import crossing, parameter_bytes
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
@@ -28,6 +28,7 @@ from autoshard.passes.hierarchy import Levels, check_levels
 from autoshard.passes.keep_part import keep_part
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
 from autoshard.placement import Layout, Partial, R, Shard
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import verify

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.verify import verify
 from autoshard.runtime.arguments import Arguments
 

@@ -12,9 +12,10 @@ from lockstep_check import compare_step
 from planned import planned
 
 from autoshard import emitting
-from autoshard.api import Planned, compile_analysed
+from autoshard.api import compile_analysed
 from autoshard.ir import DTYPES, Call, Node
 from autoshard.ir.comm import BUCKET_BYTES, collective_kind
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.verify.static import verify_static
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.bench.live_bytes import LiveBytes
 from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
@@ -35,6 +35,7 @@ from autoshard.ir.graph import substitute
 from autoshard.ir.lowered import Instruction
 from autoshard.offload import LOAD, STORE, Offload
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.emitting import lowering_of
 from autoshard.errors import UsageError
@@ -27,6 +27,7 @@ from autoshard.ir import Call, Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import lower, place
 from autoshard.passes.uncut import Uncut
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify

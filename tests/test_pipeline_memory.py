@@ -7,11 +7,11 @@ from pipelines import model_and_batch
 
 import autoshard
 from autoshard.analysis import analyse
-from autoshard.api import Planned
 from autoshard.cluster import load_cluster
 from autoshard.fitting import Fitter
 from autoshard.passes.capture import capture
 from autoshard.passes.stage_ends import stage_ends
+from autoshard.planning import Planned
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make
 from autoshard.search.ask import Ask

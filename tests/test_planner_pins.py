@@ -11,13 +11,14 @@ from families import BATCH, family
 from lockstep_check import RTOL, compare_step
 from planned import analysed
 
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cluster.assign import assign_ranks
 from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import R, Shard
+from autoshard.planning import Planned, plan_analysed
 from autoshard.search.choose import Ask
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan

@@ -17,13 +17,13 @@ from planned import analysed
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.api import Source, plan_analysed
 from autoshard.cli.folders import read_plan
 from autoshard.cli.main import app
 from autoshard.cli.output import Progress
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.placement import Placement, Shard
+from autoshard.planning import Source, plan_analysed
 from autoshard.search.choose import Ask, Settled, _Search, choose
 from autoshard.search.plan_json import plan_to_json
 from autoshard.search.problems import layer_calls, pose

@@ -14,7 +14,7 @@ from planned import analysed
 from ringed import even_cluster
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Node, Origin, Ref, TensorType
 from autoshard.ir.comm import ANY_GATHER, SCATTERS, goes_in_turn, is_message
@@ -24,6 +24,7 @@ from autoshard.passes import bucket, pipeline
 from autoshard.passes.bucket import bucket_collectives
 from autoshard.passes.capture import capture
 from autoshard.passes.prefetch import _place, prefetch
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.choose import Ask
 from autoshard.simulate.step import estimate_step

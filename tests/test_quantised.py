@@ -14,10 +14,11 @@ from slow_links import slow_cluster
 from torch import nn
 
 from autoshard import UsageError
-from autoshard.api import Planned, compile_analysed, plan
+from autoshard.api import compile_analysed, plan
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import Node, refs_of
 from autoshard.passes.quantise_collectives import Precision
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import QUANTISED, Batch, Eager, Ranks, tolerance_of, verify

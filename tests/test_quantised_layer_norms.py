@@ -20,12 +20,13 @@ from ranks import HERE, run_ranks
 from sequence_gpt2 import program
 
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Node, Ref, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.passes import pipeline
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text

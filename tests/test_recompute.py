@@ -15,7 +15,7 @@ from lockstep_check import RTOL, lockstep_step, relative_error
 from torch import nn
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
@@ -25,6 +25,7 @@ from autoshard.passes.capture import capture
 from autoshard.passes.recompute import recompute
 from autoshard.passes.slices import sliced
 from autoshard.placement import R, Shard
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text

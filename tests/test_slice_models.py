@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.analysis import analyse
-from autoshard.api import Planned, compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
+from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify
 from autoshard.search.plan import Cut, Pipeline

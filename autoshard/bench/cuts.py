@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import Planned, plan_analysed
 from autoshard.bench.cases import LLAMA3_8B
 from autoshard.bench.published import settle
 from autoshard.bench.published_rows import Published
@@ -17,6 +16,7 @@ from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import MIXED
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
+from autoshard.planning import Planned, plan_analysed
 from autoshard.rules.local import MeshShape
 from autoshard.search.choose import Ask
 from autoshard.search.explain import explain

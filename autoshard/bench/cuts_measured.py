@@ -13,11 +13,12 @@ from pathlib import Path
 from torch import nn
 
 from autoshard.analysis import analyse
-from autoshard.api import Planned, compile_analysed
+from autoshard.api import compile_analysed
 from autoshard.bench.cuts import CutRow, planned, row_of
 from autoshard.bench.models import bench_batch, bench_llama
 from autoshard.errors import VerificationError
 from autoshard.passes.capture import capture
+from autoshard.planning import Planned
 from autoshard.program.store import save_program
 from autoshard.search.plan import Cut
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.bench.models import bench_batch, bench_llama
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan import Cut, Pipeline, Recompute
 

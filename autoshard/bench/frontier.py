@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from autoshard.api import Planned, plan
+from autoshard.api import plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.emitting import Emission, laid_out
 from autoshard.hierarchies import Way
@@ -23,6 +23,7 @@ from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, is_message
 from autoshard.passes.hierarchy import Levels
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import placed_of

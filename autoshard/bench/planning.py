@@ -50,11 +50,11 @@ def plan_case(case: Case) -> PlanningRow:
     Raises what `autoshard.plan` raises.
     """
     from autoshard.analysis import analyse
-    from autoshard.api import plan_analysed
     from autoshard.candidates import PipeAsk, searched
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
     from autoshard.passes.capture import capture
+    from autoshard.planning import plan_analysed
     from autoshard.report.summary import summarise
     from autoshard.search.choose import Ask
     from autoshard.search.problem import experts_of

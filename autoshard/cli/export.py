@@ -14,8 +14,8 @@ from autoshard.cli.output import Progress, print_json, reporting, stdout
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.api import Planned
     from autoshard.interop.targets import Built
+    from autoshard.planning import Planned
 
 PlanFolder = Annotated[
     Path, typer.Argument(metavar="PLAN_DIR", help="a folder that `autoshard plan` wrote", show_default=False)
@@ -73,11 +73,12 @@ def export_command(
 def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, Built]:
     """A stored plan with its model, which is captured again."""
     from autoshard.analysis import analyse
-    from autoshard.api import Planned, split_inputs
+    from autoshard.api import split_inputs
     from autoshard.cli.folders import read_plan
     from autoshard.cluster import load_cluster
     from autoshard.interop.targets import build, load_rules
     from autoshard.passes.capture import capture
+    from autoshard.planning import Planned
 
     stored, request = read_plan(folder)
     own = load_rules(rules)

@@ -10,9 +10,9 @@ from autoshard.cli.output import Progress
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.api import Planned
     from autoshard.cli.folders import Request
     from autoshard.cluster.cluster import Cluster
+    from autoshard.planning import Planned
     from autoshard.program.program import Program
     from autoshard.search.plan import Plan
 
@@ -82,9 +82,10 @@ class Opener:
 
         Raises UsageError if the model cannot be found.
         """
-        from autoshard.api import Planned, Source, split_inputs
+        from autoshard.api import split_inputs
         from autoshard.cluster import load_cluster
         from autoshard.interop.targets import build, load_rules
+        from autoshard.planning import Planned, Source
 
         if not request.target:
             raise UsageError(

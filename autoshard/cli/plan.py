@@ -24,8 +24,8 @@ from autoshard.errors import UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from autoshard.api import Planned
     from autoshard.cluster import Cluster, Mesh
+    from autoshard.planning import Planned
     from autoshard.report.summary import Decision, Summary
 
 _MOST_PARAMETERS = 16

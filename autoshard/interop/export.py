@@ -14,7 +14,7 @@ from autoshard.interop.torch_parallel import torch_text
 from autoshard.interop.tp_plan import tp_plan_text
 
 if TYPE_CHECKING:
-    from autoshard.api import Planned
+    from autoshard.planning import Planned
 
 FORMATS = ("torch", "tp-plan")
 

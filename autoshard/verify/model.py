@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.api import Source, split_inputs
+from autoshard.api import split_inputs
 from autoshard.errors import VerificationError
 from autoshard.interop.targets import build
+from autoshard.planning import Source
 from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text
 from autoshard.program.program import Program, Signature

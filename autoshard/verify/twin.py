@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from autoshard.api import Planned, compile_analysed
+from autoshard.api import compile_analysed
 from autoshard.api import plan as make_plan
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.interop.huggingface import load_hf_config_model
 from autoshard.interop.targets import is_config
 from autoshard.ir import Call
+from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.verify import Verification, has_dropout, verify
 from autoshard.search.plan import Plan, Recompute

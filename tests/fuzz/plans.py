@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.analysis import Analysis
-from autoshard.api import Planned
 from autoshard.candidates import inner_mesh
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
+from autoshard.planning import Planned
 from autoshard.search.ask import Settled
 from autoshard.search.axes import merged_axes, merged_mesh, plain_axes
 from autoshard.search.explain import explain

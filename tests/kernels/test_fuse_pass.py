@@ -20,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autoshard.analysis import analyse
-from autoshard.api import compile_analysed, plan_analysed
+from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of
@@ -29,6 +29,7 @@ from autoshard.passes.capture import capture
 from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.pipeline import PASSES
 from autoshard.placement import Layout, P, R, Shard
+from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
