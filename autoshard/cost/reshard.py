@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
 from autoshard.ir.held import held_numel
-from autoshard.placement import Layout, Partial, Placement, R, Replicate, Shard, layout_ok
+from autoshard.placement import Layout, Placement, R, Replicate, Shard, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]
@@ -68,30 +68,28 @@ def step_between(shape: Sequence[int], source: Layout, target: Layout, sizes: Se
         return None
     if isinstance(q, Shard) and not _alone(target, axis):
         return None
-    kind = _kind(shape, source, target, axis, sizes)
+    kind = _kind(p, q)
+    if kind == "all_to_all" and not all(_even(shape, layout, axis, sizes) for layout in (source, target)):
+        return None
     return None if kind is None else Step(kind, axis, p, q)
 
 
-def _kind(
-    shape: Sequence[int], source: Layout, target: Layout, axis: int, sizes: Sequence[int]
-) -> StepKind | None:
-    p, q = source[axis], target[axis]
-    if isinstance(p, Replicate) and isinstance(q, Shard):
-        return "slice"
-    if isinstance(p, Shard) and isinstance(q, Replicate):
-        return "all_gather"
-    if isinstance(p, Partial) and isinstance(q, Replicate):
-        return "all_reduce"
-    if isinstance(p, Partial) and isinstance(q, Shard) and p.reduce == "sum":
-        return "reduce_scatter"
-    if isinstance(p, Shard) and isinstance(q, Shard) and p.dim != q.dim:
-        ways = sizes[axis]
-        even = (
-            _middle(shape, source, axis, sizes) % ways == 0
-            and _middle(shape, target, axis, sizes) % ways == 0
-        )
-        return "all_to_all" if even else None
-    return None
+def _kind(p: Placement, q: Placement) -> StepKind | None:
+    """The collective that leads from one placement of an axis to another; all-to-alls want even parts."""
+    if isinstance(p, Shard):
+        if isinstance(q, Shard):
+            return "all_to_all" if p.dim != q.dim else None
+        return "all_gather" if isinstance(q, Replicate) else None
+    if isinstance(p, Replicate):
+        return "slice" if isinstance(q, Shard) else None
+    if isinstance(q, Shard):
+        return "reduce_scatter" if p.reduce == "sum" else None
+    return "all_reduce" if isinstance(q, Replicate) else None
+
+
+def _even(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int]) -> bool:
+    """Whether all ranks of an axis hold as much as each other."""
+    return not isinstance(layout[axis], Shard) or _middle(shape, layout, axis, sizes) % sizes[axis] == 0
 
 
 @dataclass(frozen=True)
@@ -194,13 +192,14 @@ class ReshardCost:
         """Floyd-Warshall over single steps."""
         nodes = tuple(c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes))
         cost = self._edges(type_, per_axis, share, nodes)
-        hop = np.tile(np.arange(len(nodes)), (len(nodes), 1))
+        hop = np.empty(cost.shape, dtype=np.int64)
+        hop[:] = np.arange(len(nodes))
         for k in range(len(nodes)):
-            via = cost[:, k : k + 1] + cost[k : k + 1, :]
+            # never better from or to k itself, so that nothing is read that was written
+            via = cost[:, k : k + 1] + cost[k]
             better = via < cost
-            if better.any():
-                cost = np.where(better, via, cost)
-                hop = np.where(better, hop[:, k : k + 1], hop)
+            np.copyto(cost, via, where=better)
+            np.copyto(hop, hop[:, k : k + 1], where=better)
         index = {layout: i for i, layout in enumerate(nodes)}
         return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)
 
@@ -223,13 +222,14 @@ class ReshardCost:
                     # whoever splits nothing on this axis holds the whole
                     whole = next(held[i] for i in group if isinstance(nodes[i][axis], Replicate))
                     prices: dict[StepKind, tuple[float, float]] = {}
-                    copied = [_is_copied(nodes[i][axis]) for i in group]
-                    for i, copied_from in zip(group, copied, strict=True):
-                        for j, copied_to in zip(group, copied, strict=True):
-                            kind = (
-                                _kind(type_.shape, nodes[i], nodes[j], axis, self.sizes) if i != j else None
-                            )
-                            if kind is None:
+                    ends = [
+                        (i, p, _is_copied(p), _even(type_.shape, nodes[i], axis, self.sizes))
+                        for i, p in ((i, nodes[i][axis]) for i in group)
+                    ]
+                    for i, p, copied_from, even_from in ends:
+                        for j, q, copied_to, even_to in ends:
+                            kind = _kind(p, q)
+                            if kind is None or (kind == "all_to_all" and not (even_from and even_to)):
                                 continue
                             if kind not in prices:
                                 prices[kind] = self._prices(kind, axis, whole, share.of(kind))

@@ -13,6 +13,7 @@ long as some more microbatches would take.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class Sums:
             self.update + other.update,
             self.once + other.once,
         )
+
+
+_VALUES = attrgetter(*(f.name for f in fields(Sums)))
+
+
+def mixed(low: Sums, high: Sums, t: float) -> Sums:
+    """Between two, at t of 0 to 1 from the one to the other."""
+    return Sums(*((1 - t) * a + t * b for a, b in zip(_VALUES(low), _VALUES(high), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Pipe:
     hop: float = 0.0
     slices: int = 1
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of parameters are made apart from, and later than, what other stages wait for."""
         return self.schedule.startswith("zb-")

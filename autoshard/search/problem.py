@@ -132,6 +132,13 @@ def build_problem(
     return _Builder(model, axes, prices, strict, loose).build()
 
 
+@dataclass(frozen=True, eq=False)
+class _Laid:
+    """Layouts of a value in every state of a variable; there is one for all that are alike."""
+
+    layouts: tuple[Layout | None, ...]
+
+
 class _Builder:
     def __init__(
         self, model: Model, axes: SearchAxes, prices: Prices, strict: bool, loose: frozenset[object]
@@ -146,6 +153,11 @@ class _Builder:
         self.backward = model.folded.is_backward()
         self.types = {name: g.types() for name, g in model.folded.segments.items()}
         self.producer: dict[Place, tuple[int, int]] = {}
+        #: layouts of values in the states of variables, once for all that are alike
+        self.laid: dict[object, _Laid] = {}
+        #: reshards and seconds of calls that many edges and calls share
+        self.reshards: dict[tuple[TensorType, _Laid, _Laid], Array] = {}
+        self.busy: dict[object, Array] = {}
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
@@ -235,7 +247,7 @@ class _Builder:
             free = ("node", name, number) in self.loose
             must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
             states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
-            busy = self.cost.op_seconds(rule, ins, node.types, states, self.sizes)
+            busy = self._seconds(rule, tuple(ins), node.types, states)
             var = self._add(("node", name, number), NodeVar(name, number, states))
             again = self.kept.again([(name, number)])
             if rule.exchange:
@@ -260,6 +272,21 @@ class _Builder:
         if key not in known:
             known[key] = tuple(op_states(rule, ins, outs, digits, self.sizes, self._allowed, must))
         return known[key]
+
+    def _seconds(
+        self,
+        rule: Factored,
+        ins: tuple[TensorType, ...],
+        outs: tuple[TensorType | None, ...],
+        states: tuple[OpState, ...],
+    ) -> Array:
+        """Seconds of computing of a call in each of its states; many calls are alike."""
+        # the model keeps the states of all calls, so that their identity stays theirs
+        key = (rule.kind, rule.flops, ins, outs, id(states))
+        known = self.busy.get(key)
+        if known is None:
+            known = self.busy[key] = self.cost.op_seconds(rule, ins, outs, states, self.sizes)
+        return known
 
     def _values(self, name: str) -> None:
         """A variable for every segment input and every value with more than one use."""
@@ -290,7 +317,7 @@ class _Builder:
             if value not in inputs:
                 made, position = self.producer[place]
                 talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
-                self._connect(talk, made, position, var_number, layouts, type_, self.counts[name])
+                self._connect(talk, made, position, var_number, self._laid(layouts), type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
     def _produced(self, name: str, value: str) -> list[Layout]:
@@ -404,7 +431,7 @@ class _Builder:
         layouts = self._plain_layouts(place, type_)
         var = self._add(("result", number), ResultVar(number, tuple(layouts)))
         backward = bool(place[0]) and self.backward[place[0]]
-        self._connect_place(Time("talk", backward), place, var, layouts, type_, 1)
+        self._connect_place(Time("talk", backward), place, var, self._laid(layouts), type_, 1)
 
     def _plain_layouts(self, place: Place, type_: TensorType) -> list[Layout]:
         every = [True] * len(self.sizes)
@@ -417,13 +444,31 @@ class _Builder:
 
     # -- edges -------------------------------------------------------------------------------------
 
-    def _source_layouts(self, var: int, position: int) -> list[Layout | None]:
+    def _source_layouts(self, var: int, position: int) -> Sequence[Layout | None]:
+        return self._source(var, position).layouts
+
+    def _source(self, var: int, position: int) -> _Laid:
+        """What a variable gives, by its states; position: which of its values."""
         variable = self.variables[var]
         if isinstance(variable, NodeVar):
-            return [s.outputs[position] for s in variable.states]
+            return self._of_calls(variable.states, position, given=True)
         if isinstance(variable, ParamVar):
-            return [s.use for s in variable.states]
-        return list(variable.states)
+            return self._laid([s.use for s in variable.states])
+        return self._laid(variable.states)
+
+    def _of_calls(self, states: tuple[OpState, ...], position: int, *, given: bool) -> _Laid:
+        """Layouts of one value that a call gives or takes; many calls have the very same states."""
+        key = (id(states), position, given)  # the model keeps them, so their identity stays theirs
+        if key not in self.laid:
+            self.laid[key] = self._laid([(s.outputs if given else s.inputs)[position] for s in states])
+        return self.laid[key]
+
+    def _laid(self, layouts: Sequence[Layout | None]) -> _Laid:
+        key = tuple(layouts)
+        found = self.laid.get(key)
+        if found is None:
+            found = self.laid[key] = _Laid(key)
+        return found
 
     def _connect(
         self,
@@ -431,19 +476,27 @@ class _Builder:
         source: int,
         position: int,
         target: int,
-        wanted: Sequence[Layout],
+        wanted: _Laid,
         type_: TensorType,
         count: int,
     ) -> None:
         """Add the cost of the reshard between two variables, ``count`` times."""
-        given = self._source_layouts(source, position)
-        table = self.cost.reshard.table(type_, [g for g in (*given, *wanted) if g is not None])
-        rows = [table.index[g] if g is not None else 0 for g in given]
-        cols = [table.index[w] for w in wanted]
-        self.terms.join(kind, source, target, count * table.seconds.take(rows, axis=0).take(cols, axis=1))
+        each = self._reshards(type_, self._source(source, position), wanted)
+        self.terms.join(kind, source, target, count * each)
+
+    def _reshards(self, type_: TensorType, given: _Laid, wanted: _Laid) -> Array:
+        """Seconds between layouts, [given, wanted]; many edges are alike."""
+        key = (type_, given, wanted)
+        if key not in self.reshards:
+            both = (*given.layouts, *wanted.layouts)
+            table = self.cost.reshard.table(type_, [lay for lay in both if lay is not None])
+            rows = [0 if lay is None else table.index[lay] for lay in given.layouts]
+            cols = [table.index[lay] for lay in wanted.layouts if lay is not None]
+            self.reshards[key] = table.seconds.take(rows, axis=0).take(cols, axis=1)
+        return self.reshards[key]
 
     def _connect_place(
-        self, kind: Time, place: Place, target: int, wanted: Sequence[Layout], type_: TensorType, count: int
+        self, kind: Time, place: Place, target: int, wanted: _Laid, type_: TensorType, count: int
     ) -> None:
         source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
         self._connect(kind, source, position, target, wanted, type_, count)
@@ -455,16 +508,15 @@ class _Builder:
             var = self.variables[target]
             assert isinstance(var, NodeVar)
             for position, ref in enumerate(refs):
-                wanted = [s.inputs[position] for s in var.states]
+                wanted = self._of_calls(var.states, position, given=False)
                 type_ = self.types[name][ref]
                 self._connect_place(kind, (name, ref), target, wanted, type_, self.counts[name])
 
     def _edges_between(self) -> None:
         for (source, target), count in self.model.flow.edges.items():
             var = self.index[target]
-            layouts = [x for x in self._source_layouts(var, 0) if x is not None]
             kind = Time("talk", self.backward[target[0]])
-            self._connect_place(kind, source, var, layouts, self._type(target), count)
+            self._connect_place(kind, source, var, self._source(var, 0), self._type(target), count)
         for group in self.model.flow.classes.values():
             for grad in group.grads:
                 self._gradient(group, grad)

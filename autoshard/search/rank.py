@@ -18,7 +18,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds
+from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.again import Filling
 from autoshard.search.parameters import Parameters, Zero, parameters_of
 from autoshard.search.pipe import Pipe
@@ -29,6 +29,7 @@ from autoshard.search.terms import Profile
 from autoshard.search.uneven import busiest
 
 K = TypeVar("K")
+V = TypeVar("V")
 #: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
 _ALONE = 0.98
 #: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
@@ -222,11 +223,19 @@ def rank(
 
     Where the fastest placements do not fit as they are, those that hold less are looked at, too. One that
     seems not to fit, without that being proven, has infinite estimated seconds. known: seconds of a step that
-    another shape is thought to reach: what is far slower even without a memory limit stays at that estimate.
+    another shape is thought to reach: what is far slower even without a memory limit stays at that estimate,
+    and what is so by its bound at that.
     """
     found: list[Estimated] = []
+    near: list[_Candidate] = []
+    for one in _candidates(shape, total, cluster, setting, budget, recipe):
+        if one.bound <= known * _FAR:
+            near.append(one)
+        else:
+            where = Configuration(one.mesh, one.batch, one.ways.count, one.ways[0].pipe)
+            found.append(Estimated(where, one.ways[0], one.bound, one.bound, choices=shape.choices))
     # the fastest first, so that little is looked at closely
-    for one in sorted(_candidates(shape, total, cluster, setting, budget, recipe), key=lambda c: c.floor):
+    for one in sorted(near, key=lambda c: c.floor):
         best, how = one.best(known * _FAR)
         where = Configuration(one.mesh, one.batch, one.ways.count, how.pipe)
         if best is not None:
@@ -351,7 +360,7 @@ class _Candidate:
     @cached_property
     def _steps(self) -> list[list[float]]:
         """Seconds that the fastest placements take if nothing is computed again; [pipes, lives]."""
-        _, sums = self.lives.at(self.bare.each, lean=False)
+        sums = self.lives.sums(self.bare.each, lean=False)
         return self.ways.totals([self.bare.free_sums + extra for extra in sums])
 
     @cached_property
@@ -370,8 +379,7 @@ class _Candidate:
 
     def best(self, far: float) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        ways, of_lean = self.ways, None
-        lives, _ = self.lives.at(self.bare.each, lean=False)
+        ways, of_lean, each = self.ways, None, self.bare.each
         steps, floors = self._steps, self._floors
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
@@ -379,11 +387,13 @@ class _Candidate:
                 return floor, ways[k]
             if best is not None and floor >= best[0]:
                 break
-            filled = _best(self.bare.free, lives, steps[k], ways[k], self.budget)
+            filled = _best(self.bare.free, self.lives.at(each, lean=False), steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
-                leaner, sums = self.lives.at(self.bare.each, lean=True)
-                of_lean = of_lean or ways.totals([self.bare.lean_sums + extra for extra in sums])
-                other = _best(self.bare.lean, leaner, of_lean[k], ways[k], self.budget)
+                if of_lean is None:
+                    leaner = self.lives.sums(each, lean=True)
+                    of_lean = ways.totals([self.bare.lean_sums + extra for extra in leaner])
+                lives = self.lives.at(each, lean=True)
+                other = _best(self.bare.lean, lives, of_lean[k], ways[k], self.budget)
                 filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or self.uneven[k] * filled[1] < best[0]):
                 best = (self.uneven[k] * filled[1], filled[0])
@@ -396,7 +406,7 @@ class _Candidate:
         return self.budget is None or any(
             filling.state_bytes(how, extra) <= self.budget
             for filling, lean in ways
-            for extra in self.lives.at(each, lean=lean)[0]
+            for extra in self.lives.at(each, lean=lean)
         )
 
 
@@ -411,21 +421,31 @@ class _Lives:
         self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
         self._setting = setting
         self._links = cost_model(zeros.cluster, mesh).reshard.links
-        self._used: dict[str, list[Profile]] = {}
-        self._at: dict[tuple[int, bool], tuple[list[Profile], list[Sums]]] = {}
+        self._used: dict[str, tuple[list[Profile], list[Sums]]] = {}
+        self._at: dict[tuple[int, bool], list[Profile]] = {}
 
-    def at(self, each: int, *, lean: bool) -> tuple[list[Profile], list[Sums]]:
-        """By stages of ZeRO, and the seconds among it. lean: of placements that hold less."""
+    def at(self, each: int, *, lean: bool) -> list[Profile]:
+        """By stages of ZeRO. lean: of placements that hold less."""
         if (each, lean) not in self._at:
             low, high, t = self._shape.place(each)
-            found = _mixed_stages(self._of(low, lean), self._of(high, lean), t)
-            self._at[each, lean] = found, [self._setting.sums(extra) for extra in found]
+            low_stages, high_stages = _paired(self._of(low, lean)[0], self._of(high, lean)[0], t)
+            self._at[each, lean] = [
+                a if a is b else Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t))
+                for a, b in zip(low_stages, high_stages, strict=True)
+            ]
         return self._at[each, lean]
 
-    def _of(self, end: End, lean: bool) -> list[Profile]:
+    def sums(self, each: int, *, lean: bool) -> list[Sums]:
+        """The seconds among it."""
+        low, high, t = self._shape.place(each)
+        low_stages, high_stages = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
+        return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
+
+    def _of(self, end: End, lean: bool) -> tuple[list[Profile], list[Sums]]:
         used = (end.holding(self._staged) if lean else end.free).parameters
         if used.likeness not in self._used:
-            self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)
+            found = self._zeros.of(used).stages(self._mesh, self._links)
+            self._used[used.likeness] = found, [self._setting.sums(extra) for extra in found]
         return self._used[used.likeness]
 
 
@@ -442,19 +462,15 @@ class _Zeros:
         return self._made[used.likeness]
 
 
-def _mixed_stages(low: list[Profile], high: list[Profile], t: float) -> list[Profile]:
+def _paired(low: list[V], high: list[V], t: float) -> tuple[list[V], list[V]]:
     """What is interpolated between two ends, stage by stage; that of one where the other has none."""
     if t == 0.0 or not high or low is high:
-        return low
+        return low, low
     if t == 1.0 or not low:
-        return high
+        return high, high
     most = max(len(low), len(high))
     # where nothing is gathered all stages are the same
-    low, high = (found * most if len(found) == 1 else found for found in (low, high))
-    return [
-        Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t))
-        for a, b in zip(low, high, strict=True)
-    ]
+    return (low * most if len(low) == 1 else low), (high * most if len(high) == 1 else high)
 
 
 def _best(

@@ -12,7 +12,7 @@ from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure
 from autoshard.search.network import Array, CostNetwork
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
-from autoshard.search.terms import Bytes, Profile, Terms, Time, TimeWeight, compose
+from autoshard.search.terms import ByteKind, Bytes, Profile, Terms, Time, TimeWeight, compose
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,12 @@ class Setting:
 
     def state_bytes(self, taken: Profile, more: float = 0.0) -> float:
         """Bytes of parameters and what belongs to them, on top of ``more``."""
-        return sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind in OF_STATE), more)
+        weights = self._state_weights
+        return sum([weights[k.kind] * n for k, n in taken.bytes.items() if k.kind in weights], more)
+
+    @cached_property
+    def _state_weights(self) -> Mapping[str, float]:
+        return {kind: self.bytes_weight(Bytes(kind)) for kind in OF_STATE}
 
     def windows(self, taken: Profile) -> float:
         """Bytes of gathered parameters that a rank holds, but not where it holds most of gradients that wait;
@@ -225,7 +230,7 @@ class Setting:
 
 
 #: bytes that belong to parameters
-OF_STATE = ("state", "window", "sums")
+OF_STATE: tuple[ByteKind, ...] = ("state", "window", "sums")
 #: where seconds of these kinds count
 _IN_FORWARD = {"work": "work_forward", "talk": "talk_forward"}
 _IN_BACKWARD = {"work": "work_backward", "talk": "talk_backward"}

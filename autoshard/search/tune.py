@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autoshard.cost.step_time import Exposure
 from autoshard.search.again import fill, marginal_price
 from autoshard.search.bound import dual_bound
+from autoshard.search.direct import least
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.problem import Problem
 from autoshard.search.refit import refit
@@ -22,6 +24,8 @@ _NEAR = 0.02
 #: states of all variables up to which every start is tried
 _SMALL = 2_200
 _ROUNDS, _QUICK_ROUNDS = 3, 2
+#: sums of the same bytes in another order differ by less than this share
+_ROUNDING = 1e-9
 QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
 
 
@@ -146,10 +150,26 @@ class _Tuning:
         return min(winner, last, key=_order)
 
     def _attempt(self, setting: Setting) -> None:
+        if self._is_hopeless(setting):
+            return
         try:
             self.found.append(self._place(setting, QUICK, self.found[-1] if self.found else None))
         except InfeasibleNetwork:
             return
+
+    def _is_hopeless(self, setting: Setting) -> bool:
+        """Whether nothing fits in a setting, or even without a budget no placements come near the best found:
+        both are known in a moment where a solution is long in coming."""
+        near = self.found[-1] if self.found else None
+        bound = Exposure(0.0, 0.0, 0.0, 0.0) if near is None else setting.exposure(near.taken)
+        network = setting.network(self.problem.terms, bound, self.allowed)
+        if sum([float(held.min()) for held in network.memory]) > (1 + _ROUNDING) * self.budget:
+            return True
+        if not self.small or not self.found:
+            return False
+        fastest = least(network, QUICK, self.problem.known.orders)
+        best = min(placed.seconds for placed in self.found)
+        return fastest is not None and fastest.cost > (1 + _NEAR) * best
 
     def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
