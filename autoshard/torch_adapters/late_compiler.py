@@ -22,6 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from threading import RLock
 from types import FunctionType, ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -71,6 +72,7 @@ def _load(package: ModuleType) -> None:
         assert spec is not None and spec.loader is not None
         stack.enter_context(_disable_current_modes())
         stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(patch.object(torch.compiler, "_is_compiling_flag", False))
         package.__class__ = ModuleType
         try:
             spec.loader.exec_module(package)
