@@ -37,6 +37,7 @@ from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.explain import explain
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import layer_calls
 from autoshard.search.rank import Staged
 from autoshard.search.rebatch import batch_of, unlike_batch
@@ -175,7 +176,9 @@ def plan(
     pipes = PipeAsk(schedule, chunks, microbatches, slices)
     analysis = source.analysed(say)
 
-    def searched_over(analysis: Analysis, meshes: Sequence[Staged], ask: Ask) -> Planned:
+    def searched_over(
+        analysis: Analysis, meshes: Sequence[Staged], ask: Ask, among: Settled | None = None
+    ) -> Planned:
         found = plan_analysed(
             analysis,
             meshes,
@@ -186,6 +189,7 @@ def plan(
             fixed=bool(schedule),
             offload=away,
             progress=say,
+            among=among,
         )
         return replace(found, source=source)
 
@@ -198,8 +202,7 @@ def plan(
         say("capturing again, with one sequence")
         alone = source.with_batch(analysis, 1).analysed(say)
         meshes, total = _alone(meshes, found), found.plan.microbatches
-        again = searched_over(alone, meshes, replace(ask, batch=total, rivals=False))
-        return _among(again, found)
+        return searched_over(alone, meshes, replace(ask, batch=total, rivals=False), found.settled)
 
     try:
         return planned(analysis)
@@ -223,17 +226,15 @@ def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
     return [replace(s, batches=(1,)) for s in same[:1]]
 
 
-def _among(again: Planned, all_: Planned) -> Planned:
-    """A plan that was found again, with what the search that led to it says of all others."""
-    assert again.settled is not None and all_.settled is not None
-    settled = replace(
-        again.settled,
-        bound=min(all_.settled.bound, again.settled.bound),
-        rejected=all_.settled.rejected,
-        rivals=all_.settled.rivals,
-        interrupted=all_.settled.interrupted or again.settled.interrupted,
+def _among(again: Settled, all_: Settled) -> Settled:
+    """A configuration that was solved again, with what the search that led to it says of all others."""
+    return replace(
+        again,
+        bound=min(all_.bound, again.bound),
+        rejected=all_.rejected,
+        rivals=all_.rivals,
+        interrupted=all_.interrupted or again.interrupted,
     )
-    return replace(again, settled=settled)
 
 
 def _candidates(
@@ -248,7 +249,8 @@ def _candidates(
     total = global_batch or batch_of(analysis.folded)
     if isinstance(where, Mesh):
         return [given(where, machine, layers, total, pipes)]
-    return searched(machine, ranks, layers, total if global_batch else 1, pipes)
+    experts = experts_of(analysis.model)
+    return searched(machine, ranks, layers, total if global_batch else 1, pipes, experts)
 
 
 def plan_analysed(
@@ -263,12 +265,14 @@ def plan_analysed(
     offload: Offload = NO_OFFLOAD,
     progress: Progress | None = None,
     reasons: bool = True,
+    among: Settled | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
     ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
     is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
-    for the decisions alone, which takes less time than to say what every other choice would cost.
+    for the decisions alone, which takes less time than to say what every other choice would cost. among: what
+    a search over more meshes found, if these are what it led to.
     """
     ask = replace(ask or Ask(), budget=memory)
 
@@ -281,6 +285,8 @@ def plan_analysed(
         check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
     fitted = fitter.fitted(settled)
     settled, staging = fitted.settled, fitted.staging
+    if among is not None:
+        settled = _among(settled, among)
     best = explain(
         settled,
         cluster,

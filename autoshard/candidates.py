@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.mesh import Axis, Mesh, divisors, mesh_candidates
+from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh_candidates
 from autoshard.errors import UsageError
 from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.pipe import Pipe, pipes_of
@@ -70,12 +70,17 @@ def given(mesh: Mesh, machine: Cluster, layers: int, total: int, ask: PipeAsk) -
     return Staged(inner, _pipes(ranks, layers, ask), _batches(inner, total, ask), link)
 
 
-def searched(machine: Cluster, world: int, layers: int, total: int, ask: PipeAsk) -> list[Staged]:
+def searched(
+    machine: Cluster, world: int, layers: int, total: int, ask: PipeAsk, experts: int = 0
+) -> list[Staged]:
     """Every mesh that fits the wiring of a cluster, alone and as one of several pipeline ranks.
+
+    experts: that a model has, over which an axis of its own may divide ranks; not within pipelines.
 
     Clusters of unlike groups or with measured links are searched without pipelines.
     """
-    plain = [Staged(m, batches=_batches(m, total, ask)) for m in mesh_candidates(machine, world)]
+    meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
+    plain = [Staged(m, batches=_batches(m, total, ask)) for m in meshes]
     if machine.groups or machine.links is not None or total < 2:
         return plain
     found = [] if ask.schedule else plain

@@ -26,7 +26,7 @@ from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
 from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
-from autoshard.torch_adapters import aot
+from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
 
 
@@ -99,16 +99,16 @@ def _repeats_of(model: nn.Module, inputs: Inputs, differentiate: Differentiate) 
         return None
     state = state_of(model)
     function = Function(model, state, inputs, differentiate, repeats)
-    mode = aot.fake_mode()
+    mode = tracing.fake_mode()
     seed = torch.empty((), dtype=torch.int64, device="meta")
     try:
-        with _unchanged(model), torch.enable_grad(), aot.compiling(), mode:
+        with _unchanged(model), torch.enable_grad(), tracing.compiling(), mode:
             repeats.install(state.names)
             # nothing looks at which tensor is which, so that one of each type will do for the parameters
             types = {_type_of(t): t for t in state.tensors}
-            shared = {key: aot.fake_like(t, mode) for key, t in types.items()}
+            shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
             held = [shared[_type_of(t)] for t in state.tensors]
-            function(*held, *(aot.fake_like(t, mode) for t in [*inputs.tensors, seed]))
+            function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
         with _unchanged(model):
             repeats.trace_bodies(
                 lambda layer, args, kwargs: _joint(layer, inputs_of(args, kwargs), "all", None)

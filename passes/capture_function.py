@@ -13,7 +13,7 @@ from autoshard.errors import CaptureError
 from autoshard.ops.lift import Lifter, lifting
 from autoshard.passes.capture_inputs import Inputs, Leaf, State
 from autoshard.passes.repeats import Repeats
-from autoshard.torch_adapters import aot
+from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import Absent
 from autoshard.torch_adapters.checks import checks_pass
 from autoshard.torch_adapters.known import KnownValues
@@ -26,8 +26,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 class Function:
     """The function that is traced: parameters, buffers, inputs and the dropout seed are arguments.
 
-    absent: parameters, by position, that are no arguments because nothing traced uses them. It is run more
-    than once; what describes the output is that of the last run.
+    absent: parameters, by position, that are no arguments because nothing traced uses them. It may be
+    run more than once: what describes the output is that of the last run. replaced: positions of the buffers
+    that some run assigned anew, of which further runs hold copies.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Function:
         held = [self.absent[k] if k in self.absent else next(given) for k in range(split)]
         tensors = (*held, *given)
         known = KnownValues()
-        with self.recorder.running(), aot.plain_model_code(), known, checks_pass():
+        with self.recorder.running(), tracing.plain_model_code(), known, checks_pass():
             state = self._state(tensors)
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1])
@@ -63,13 +64,13 @@ class Function:
                 self.repeats.begin(lifter)
             with lifting(lifter, self.recorder.at):
                 output = call_model(self.model, args, kwargs)
-            aot.mark(COPY)
+            tracing.mark(COPY)
             self._write_back(tensors, state)
             return self._outputs(output)
 
     def _arguments(self, tensors: Sequence[torch.Tensor], known: KnownValues) -> tuple[Any, Any]:
         """The call with copies of all inputs, so that the model may change them in place."""
-        aot.mark(COPY)
+        tracing.mark(COPY)
         leaves = [
             torch.clone(tensors[leaf.position])
             if leaf.position >= 0
@@ -86,7 +87,7 @@ class Function:
 
         Autograd may keep the old value of such a buffer, while writing it back changes the argument.
         """
-        aot.mark(COPY)
+        tracing.mark(COPY)
         held = list(tensors[: len(self.state.tensors)])
         for position in self.replaced:
             held[position] = torch.clone(held[position])

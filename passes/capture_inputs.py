@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import CaptureError
-from autoshard.torch_adapters import aot
+from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import Absent
 
 #: images or videos in a batch, if their sizes are to be part of a program
@@ -113,7 +113,7 @@ def _is_table_of_sizes(tensor: torch.Tensor) -> bool:
         and tensor.shape[0] <= _MOST_ROWS
         and tensor.dtype in (torch.int32, torch.int64)
         and tensor.device.type != "meta"
-        and not aot.is_fake(tensor)
+        and not tracing.is_fake(tensor)
     )
 
 
@@ -133,7 +133,7 @@ def _check_plain(tensor: torch.Tensor, name: str) -> None:
             why="lazy modules learn their shapes from data",
             hint="call the model once on real data, then capture",
         )
-    if aot.is_wrapper(tensor) or tensor.layout is not torch.strided:
+    if tracing.is_wrapper(tensor) or tensor.layout is not torch.strided:
         raise CaptureError(
             f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, not a plain tensor",
             why="shards are made from plain dense tensors",

@@ -5,19 +5,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
 from autoshard.errors import AutoshardError, CaptureError
 from autoshard.passes.capture_function import Function, call_model
 from autoshard.passes.repeats import NotRepeated
-from autoshard.torch_adapters import aot
+from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
 from autoshard.torch_adapters.host_random import no_host_random
+from autoshard.torch_adapters.joint_trace import Traced
 from autoshard.torch_adapters.origins import user_line
 
 
-def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
+def trace(function: Function, tensors: Sequence[torch.Tensor]) -> Traced:
     """The graph of a function on tensors like these; raises CaptureError with the user's line."""
     try:
         return _traced(function, tensors, compiling=True)
@@ -34,12 +36,29 @@ def trace(function: Function, tensors: Sequence[torch.Tensor]) -> aot.Traced:
             raise explained from error
 
 
-def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> aot.Traced:
-    mode = aot.fake_mode()
-    flag = aot.compiling() if compiling else nullcontext()
+def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> Traced:
+    mode = tracing.fake_mode()
+    flag = tracing.compiling() if compiling else nullcontext()
     # the first call of a model may be one for inference, the next one for training
     with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
-        return aot.trace_joint(function, [aot.fake_like(t, mode) for t in tensors])
+        while True:
+            try:
+                fakes = [tracing.fake_like(t, mode) for t in tensors]
+                return tracing.trace_joint(partial(_known, function), fakes, mode)
+            except _ReplacedError:
+                continue  # at least one more buffer is known to be replaced, and there are only so many
+
+
+class _ReplacedError(Exception):
+    """The run found a buffer that the model assigns anew: it has to be given as a copy from the start."""
+
+
+def _known(function: Function, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    before = len(function.replaced)
+    outputs = function(*tensors)
+    if len(function.replaced) > before:
+        raise _ReplacedError
+    return outputs
 
 
 @contextmanager
@@ -62,7 +81,7 @@ def _explained(error: Exception) -> CaptureError:
     """What went wrong, at which line of the model, and the usual way out."""
     line, text = user_line(error.__traceback__, call_model.__code__)
     where = f"{line}: {text}" if text else line
-    if isinstance(error, aot.DATA_DEPENDENT):
+    if isinstance(error, tracing.DATA_DEPENDENT):
         return NeedsValuesError(
             "the model's Python code asks for the value of a tensor",
             where=where,
@@ -71,7 +90,7 @@ def _explained(error: Exception) -> CaptureError:
             hint="torch.where(condition, a, b) or a mask instead of a branch; a number passed as an argument "
             "instead of .item()",
         )
-    if isinstance(error, aot.DYNAMIC_SHAPE):
+    if isinstance(error, tracing.DYNAMIC_SHAPE):
         return NeedsValuesError(
             "the shape of a tensor depends on values",
             where=where,

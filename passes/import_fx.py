@@ -15,9 +15,10 @@ from torch import fx
 
 from autoshard.errors import CaptureError
 from autoshard.ir import DTYPES, Arg, Dtype, Graph, Node, Origin, Port, Ref, Result, TensorType
-from autoshard.torch_adapters.aot import Traced, constant_of, is_tagged_backward, mark_of
+from autoshard.torch_adapters.joint_trace import Traced
 from autoshard.torch_adapters.origins import COPY
 from autoshard.torch_adapters.strided import reshaped
+from autoshard.torch_adapters.tracing import constant_of, is_tagged_backward, mark_of
 
 #: ops that give back their first argument, unchanged and with the same type; how a tensor lies in memory
 #: is no part of our graphs, so copies are such ops
@@ -107,7 +108,7 @@ class _Importer:
     made: dict[str, tuple[int, Origin]] = field(default_factory=dict)
 
     def run(self) -> Imported:
-        graph = self.traced.module.graph
+        graph = self.traced.graph
         placeholders = iter(self.traced.inputs)
         self.backward = _backward_nodes(graph, self.traced)
         output: fx.Node | None = None
@@ -168,8 +169,6 @@ class _Importer:
             self.names[node] = self._port(value, "tangent", target, f"tangent_{target}")
             return
         place = self.ends.given[position]
-        if kind == "mutated":
-            raise _changed(*self.ends.arguments[place][:2])
         before = place
         while before - 1 in self.ends.absent:
             before -= 1
@@ -178,7 +177,7 @@ class _Importer:
         self.names[node] = self._port(value, *self.ends.arguments[place])
 
     def _constant(self, node: fx.Node) -> None:
-        value: Any = self.traced.module
+        value: Any = self.traced.root
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if isinstance(value, fx.GraphModule):

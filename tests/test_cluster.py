@@ -30,7 +30,7 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.cluster.cluster import bounding
-from autoshard.cluster.mesh import divisors
+from autoshard.cluster.mesh import divisors, expert_candidates
 from autoshard.errors import UsageError
 
 CATALOG = files("autoshard.cluster").joinpath("catalog")
@@ -257,13 +257,21 @@ def test_one_device() -> None:
         ("=2", "'' is not a name"),
         ("d p=2", "'d p' is not a name"),
         ("dp=2,cp=2", "use tp=N, or a free axis such as seq=N"),
-        ("ep=8", "fsdp=N"),
     ],
 )
 def test_wrong_meshes_say_what_is_wrong(text: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         Mesh.parse(text)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(("world", "experts"), [(64, 8), (64, 160), (2048, 256), (24, 6), (8, 0), (4, 7)])
+def test_axes_of_experts_divide_experts_and_fit_the_wiring(world: int, experts: int) -> None:
+    machine = load_cluster("h100-dgx")
+    found = expert_candidates(machine, world, experts)
+    wanted = [n for n in divisors(world)[1:-1] if experts and experts % n == 0 and (n % 8 == 0 or 8 % n == 0)]
+    assert [mesh.axes[-1].size for mesh in found] == wanted
+    assert all(mesh.names == ("fsdp", "ep") and mesh.world_size == world for mesh in found)
 
 
 def test_wrong_questions_to_a_mesh() -> None:

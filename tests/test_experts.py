@@ -362,7 +362,9 @@ def _expert_parallel(mesh: str) -> tuple[Program, nn.Module, dict[str, torch.Ten
     return compile_analysed(plan), model, inputs
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "dp=4", "dp=2,fsdp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=4", "dp=4", "dp=2,fsdp=2", "fsdp=2,tp=2", "ep=4", "fsdp=2,ep=2", "dp=2,ep=2", "ep=2,tp=2"]
+)
 def test_experts_are_split_over_the_axis_that_splits_tokens(mesh: str) -> None:
     pytest.importorskip("transformers")
     made, model, inputs = _expert_parallel(mesh)

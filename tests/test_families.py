@@ -23,7 +23,9 @@ from autoshard.verify.static import verify_static
 
 #: meshes on which a step is so many microbatches
 PIECES = (("fsdp=4", 2), ("dp=2,tp=2", 4))
-MORE = ("tp=2", "tp=3", "dp=2,fsdp=2", "fsdp=2,tp=2", "x=4", "dp=1")
+#: on processes as well, beside every family on every one of the others
+TRAINED = (*product([f.name for f in FAMILIES], MESHES), ("mixtral", "fsdp=2,ep=2"))
+MORE = ("tp=2", "tp=3", "dp=2,fsdp=2", "fsdp=2,ep=2", "fsdp=2,tp=2", "x=4", "dp=1")
 CASES = [
     (each.name, mesh, cluster)
     for each, mesh, cluster in product(FAMILIES, (*MESHES, *MORE), ("cpu-gloo", "h100-dgx"))
@@ -56,7 +58,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     """One start of four processes runs all cases."""
     folder = tmp_path_factory.mktemp("gloo")
     cases = []
-    for name, mesh in product([f.name for f in FAMILIES], MESHES):
+    for name, mesh in TRAINED:
         save_program(program(name, mesh), folder / f"{name}-{mesh}")
         case = {"family": name, "mesh": mesh, "program": str(folder / f"{name}-{mesh}"), "steps_of": "call"}
         cases.append(case)
@@ -81,8 +83,7 @@ def _in_pieces(folder: Path, mesh: str, pieces: int) -> dict[str, str]:
     return {"family": "llama", "mesh": mesh, "program": str(path), "steps_of": "microbatches"}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", [f.name for f in FAMILIES])
+@pytest.mark.parametrize(("name", "mesh"), TRAINED)
 def test_training_equals_eager(
     trained: dict[tuple[str, str], dict[str, float]], name: str, mesh: str
 ) -> None:

@@ -15,6 +15,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.pipe import Pipe
+from autoshard.search.problem import experts_of
 from autoshard.search.race import Race
 from autoshard.search.rank import Configuration, Estimated
 from autoshard.search.setting import Setting
@@ -57,6 +58,22 @@ def test_what_does_not_fit_makes_room_for_others(slow: float) -> None:
         if mesh != str(first):
             judge = Programs(lambda where, only=mesh: where.name == only, slow)
             assert chosen(judge).configuration.name == mesh
+
+
+def test_an_axis_of_experts_is_tried_and_taken_where_that_is_faster() -> None:
+    """Beside all other meshes, and never to a plan's disadvantage."""
+    machine, model = load_cluster("h100-dgx"), analysed("mixtral").model
+    meshes = [searched(machine, 8, 2, BATCH, PipeAsk(), experts) for experts in (0, experts_of(model))]
+    assert {str(s.mesh) for s in meshes[1]} - {str(s.mesh) for s in meshes[0]} == {
+        "fsdp=4,ep=2",
+        "fsdp=2,ep=4",
+    }
+    without, with_ = (choose(model, given, machine, Ask(batch=BATCH)) for given in meshes)
+    assert with_.placed.seconds <= without.placed.seconds
+    tried = {with_.configuration.name, *(r.name.partition(" ")[0] for r in with_.rejected)}
+    assert tried & {"fsdp=4,ep=2", "fsdp=2,ep=4"}
+    only = choose(model, [s for s in meshes[1] if "ep" in s.mesh.names], machine, Ask(batch=BATCH))
+    assert only.configuration.name in tried
 
 
 def test_nothing_fits() -> None:

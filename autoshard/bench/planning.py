@@ -57,6 +57,7 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.passes.capture import capture
     from autoshard.report.summary import summarise
     from autoshard.search.choose import Ask
+    from autoshard.search.problem import experts_of
     from autoshard.search.problems import layer_calls
     from autoshard.validate.models import on_meta
 
@@ -76,7 +77,8 @@ def plan_case(case: Case) -> PlanningRow:
     meshes: list[Any] = [Mesh.parse(case.mesh)] if case.mesh else []
     if not case.mesh:
         layers = sum(layer_calls(analysis.folded).values())
-        meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk())
+        experts = experts_of(analysis.model)
+        meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk(), experts)
     planned = plan_analysed(analysis, meshes, cluster, memory=memory, ask=ask)
     end = time.perf_counter()
     summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)

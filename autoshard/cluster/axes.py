@@ -14,7 +14,8 @@ class AxisMeaning:
 
     splits_batch: inputs arrive split over it. splits_batch_inside, splits_layers: ops may split their batch,
     or their other dims, over it. stores_sharded, may_store_sharded: trained parameters must, or may, be
-    stored split over it.
+    stored split over it. divides_experts: it is as wide as experts are to be divided, other sizes of it are
+    other ways to run them.
     """
 
     name: str
@@ -25,6 +26,7 @@ class AxisMeaning:
     stores_sharded: bool
     may_store_sharded: bool
     divides_products: bool = False
+    divides_experts: bool = False
 
     @property
     def is_free(self) -> bool:
@@ -55,6 +57,16 @@ FSDP = AxisMeaning(
     splits_layers=False,
     stores_sharded=True,
     may_store_sharded=True,
+)
+EP = AxisMeaning(
+    "ep",
+    "shards the batch, experts among its ranks, and other parameters as fsdp does",
+    splits_batch=True,
+    splits_batch_inside=True,
+    splits_layers=False,
+    stores_sharded=True,
+    may_store_sharded=True,
+    divides_experts=True,
 )
 TP = AxisMeaning(
     "tp",
@@ -91,14 +103,10 @@ _NOT_BUILT: Mapping[str, tuple[str, str]] = {
         "context parallelism",
         "tp=N, or a free axis such as seq=N, which the search may lay on the sequence",
     ),
-    "ep": (
-        "expert parallelism",
-        "fsdp=N, over which experts are divided and their rows exchanged where that is cheaper",
-    ),
 }
 
 
-_RESERVED: Mapping[str, AxisMeaning] = {meaning.name: meaning for meaning in (DP, FSDP, TP, PP)}
+_RESERVED: Mapping[str, AxisMeaning] = {meaning.name: meaning for meaning in (DP, FSDP, EP, TP, PP)}
 
 
 def meaning_of(name: str) -> AxisMeaning:

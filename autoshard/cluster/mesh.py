@@ -161,6 +161,19 @@ def parse_target(target: object) -> Mesh | Cluster:
     return load_cluster(target)
 
 
+def expert_candidates(cluster: Cluster, world_size: int, experts: int) -> list[Mesh]:
+    """Every fsdp x ep mesh of ``world_size`` ranks whose ep divides so many experts, and fits the wiring.
+
+    What is not a mesh of `mesh_candidates` by another name: fsdp has two ranks or more.
+    """
+    used = cluster.used_by(world_size)
+    return [
+        Mesh((Axis("fsdp", world_size // ep), Axis("ep", ep)))
+        for ep in divisors(experts)[1:]
+        if world_size % ep == 0 and ep < world_size and _aligned((1, world_size // ep, ep), used, world_size)
+    ]
+
+
 def mesh_candidates(cluster: Cluster, world_size: int, widest_tp: int | None = None) -> list[Mesh]:
     """Every dp x fsdp x tp mesh of ``world_size`` ranks that fits the wiring of the cluster.
 

@@ -123,6 +123,12 @@ def _dropped(analysis: Analysis, sound: Sound) -> list[Note]:
 def check_order(mesh: Mesh) -> None:
     """UsageError where torch cannot make the mesh's part for `fully_shard` (replicas first, then shards)."""
     names = [n for n, s in zip(mesh.names, mesh.sizes, strict=True) if s > 1 and meaning_of(n).splits_batch]
+    if "ep" in names:
+        raise UsageError(
+            f"the mesh {mesh} cannot be written with torch",
+            why="fully_shard divides parameters over one axis, and exchanges no rows of experts",
+            hint="plan with --mesh and fsdp in place of ep, or run the plan's own programs",
+        )
     if names == ["fsdp", "dp"]:
         raise UsageError(
             f"the mesh {mesh} cannot be written with torch",

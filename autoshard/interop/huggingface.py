@@ -16,6 +16,7 @@ from torch import nn
 from autoshard.errors import UsageError
 from autoshard.interop import experts
 from autoshard.interop.unfilled import Unfilled
+from autoshard.torch_adapters.late_compiler import defer_compiler
 
 
 @contextmanager
@@ -103,6 +104,7 @@ def load_hf_config_model(
     only. overrides: config entries to change first. dtype: of the weights, else what the config says.
     Returns (model in training mode, keyword arguments of its forward, labels included).
     """
+    defer_compiler()
     config = _read_config(Path(config_path), overrides or {})
     auto = _auto_class(config)
     options = {} if dtype is None else {"dtype": dtype}

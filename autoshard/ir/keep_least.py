@@ -9,9 +9,13 @@ same way for recomputation by Jain et al., "Checkmate", MLSys 2020, and by torch
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 from autoshard.ir import Graph, refs_of
+from autoshard.ir.min_cut import near_sink
 
+#: a value where it is made, or where it is read; an edge between the two is what keeping it cuts
+_End: TypeAlias = tuple[str, str]
 _SOURCE, _SINK = ("", "source"), ("", "sink")
 
 
@@ -28,27 +32,19 @@ def keep_least(
     not kept themselves (views, which are free). nbytes: of every value that may be kept; 0 for one that is
     there anyway. An input can only be kept, and must not be in ``never``.
     """
-    import networkx as nx
-
     makers = {out: node for node in graph.nodes for out in node.outs}
-    flow = nx.DiGraph()
-    flow.add_nodes_from((_SOURCE, _SINK))
     waiting, seen = list(wanted), set(wanted)
-    for value in wanted:
-        flow.add_edge((value, "out"), _SINK)
+    edges: list[tuple[_End, _End, int | None]] = [((value, "out"), _SINK, None) for value in wanted]
     while waiting:
         value = waiting.pop()
-        # an edge without a capacity cannot be cut
-        flow.add_edge(
-            (value, "in"), (value, "out"), **({} if value in never else {"capacity": nbytes[value]})
-        )
+        edges.append(((value, "in"), (value, "out"), None if value in never else nbytes[value]))
         if value not in makers or value in dear:
-            flow.add_edge(_SOURCE, (value, "in"))
+            edges.append((_SOURCE, (value, "in"), None))
             continue
         for source in refs_of(makers[value]):
-            flow.add_edge((source, "out"), (value, "in"))
+            edges.append(((source, "out"), (value, "in"), None))
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
-    _, near_sink = nx.minimum_cut(flow, _SOURCE, _SINK)[1]
-    return frozenset(v for v in seen if (v, "out") in near_sink and (v, "in") not in near_sink)
+    near = near_sink(edges, _SOURCE, _SINK)
+    return frozenset(v for v in seen if (v, "out") in near and (v, "in") not in near)

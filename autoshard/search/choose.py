@@ -16,7 +16,7 @@ from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.rank import Configuration, Estimated, Shape, Staged, data_ways, shapes_of
+from autoshard.search.rank import Configuration, Estimated, Shape, Staged, data_ways, inside, shapes_of
 from autoshard.search.rivals import Pricing, Rival, Room, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
@@ -139,14 +139,16 @@ class _Search:
         where = Configuration(mesh, self.poses.captured, 1)
         return Settled(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
 
-    def many(self, meshes: Sequence[Staged]) -> Settled:
+    def many(self, given: Sequence[Staged]) -> Settled:
         """The best of all shapes, microbatches and recomputation."""
         ranked: list[Estimated] = []
         try:
-            groups = shapes_of(self.shapes.reachable(meshes), experts_of(self.model))
+            groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
-            for group in (g for g in groups if g not in later):
+            apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
+            for group in (g for g in groups if g not in later and g not in apart):
                 ranked += self._ranked(group, ranked)
+            ranked += self._best_division(apart, ranked)
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
             for group in _few(later, ranked):
                 ranked += self._ranked(group, ranked)
@@ -157,6 +159,28 @@ class _Search:
         if not ranked:
             return self.exact.nothing(self.solved, self.total)
         return self.exact.best(sorted(ranked, key=lambda e: (e.seconds, e.bound, str(e.configuration.mesh))))
+
+    def _best_division(
+        self, groups: Sequence[tuple[Staged, ...]], known: Sequence[Estimated]
+    ) -> list[Estimated]:
+        """Configurations that divide experts over an axis of their own: a middling one, then wider or
+        narrower ones as long as that helps.
+
+        Wide ones exchange rows among more ranks, narrow ones gather more.
+        """
+        groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
+        found: dict[int, list[Estimated]] = {}
+
+        def seconds(k: int) -> float:
+            if k not in found:
+                found[k] = self._ranked(groups[k], [*known, *(e for each in found.values() for e in each)])
+            return min((e.seconds for e in found[k]), default=inf)
+
+        at, todo = len(groups) // 2, range(len(groups))
+        for way in (1, -1):
+            while at + way in todo and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
+                at += way
+        return [e for each in found.values() for e in each]
 
     def _ranked(self, group: tuple[Staged, ...], known: Sequence[Estimated]) -> list[Estimated]:
         """The configurations of one shape, beside those known already."""
@@ -234,6 +258,10 @@ class _Search:
         )
 
 
+def _divides_experts(mesh: Mesh) -> bool:
+    return any(axis.meaning.divides_experts for axis in mesh.axes)
+
+
 def _is_of(where: Configuration, given: Staged) -> bool:
     """Whether it is one of those that were given, without a pipeline."""
     alike = given.ranks == 1 and where.mesh == given.mesh
@@ -245,9 +273,5 @@ def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> l
     if not ranked:
         return list(groups)[:_PIPELINES]
     best = min(ranked, key=lambda e: e.seconds).configuration.mesh
-    alike = [g for g in groups if _inside(g[0].mesh) == _inside(best)]
+    alike = [g for g in groups if inside(g[0].mesh) == inside(best)]
     return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]
-
-
-def _inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    return tuple((a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch)

@@ -152,9 +152,19 @@ class Zero:
 
         over_data, inside = (given.split < ways) & divides, given.whole > MORE * part
 
+        def over_stored(share: Array) -> Array:
+            """Over one axis after the other, the innermost last; not over those that divide it in use."""
+            found, within = zeros, 1
+            for k in reversed(stored):
+                size = part / within * np.minimum(given.split, within)
+                used = given.split >= within * mesh.sizes[k]
+                found = found + np.where(used, 0.0, one("all_gather", size, [k], share))
+                within *= mesh.sizes[k]
+            return found
+
         def sharded(share: Array) -> tuple[Array, Array]:
             """A gather of all members, or the reduce-scatter that mirrors it; over data axes, and others."""
-            found = given.count * np.where(over_data, one("all_gather", part, stored, share), 0.0)
+            found = given.count * np.where(over_data, over_stored(share), 0.0)
             if not inner:
                 return found, zeros
             return found, given.count * np.where(inside, one("all_gather", given.whole, inner, share), 0.0)

@@ -502,8 +502,14 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
 
 def alike(where: Configuration) -> Hashable:
     """What configurations share that only divide the data ranks otherwise."""
-    rest = tuple((a.name, a.size) for a in where.mesh.axes if not a.meaning.splits_batch)
-    return rest, where.batch // data_ways(where.mesh), where.pipe.ranks
+    return inside(where.mesh), where.batch // data_ways(where.mesh), where.pipe.ranks
+
+
+def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """Names and sizes of the axes that do more than split the batch and store parameters."""
+    return tuple(
+        (a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch or a.meaning.divides_experts
+    )
 
 
 def data_ways(mesh: Mesh) -> int:
@@ -528,9 +534,8 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
     """
     groups: dict[object, list[Staged]] = {}
     for staged in meshes:
-        rest = tuple((a.name, a.size) for a in staged.mesh.axes if not a.meaning.splits_batch)
         ways = data_ways(staged.mesh)
-        groups.setdefault((ways if owners else 0, rest), []).append(staged)
+        groups.setdefault((ways if owners else 0, inside(staged.mesh)), []).append(staged)
     found: list[tuple[Staged, ...]] = []
     for group in groups.values():
         # a single data rank has no batch axis to place, so it comes last

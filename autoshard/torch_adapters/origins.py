@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autoshard.ir import Origin
-from autoshard.torch_adapters.aot import mark, unmark
+from autoshard.torch_adapters.tracing import mark, unmark
 
 #: the mark of nodes that only copy an input or an output of the model
 COPY = 0

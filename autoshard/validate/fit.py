@@ -3,7 +3,9 @@
 Least squares of log(predicted / measured) by Gauss-Newton steps in the logarithms of the figures. Every
 study has the weight of the square root of its runs, large errors count linearly (Huber's weights), and each
 figure is held near its start by a prior, so that what the runs do not show stays as it was. No figure belongs
-to a run or to a study. Every study is also predicted by figures that were fitted to all others.
+to a run or to a study. A few runs of every study steer the first steps, and all runs the last one, as single
+measurements are off by more than what is looked for. Every study is also predicted by figures that were
+fitted to all others.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Name: TypeAlias = tuple[str, str]
 Progress = Callable[[str], None]
 
 ROUNDS = 3
-#: runs of a study whose slopes are taken; the others are predicted, too, but do not steer
+#: runs of a study that steer all rounds but the last
 STEERING = 10
 #: step of a logarithm for a slope, and the most that a figure moves in a round
 _NUDGE, _MOST = 0.04, 0.4
@@ -65,14 +67,21 @@ class _Fit:
         self.names = names_of(self.start)
         self.measured = np.array([_measured(r) for r in runs])
         self.prices = [StagePrices(r.program, r.cluster, behaviour=r.behaviour) for r in runs]
-        self.steering = _spread_out(runs)
-        counts = Counter(runs[k].run.study for k in self.steering)
-        self.weights = np.array([counts[runs[k].run.study] ** -0.25 for k in self.steering]) / _NOISE
+        self._steer(_spread_out(runs))
+
+    def _steer(self, which: Sequence[int]) -> None:
+        """From now on these runs steer."""
+        counts = Counter(self.runs[k].run.study for k in which)
+        self.steering = which
+        self.weights = np.array([counts[self.runs[k].run.study] ** -0.25 for k in which]) / _NOISE
 
     def fitted(self) -> Fitted:
         figures = self.start
-        slopes = np.zeros((len(self.steering), len(self.names)))
+        everything = range(len(self.runs))
+        slopes = np.zeros((len(self.runs), len(self.names)))
         for number in range(ROUNDS):
+            if number == ROUNDS - 1:
+                self._steer(everything)
             seconds = self._seconds(figures, self.steering)
             errors = np.log(seconds / self.measured[self.steering])
             self.progress(
@@ -80,16 +89,15 @@ class _Fit:
             )
             slopes = self._slopes(figures, seconds)
             figures = moved(figures, self._step(figures, errors, slopes, None))
-        at = self._seconds(figures, self.steering)
-        errors = np.log(at / self.measured[self.steering])
-        everything = range(len(self.runs))
+        at = self._seconds(figures, everything)
+        errors = np.log(at / self.measured)
         held_out = np.zeros(len(self.runs))
         for study in dict.fromkeys(r.run.study for r in self.runs):
             own = [k for k in everything if self.runs[k].run.study == study]
             held_out[own] = self._seconds(moved(figures, self._step(figures, errors, slopes, study)), own)
             error = float(np.abs(held_out[own] / self.measured[own] - 1).mean())
             self.progress(f"{study} by the others: mean error {100 * error:.1f} %")
-        return Fitted(figures, tuple(self._seconds(figures, everything)), tuple(held_out))
+        return Fitted(figures, tuple(at), tuple(held_out))
 
     def _seconds(self, figures: Figures, which: Sequence[int]) -> Array:
         """Steps of some runs."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.interop.unfilled import Unfilled
+from autoshard.torch_adapters.late_compiler import defer_compiler
 
 Kind = Literal["gpt2", "llama", "deepseek_v3"]
 
@@ -54,6 +55,7 @@ def on_meta(
 
 def model_of(shape: Architecture) -> nn.Module:
     """The model in fp32, on the default device."""
+    defer_compiler()
     import transformers
 
     names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}

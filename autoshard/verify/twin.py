@@ -111,7 +111,7 @@ def _batch(mesh: str, microbatches: int) -> int:
     """Sequences of a step: two for every rank that has some of its own, in every microbatch."""
     ranks = 1
     for axis in Mesh.parse(mesh).axes:
-        ranks *= axis.size if axis.name in ("dp", "fsdp") else 1
+        ranks *= axis.size if axis.meaning.splits_batch else 1
     return 2 * ranks * microbatches
 
 

@@ -1,32 +1,20 @@
-"""Tracing a function and its gradients with AOTAutograd on fake tensors.
+"""What a trace runs in: fake tensors, the compiling state, model code without its runtime, marks on nodes.
 
-Leans on private interfaces: ``torch._functorch.aot_autograd`` and its descriptors, the fake tensor mode,
-``torch.compiler._is_compiling_flag``, the node metadata of ``torch.fx.traceback`` and the insides of
-``torch.utils.checkpoint`` and of ``nn.Transformer``. Run with torch 2.13.
+Leans on private interfaces: the fake tensor mode, ``torch.compiler._is_compiling_flag``, the node metadata
+of ``torch.fx.traceback`` and the insides of ``torch.utils.checkpoint`` and ``nn.Transformer``. Run with 2.13.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Literal, cast
+from contextlib import contextmanager
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
-from torch import nn
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTInput,
-    PlainAOTOutput,
-    TangentAOTInput,
-)
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -36,6 +24,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from autoshard.torch_adapters.joint_trace import BACKWARD, Traced, trace_once
+from autoshard.torch_adapters.late_compiler import defer_compiler
+
 #: key of our mark in the ``custom`` metadata of a node
 MARK = "autoshard"
 #: what torch raises where Python code asks for a value that only a run can give
@@ -43,87 +34,18 @@ DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, Gua
 #: what torch raises where a shape depends on values
 DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
 
-InputKind = Literal["plain", "tangent", "mutated"]
-OutputKind = Literal["output", "grad", "mutation", "nothing"]
 
-
-@dataclass(frozen=True)
-class Traced:
-    """A joint graph and what its ends are.
-
-    inputs: per placeholder ``("plain", position of the argument)``, ``("tangent", position of the output)``
-        or ``("mutated", position)`` for the gradient of the new value of an argument changed in place.
-    outputs: per value returned ``("output", position)``, ``("grad", position of the argument)`` or
-        ``("mutation", position of the argument)`` for the new value of an argument changed in place;
-        ``("nothing", -1)`` in the place of the gradient of an argument that needs none.
-    """
-
-    module: torch.fx.GraphModule
-    inputs: tuple[tuple[InputKind, int], ...]
-    outputs: tuple[tuple[OutputKind, int], ...]
-
-
-class _Function(nn.Module):
-    """A function in the form that AOTAutograd wants: a module without parameters."""
-
-    def __init__(self, fn: Callable[..., tuple[torch.Tensor, ...]]) -> None:
-        super().__init__()
-        self._fn = fn
-
-    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self._fn(*args)
-
-
-def trace_joint(fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torch.Tensor]) -> Traced:
-    """The graph of ``fn(*args)`` and of its gradients.
-
-    args: distinct fake tensors of one mode; those that require grad get one. fn: takes as many tensors
-    and returns a tuple of tensors; it is run twice.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(_quiet_fx())
-        stack.enter_context(_quiet_log())
-        stack.enter_context(fx_traceback.preserve_node_meta())
-        options: dict[str, Any] = {}
-        if "_disable_torch_fn_metadata_mode" in signature(aot_export_joint_with_descriptors).parameters:
-            options["_disable_torch_fn_metadata_mode"] = True  # costs time, and nothing reads what it notes
-        joint = aot_export_joint_with_descriptors(stack, _Function(fn), tuple(args), **options)
-        module = joint.graph_module
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    (output,) = (n for n in module.graph.nodes if n.op == "output")
-    return Traced(
-        module,
-        tuple(_input(n.meta["desc"]) for n in placeholders),
-        tuple(_output(d) for d in output.meta["desc"]),
-    )
-
-
-def _input(desc: object) -> tuple[InputKind, int]:
-    if isinstance(desc, PlainAOTInput):
-        return "plain", desc.idx
-    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
-        return "tangent", desc.output.idx
-    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, InputMutationAOTOutput):
-        changed = desc.output.mutated_input
-        if isinstance(changed, PlainAOTInput):
-            return "mutated", changed.idx
-    raise NotImplementedError(f"input {desc} of the joint graph")
-
-
-def _output(desc: object) -> tuple[OutputKind, int]:
-    if desc is None:
-        return "nothing", -1
-    if isinstance(desc, PlainAOTOutput):
-        return "output", desc.idx
-    if isinstance(desc, GradAOTOutput) and isinstance(desc.grad_of, PlainAOTInput):
-        return "grad", desc.grad_of.idx
-    if isinstance(desc, InputMutationAOTOutput) and isinstance(desc.mutated_input, PlainAOTInput):
-        return "mutation", desc.mutated_input.idx
-    raise NotImplementedError(f"output {desc} of the joint graph")
+def trace_joint(
+    fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> Traced:
+    """``joint_trace.trace_once`` without stack traces on nodes (ours are cheaper) and without torch's log."""
+    with _quiet_fx(), _quiet_log():
+        return trace_once(fn, args, mode)
 
 
 def fake_mode() -> FakeTensorMode:
     """Tensors without data; real tensors that the code brings along are taken as constants."""
+    defer_compiler()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -239,7 +161,7 @@ def plain_model_code() -> Iterator[None]:
 
 
 def mark(number: int) -> None:
-    """Put ``number`` on all nodes traced from now on; AOTAutograd copies it to their backward nodes."""
+    """Put ``number`` on all nodes traced from now on; it is copied to their backward nodes."""
     fx_traceback.get_current_meta()["custom"] = {MARK: number}
 
 
@@ -255,5 +177,5 @@ def mark_of(node: torch.fx.Node) -> int | None:
 
 
 def is_tagged_backward(node: torch.fx.Node) -> bool:
-    """Whether AOTAutograd traced a node while it computed gradients."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    """Whether a node was traced while gradients were computed."""
+    return node.meta.get("partitioner_tag") == BACKWARD

@@ -1,0 +1,271 @@
+"""One trace of a function and of its gradients, on fake tensors, without in-place ops.
+
+What AOTAutograd's joint export does, for the kind of function that a capture traces: its arguments are
+distinct plain tensors and its outputs are fresh ones, so that nothing has to be known of it before the run
+and one run is enough (AOTAutograd makes two, and pulls in the whole compiler). Autograd records above
+functionalisation, which in turn is above the recording of nodes; ops are taken apart where autograd takes
+them apart, and nowhere else.
+
+Leans on private interfaces: the proxy mode and tracer of ``torch.fx.experimental.proxy_tensor``,
+``torch._subclasses.functional_tensor``, ``torch.fx.traceback``, ``torch._dispatch.python``, the
+``torch._functionalize_*`` queries and ``torch._C._autograd._saved_tensors_hooks_set_tracing``. Run with torch
+2.13; ``torch/_functorch/_aot_autograd`` there is the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch._higher_order_ops.triton_kernel_wrap  # the tracer names it without importing it
+import torch.fx.traceback as fx_traceback
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoshard.errors import CaptureError
+
+InputKind = Literal["plain", "tangent"]
+OutputKind = Literal["output", "grad", "mutation", "nothing"]
+#: value of a node's ``partitioner_tag`` if it was made while gradients were computed
+BACKWARD = "is_backward"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A joint graph and what its ends are.
+
+    root: holds the constants that ``get_attr`` nodes name.
+    inputs: per placeholder ``("plain", position of the argument)`` or ``("tangent", position of the
+        output)``.
+    outputs: per value returned ``("output", position)``, ``("grad", position of the argument)`` or
+        ``("mutation", position of the argument)`` for the new value of an argument changed in place;
+        ``("nothing", -1)`` in the place of the gradient of an argument that needs none. Where an argument
+        that requires grad was changed in place there are no tangents and no gradients.
+    """
+
+    graph: fx.Graph
+    root: nn.Module
+    inputs: tuple[tuple[InputKind, int], ...]
+    outputs: tuple[tuple[OutputKind, int], ...]
+
+
+def trace_once(
+    fn: Callable[..., tuple[torch.Tensor, ...]], args: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> Traced:
+    """The graph of ``fn(*args)`` and of its gradients.
+
+    args: distinct fake tensors of ``mode``, no views; those that require grad get one. fn: takes as many
+    tensors and returns a tuple of new tensors, no views, none of them twice; it is run once. Outputs that
+    require grad get a tangent.
+    """
+    maker = _recorder()
+    tracer, proxies = maker.fx_tracer, maker.proxy_mode
+    assert isinstance(tracer, proxy_tensor.PythonKeyTracer)
+    with ExitStack() as stack:
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(_without_users_hooks())
+        stack.enter_context(mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(FunctionalTensorMode(_allow_token_discovery=True))
+        stack.enter_context(proxies)
+        stack.enter_context(proxy_tensor.disable_autocast_cache())
+        stack.enter_context(proxy_tensor._set_make_fx_tracer(maker))
+        for position, arg in enumerate(args):
+            _placeholder(tracer, f"primals_{position + 1}", arg)
+        stack.enter_context(
+            torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
+        )
+        return _joint(tracer, fn, args, mode)
+
+
+def _recorder() -> proxy_tensor._MakefxTracer:
+    """What records nodes into a graph of its own; bodies of control flow ops find it as their parent."""
+    maker = proxy_tensor._MakefxTracer({}, "real", True, False, False, False, True)
+    tracer = proxy_tensor.PythonKeyTracer()
+    tracer.root = nn.Module()
+    tracer.graph = fx.Graph(tracer_cls=proxy_tensor.PythonKeyTracer)
+    tracer.tensor_attrs = {}
+    tracer.record_stack_traces = False
+    maker.fx_tracer = tracer
+    maker._disable_torch_fn_metadata_mode = True  # costs time, and nothing reads what it notes
+    maker._construct_modes_with_fx_tracer(tracer)
+    return maker
+
+
+def _joint(
+    tracer: proxy_tensor.PythonKeyTracer,
+    fn: Callable[..., tuple[torch.Tensor, ...]],
+    args: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+) -> Traced:
+    given = [FunctionalTensor.to_functional(t) for t in args]
+    outs = fn(*given)
+    for node in tracer.graph.nodes:
+        node.meta["partitioner_tag"] = "is_forward"
+    for t in given:
+        _sync(t)
+    changed = [k for k, t in enumerate(given) if _is_changed(t, args[k])]
+    trained = [k for k, t in enumerate(args) if t.requires_grad]
+    led = [] if set(changed) & set(trained) else [k for k, t in enumerate(outs) if t.requires_grad]
+    found: dict[int, torch.Tensor | None] = {}
+    if led and trained:
+        tangents = _tangents(tracer, [outs[k] for k in led], mode)
+        grads = _gradients([outs[k] for k in led], [given[k] for k in trained], list(tangents.values()))
+        late = [k for k, t in enumerate(given) if k not in changed and _is_changed(t, args[k])]
+        if late or any(_is_changed(t, before) for before, t in tangents.items()):
+            raise CaptureError(
+                "a backward changes a tensor in place that it was given",
+                why="the gradients of a program only depend on what it is given",
+                hint="return new tensors from the backward of an autograd function",
+            )
+        found = dict(zip(trained, grads, strict=True))
+    ends: list[tuple[OutputKind, int, torch.Tensor | None]] = [
+        *(("mutation", k, given[k]) for k in changed),
+        *(("output", k, t) for k, t in enumerate(outs)),
+    ]
+    if found:
+        ends += [("grad", k, found[k]) if k in found else ("nothing", -1, None) for k in range(len(args))]
+    values = [None if t is None else _node_of(tracer, _inner(t)) for _, _, t in ends]
+    tracer.create_node("output", "output", (values,), {})
+    _copy_to_backward(tracer.graph)
+    tracer.graph.eliminate_dead_code()
+    inputs: list[tuple[InputKind, int]] = [("plain", k) for k in range(len(args))]
+    inputs += [("tangent", k) for k in led if found]
+    return Traced(tracer.graph, tracer.root, tuple(inputs), tuple((kind, k) for kind, k, _ in ends))
+
+
+def _placeholder(tracer: proxy_tensor.PythonKeyTracer, name: str, tensor: torch.Tensor) -> None:
+    """An argument of the graph, and ``tensor`` from now on its value."""
+    proxy = tracer.create_proxy("placeholder", name, (), {})
+    with proxy_tensor.disable_proxy_modes_tracing():
+        proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+
+
+def _tangents(
+    tracer: proxy_tensor.PythonKeyTracer, outs: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> dict[torch.Tensor, torch.Tensor]:
+    """New arguments of the graph, laid out like the outputs that they are the gradients of.
+
+    Returns the functional tensor of each.
+    """
+    *_, last = (n for n in tracer.graph.nodes if n.op == "placeholder")
+    tangents: dict[torch.Tensor, torch.Tensor] = {}
+    for number, out in enumerate(outs):
+        like = _inner(out)
+        with _disable_current_modes(), mode:
+            tangent = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        with tracer.graph.inserting_after(last):
+            _placeholder(tracer, f"tangents_{number + 1}", tangent)
+        last = last.next
+        last.meta["partitioner_tag"] = BACKWARD
+        tangents[tangent] = FunctionalTensor.to_functional(tangent)
+    return tangents
+
+
+def _gradients(
+    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    _number_nodes([t.grad_fn for t in outs if t.grad_fn is not None])
+    with fx_traceback.preserve_node_meta():
+        fx_traceback.get_current_meta()["partitioner_tag"] = BACKWARD
+        return torch.autograd.grad(outs, wanted, grad_outputs=tangents, allow_unused=True)
+
+
+def _number_nodes(roots: Sequence[torch.autograd.graph.Node]) -> None:
+    """Make what a node of autograd's graph does carry the number of the forward op that made it."""
+    seen, queue = set(roots), list(roots)
+    while queue:
+        node = queue.pop()
+        number = node._sequence_nr()
+        node.register_prehook(_entering(number))
+        node.register_hook(_leaving)
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                queue.append(after)
+
+
+def _entering(number: int) -> Callable[[Any], None]:
+    def enter(grads: Any) -> None:
+        fx_traceback.set_stack_trace([])
+        fx_traceback.set_grad_fn_seq_nr(number)
+
+    return enter
+
+
+def _leaving(inputs: Any, grads: Any) -> None:
+    # what comes between two nodes adds up gradients: of no forward op
+    fx_traceback.set_stack_trace([fx_traceback.GRADIENT_ACC_SPECIAL_STACK])
+    fx_traceback.reset_grad_fn_seq_nr()
+
+
+def _is_changed(new: torch.Tensor, old: torch.Tensor) -> bool:
+    """Whether an argument was changed in place, its values or how they lie.
+
+    new: the functional tensor made from ``old``.
+    """
+    wrapped = new.elem  # type: ignore[attr-defined]
+    if torch._functionalize_has_data_mutation(wrapped):  # type: ignore[attr-defined]
+        return True
+    after = torch._from_functional_tensor(wrapped)
+    moved = torch._functionalize_was_storage_changed(wrapped)
+    if moved and after.untyped_storage()._cdata != old.untyped_storage()._cdata:
+        return True
+    return torch._functionalize_has_metadata_mutation(wrapped) and _lies(after) != _lies(old)
+
+
+def _lies(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where the elements of a tensor are in its memory."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _sync(tensor: torch.Tensor) -> None:
+    """Bring a functional tensor up to date with what was written to its views."""
+    cast(Any, torch)._sync(tensor)
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    """The fake tensor behind a functional one."""
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    _sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def _node_of(tracer: proxy_tensor.PythonKeyTracer, tensor: torch.Tensor) -> Any:
+    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda found: found.proxy.node)
+    return slot
+
+
+def _copy_to_backward(graph: fx.Graph) -> None:
+    """Give nodes of the backward the ``custom`` metadata of the forward op whose gradient they compute."""
+    forward: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if number is None:
+            continue
+        if node.meta.get("partitioner_tag") != BACKWARD:
+            forward.setdefault(number, node)
+        elif node.op != "placeholder" and number in forward and not node.meta.get("is_gradient_acc"):
+            custom = forward[number].meta.get("custom")
+            if custom is not None:
+                node.meta["custom"] = {**node.meta.get("custom", {}), **custom}
+
+
+@contextmanager
+def _without_users_hooks() -> Iterator[None]:
+    """Hooks on tensors saved for the backward are for a run, not for a graph."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
