@@ -23,6 +23,10 @@ from typing import TypeAlias
 class Replicate:
     """Every rank of the axis holds the whole tensor."""
 
+    # placements are looked up so often that hashing them takes a share of planning
+    def __hash__(self) -> int:
+        return 1
+
     def __str__(self) -> str:
         return "R"
 
@@ -34,6 +38,9 @@ class Shard:
     dim: int
     outer: int = 1
     inner: int = 1
+
+    def __hash__(self) -> int:
+        return self.dim + 31 * self.outer + 8191 * self.inner
 
     def __str__(self) -> str:
         extra = f",outer={self.outer}" if self.outer > 1 else ""

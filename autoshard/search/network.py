@@ -7,7 +7,7 @@ edge prices the combination of two neighbouring states in time. Infinite time me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -23,13 +23,17 @@ class CostNetwork:
 
     unary: seconds of each state, n arrays [k_i]; inf = forbidden. memory: bytes of each state, n arrays
     [k_i], finite. edges: seconds of each pair of states, (u, v) with u < v -> [k_u, k_v]; inf = forbidden.
+    fits: whether it is made of what is known to fit together, and not looked at again.
     """
 
     unary: tuple[Array, ...]
     memory: tuple[Array, ...]
     edges: dict[tuple[int, int], Array]
+    fits: InitVar[bool] = False
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, fits: bool) -> None:
+        if fits:
+            return
         if len(self.unary) != len(self.memory):
             raise ValueError(f"{len(self.unary)} variables with seconds, {len(self.memory)} with bytes")
         shapes = [seconds.shape for seconds in self.unary]
@@ -46,7 +50,7 @@ class CostNetwork:
     def at_price(self, price: float) -> CostNetwork:
         """The network in which every byte also costs ``price`` seconds."""
         unary = tuple(u + price * m for u, m in zip(self.unary, self.memory, strict=True))
-        return CostNetwork(unary, self.memory, self.edges)
+        return CostNetwork(unary, self.memory, self.edges, fits=True)
 
     def seconds_of(self, states: Sequence[int]) -> float:
         """Total seconds of an assignment; always summed in the same order."""

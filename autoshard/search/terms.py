@@ -124,7 +124,7 @@ def compose(
     for variable, mask in enumerate(allowed):
         if mask is not None:
             unary[variable] = unary[variable] + mask
-    return CostNetwork(tuple(unary), tuple(memory), edges)
+    return CostNetwork(tuple(unary), tuple(memory), edges, fits=True)
 
 
 @dataclass(frozen=True)

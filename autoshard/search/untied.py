@@ -123,7 +123,8 @@ class _Tied:
             best, found = max(self.known.values(), default=-np.inf), np.inf
             for policy in tuple(self.policies):
                 network = self.network(self.posed, policy, exposure).at_price(price)
-                value = solve(network, limits=_WORK).lower_bound - price * self.budget
+                orders = self.posed.problem.known.orders
+                value = solve(network, limits=_WORK, orders=orders).lower_bound - price * self.budget
                 if value < found:
                     found = value
                     # whoever is least now is likely to be so again
