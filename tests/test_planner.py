@@ -87,6 +87,8 @@ def test_a_model_scaled_to_one_sequence_is_like_the_captured_one(name: str) -> N
     assert _products(found) == _products(wanted.model)
     with pytest.raises(NotRebatchable, match="one sequence"):
         rebatched(wanted.model, 2)
+    with pytest.raises(NotRebatchable, match="no batch"):
+        rebatched(found, 0)
 
 
 def _products(model: Model) -> Counter[object]:

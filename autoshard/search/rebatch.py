@@ -51,6 +51,8 @@ def rebatched(model: Model, batch: int) -> Model:
     old = batch_of(model.folded)
     if batch == old:
         return model
+    if batch < 1:
+        raise NotRebatchable(f"{batch} sequences are no batch")
     if old < 2:
         raise NotRebatchable("dims of one sequence leave no trace in a graph")
     return _Scaling(model, old, batch).run()

@@ -71,7 +71,7 @@ class Shapes:
         failure: UsageError | None = None
         for staged in group:
             mesh, ways = staged.mesh, data_ways(staged.mesh)
-            sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)})
+            sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)} - {0})
             if sizes[:-1] and sizes[0] * ways == 1 and not self.poses.scales_to(1):
                 del sizes[0]
             if not sizes:
