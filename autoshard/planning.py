@@ -103,7 +103,10 @@ class Question:
 
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
-        analysis = source.analysed(self.progress)
+        return self.planned_from(source, source.analysed(self.progress))
+
+    def planned_from(self, source: Source, analysis: Analysis) -> Planned:
+        """The same, of a source that was captured and analysed already."""
         try:
             return self._planned(source, analysis)
         except BatchError as error:

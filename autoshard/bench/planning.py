@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autoshard.bench.cases import Case
@@ -50,36 +50,36 @@ def plan_case(case: Case) -> PlanningRow:
     Raises what `autoshard.plan` raises.
     """
     from autoshard.analysis import analyse
-    from autoshard.candidates import PipeAsk, searched
+    from autoshard.candidates import PipeAsk
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
+    from autoshard.offload import NO_OFFLOAD
     from autoshard.passes.capture import capture
-    from autoshard.planning import plan_analysed
+    from autoshard.planning import Question, Source
     from autoshard.report.summary import summarise
     from autoshard.search.choose import Ask
-    from autoshard.search.problem import experts_of
-    from autoshard.search.problems import layer_calls
     from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
     cluster = load_cluster(case.cluster)
-    ask = Ask(
-        batch=None if case.mesh else case.batch,
-        recipe=recipe_named(case.optimizer),
-        rivals=not case.mesh,
+    batch = None if case.mesh else case.batch
+    question = Question(
+        Mesh.parse(case.mesh) if case.mesh else cluster,
+        cluster,
+        case.devices,
+        batch,
+        PipeAsk(),
+        Ask(batch=batch, recipe=recipe_named(case.optimizer), rivals=not case.mesh),
+        # as for `autoshard.plan`: a mesh alone has no limit of memory
+        memory=None if case.mesh else usable_memory(cluster.used_by(case.devices).device),
+        target="",
+        offload=NO_OFFLOAD,
+        progress=lambda _: None,
     )
     start = time.perf_counter()
     joint = capture(model, (), inputs)
     captured = time.perf_counter()
-    # as for `autoshard.plan`: a mesh alone has no limit of memory
-    memory = None if case.mesh else usable_memory(cluster.used_by(case.devices).device)
-    analysis = analyse(joint)
-    meshes: list[Any] = [Mesh.parse(case.mesh)] if case.mesh else []
-    if not case.mesh:
-        layers = sum(layer_calls(analysis.folded).values())
-        experts = experts_of(analysis.model)
-        meshes += searched(cluster, case.devices, layers, case.batch, PipeAsk(), experts)
-    planned = plan_analysed(analysis, meshes, cluster, memory=memory, ask=ask)
+    planned = question.planned_from(Source(model, (), inputs), analyse(joint))
     end = time.perf_counter()
     summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
     assert summary.step is not None

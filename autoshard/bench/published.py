@@ -23,7 +23,7 @@ from autoshard.search.rank import Configuration, Staged, data_ways
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
-from autoshard.search.uneven import busiest, chain_of
+from autoshard.search.uneven import uneven_seconds
 from autoshard.staging import pipe_link
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
@@ -124,7 +124,7 @@ def _compare(
 
 def _seconds(found: Settled) -> float:
     """Of a step; a pipeline is not cut, but its stages are no more alike than they can be."""
-    return found.placed.seconds * busiest(chain_of(found.posed, found.placed), found.configuration.pipe)
+    return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
 
 
 def _name(found: Configuration) -> str:

@@ -20,7 +20,7 @@ from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import profile
 from autoshard.search.tune import QUICK, proven, tune
-from autoshard.search.uneven import busiest, chain_of
+from autoshard.search.uneven import uneven_seconds
 
 
 class Judge(Protocol):
@@ -133,9 +133,7 @@ class Exact:
         if found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
         if self.judge is None:
-            return found.placed.seconds * busiest(
-                chain_of(found.posed, found.placed), found.configuration.pipe
-            )
+            return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
         return self.judge.seconds(found)
 
     def worst(self) -> AutoshardError:

@@ -22,6 +22,11 @@ from autoshard.search.variables import NodeVar
 _STEPS = 10
 
 
+def uneven_seconds(posed: Posed, placed: Placed, pipe: Pipe) -> float:
+    """Of a step whose stages are no more alike than they can be."""
+    return placed.seconds * busiest(chain_of(posed, placed), pipe)
+
+
 def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
     """Seconds of the parts of one forward between which it may be cut, in order (as `staging` chooses them).
 
