@@ -8,8 +8,8 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh_candidates
 from autoshard.errors import UsageError
 from autoshard.schedules.registry import check_slices, default_slices, lookup
+from autoshard.search.configuration import Staged, data_ways
 from autoshard.search.pipe import Pipe, pipes_of
-from autoshard.search.rank import Staged, data_ways
 from autoshard.staging import pipe_link
 
 

@@ -24,9 +24,9 @@ from autoshard.program.program import Program, Signature, Stages
 from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Ask, Settled
 from autoshard.search.choose import retuned
+from autoshard.search.configuration import alike
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
-from autoshard.search.rank import alike
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks

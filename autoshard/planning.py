@@ -21,11 +21,11 @@ from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import check_slices
 from autoshard.rules.user import Rules
 from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.configuration import Staged, microbatch_sizes
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
 from autoshard.search.problem import experts_of
 from autoshard.search.problems import layer_calls
-from autoshard.search.rank import Staged, microbatch_sizes
 from autoshard.search.rebatch import batch_of, unlike_batch
 from autoshard.staging import Staging
 

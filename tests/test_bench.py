@@ -36,9 +36,9 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.unfilled import Unfilled
 from autoshard.passes.capture import capture
 from autoshard.search.choose import Ask, choose
+from autoshard.search.configuration import Staged
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
-from autoshard.search.rank import Staged
 from autoshard.search.rebatch import rebatched
 from autoshard.search.uneven import busiest, chain_of
 from autoshard.staging import pipe_link

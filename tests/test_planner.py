@@ -36,12 +36,12 @@ from autoshard.ir.held import held_numel
 from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
 from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.configuration import microbatch_sizes
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rank import microbatch_sizes
 from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place

@@ -25,9 +25,9 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.placement import Placement, Shard
 from autoshard.planning import Source, plan_analysed
 from autoshard.search.choose import Ask, Settled, _Search, choose
+from autoshard.search.configuration import Staged
 from autoshard.search.plan_json import plan_to_json
 from autoshard.search.problems import layer_calls, pose
-from autoshard.search.rank import Staged
 from autoshard.search.rivals import _whole_between_layers
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place

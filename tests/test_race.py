@@ -14,10 +14,11 @@ from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.configuration import Configuration
+from autoshard.search.estimated import Estimated
 from autoshard.search.pipe import Pipe
 from autoshard.search.problem import experts_of
 from autoshard.search.race import Race
-from autoshard.search.rank import Configuration, Estimated
 from autoshard.search.setting import Setting
 
 BATCH = 8

@@ -14,12 +14,12 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.configuration import Configuration, Staged, data_ways
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model
 from autoshard.search.problems import layer_calls, pose
-from autoshard.search.rank import Configuration, Staged, data_ways
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place

@@ -13,10 +13,10 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.search.choose import Ask, Settled, choose
+from autoshard.search.configuration import data_ways, microbatch_sizes
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.plan import Recompute
 from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rank import data_ways, microbatch_sizes
 from autoshard.search.rebatch import rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.search.configuration import Configuration
 from autoshard.search.pins import Pin
 from autoshard.search.problems import Posed
-from autoshard.search.rank import Configuration
 from autoshard.search.rivals import Rival
 from autoshard.search.settle import Placed
 from autoshard.search.tactics import Stage, Tactic

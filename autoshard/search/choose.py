@@ -10,13 +10,16 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.search.ask import Ask, Rejected, Settled
+from autoshard.search.configuration import Configuration, Staged, data_ways, inside, shapes_of
+from autoshard.search.ends import Shape
+from autoshard.search.estimated import Estimated
 from autoshard.search.exact import Exact, Judge, name_of
+from autoshard.search.nearest import Nearest
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.rank import Configuration, Estimated, Shape, Staged, data_ways, inside, shapes_of
 from autoshard.search.rivals import Pricing, Rival, Room, rivals
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
@@ -141,40 +144,37 @@ class _Search:
 
     def many(self, given: Sequence[Staged]) -> Settled:
         """The best of all shapes, microbatches and recomputation."""
-        ranked: list[Estimated] = []
+        ranked = Nearest()
         try:
             groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
             apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
             for group in (g for g in groups if g not in later and g not in apart):
-                ranked += self._ranked(group, ranked)
-            ranked += self._best_division(apart, ranked)
+                ranked.extend(self._ranked(group))
+            ranked.extend(self._best_division(apart))
             # experts make every size of the data axes a problem of its own: pipelines of the best layout only
             for group in _few(later, ranked):
-                ranked += self._ranked(group, ranked)
+                ranked.extend(self._ranked(group))
         except KeyboardInterrupt:
             if not self.solved:
                 raise
             self.exact.interrupted = True  # what is known by now still gives a plan
-        if not ranked:
-            return self.exact.nothing(self.solved, self.total)
-        return self.exact.best(sorted(ranked, key=lambda e: (e.seconds, e.bound, str(e.configuration.mesh))))
+        return self.exact.best(ranked) or self.exact.nothing(self.solved, self.total)
 
-    def _best_division(
-        self, groups: Sequence[tuple[Staged, ...]], known: Sequence[Estimated]
-    ) -> list[Estimated]:
+    def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
         """Configurations that divide experts over an axis of their own: a middling one, then wider or
         narrower ones as long as that helps.
 
         Wide ones exchange rows among more ranks, narrow ones gather more.
         """
         groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
-        found: dict[int, list[Estimated]] = {}
+        found: dict[int, Nearest] = {}
 
         def seconds(k: int) -> float:
             if k not in found:
-                found[k] = self._ranked(groups[k], [*known, *(e for each in found.values() for e in each)])
-            return min((e.seconds for e in found[k]), default=inf)
+                found[k] = Nearest(self._ranked(groups[k]))
+            first = found[k].first()
+            return inf if first is None else first.seconds
 
         at, todo = len(groups) // 2, range(len(groups))
         for way in (1, -1):
@@ -182,15 +182,15 @@ class _Search:
                 at += way
         return [e for each in found.values() for e in each]
 
-    def _ranked(self, group: tuple[Staged, ...], known: Sequence[Estimated]) -> list[Estimated]:
-        """The configurations of one shape, beside those known already."""
+    def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
+        """The configurations of one shape."""
         try:
             shape = self.shapes.solved(group)
         except UsageError as error:
             self.exact.failures.append(error)
             return []
         self.solved.append(shape)
-        return self.shapes.ranked(shape, min((e.seconds for e in known), default=inf))
+        return self.shapes.ranked(shape)
 
     def rivals(self, devices: int, found: Settled) -> tuple[Rival, ...]:
         """What a user would have picked on as many devices, beside what was found."""
@@ -202,11 +202,10 @@ class _Search:
         def pricing(poses: Poses, known: Sequence[Shape]) -> Pricing:
             shapes = Shapes(poses, ask, setting, self.total, self.progress)
 
-            def ranked(mesh: Mesh) -> list[Estimated]:
+            def ranked(mesh: Mesh) -> Nearest:
                 alone = Staged(mesh)
                 shape = next((s for s in known if alone in s.meshes), None) or shapes.solved((alone,))
-                found = shapes.ranked(replace(shape, meshes=(alone,)))
-                return sorted((e for e in found if isfinite(e.seconds)), key=lambda e: e.seconds)
+                return Nearest(shapes.ranked(replace(shape, meshes=(alone,))))
 
             return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
 
@@ -268,10 +267,11 @@ def _is_of(where: Configuration, given: Staged) -> bool:
     return alike and (not given.batches or where.batch in given.batches)
 
 
-def _few(groups: Sequence[tuple[Staged, ...]], ranked: Sequence[Estimated]) -> list[tuple[Staged, ...]]:
+def _few(groups: Sequence[tuple[Staged, ...]], ranked: Nearest) -> list[tuple[Staged, ...]]:
     """Of shapes with pipelines, a few that divide layers as the best one without does."""
-    if not ranked:
+    first = ranked.first() if groups else None
+    if first is None:
         return list(groups)[:_PIPELINES]
-    best = min(ranked, key=lambda e: e.seconds).configuration.mesh
+    best = first.configuration.mesh
     alike = [g for g in groups if inside(g[0].mesh) == inside(best)]
     return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Protocol
@@ -10,12 +10,15 @@ from typing import Protocol
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Ask, Rejected, Settled
+from autoshard.search.configuration import Configuration, data_ways
+from autoshard.search.ends import Shape
+from autoshard.search.estimated import Estimated
+from autoshard.search.nearest import Nearest
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.poses import Poses
 from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.race import Race
-from autoshard.search.rank import Configuration, Estimated, Shape, data_ways
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import profile
@@ -58,45 +61,74 @@ class Exact:
         self.failures: list[AutoshardError] = []
         self.interrupted = False
 
-    def best(self, ranked: Sequence[Estimated]) -> Settled:
-        """Solve the configurations that look best, until the others are ruled out or far behind.
+    def best(self, ranked: Nearest) -> Settled | None:
+        """Solve the configurations that look best, until the others are ruled out or far behind; None if
+        there is none that may fit.
 
         What was solved becomes a program when nothing else is expected to be faster: fitting one takes
         longer than solving it, and most of those that look too good do not fit.
         """
         # with experts one more solution takes as long as all the rest
         race = Race(one_kind=experts_of(self.poses.model) > 0)
-
+        solved = self._run(race, ranked)
         # what seems not to fit comes after all that does
-        for sure in (True, False):
-            self._run(race, [e for e in ranked if isfinite(e.seconds) == sure])
+        solved += self._run_unsure(race, ranked.unsure)
+        if not solved:
+            return None
         if race.best is None:
             raise self.worst()
-        return self._finished(race.best, ranked, race.seconds)
+        return self._finished(race.best, solved, ranked, race.seconds)
 
-    def _run(self, race: Race, left: Sequence[Estimated]) -> None:
-        """Solve what is not left out, best first, and fit what comes out best."""
-
-        def leaves_out(estimated: Estimated) -> bool:
-            return race.begun and (self.interrupted or race.leaves_out(estimated))
-
-        while left:
-            out = []
-            for estimated in left:
-                if estimated.configuration in race.seconds:
+    def _run(self, race: Race, left: Nearest) -> list[Estimated]:
+        """Solve what is not left out, best first, and fit what comes out best; returns what was solved."""
+        solved: list[Estimated] = []
+        while True:
+            out: list[Estimated] = []
+            while (estimated := left.pop()) is not None:
+                if not estimated.rough and estimated.configuration in race.seconds:
                     continue  # solved ahead of its turn
                 self._fit(race, estimated.seconds)
-                if leaves_out(estimated):
+                if self._leaves_out(race, estimated):
                     out.append(estimated)
-                    continue
-                self._solve(race, estimated)
-                # solving takes less than fitting: what is solved anyway may be what is fitted first
-                other = next((e for e in left if race.wants(e)), None)
-                if other is not None and not self.interrupted:
-                    self._solve(race, other)
+                elif estimated.rough:
+                    left.put(self._closer(estimated))
+                else:
+                    solved.append(estimated)
+                    self._solve(race, estimated)
+                    # solving takes less than fitting: what is solved anyway may be what is fitted first
+                    other = None if self.interrupted else left.first(race.wants)
+                    if other is not None:
+                        solved.append(other)
+                        self._solve(race, other)
             self._fit(race, inf)
+            left.extend(out)
             # what was solved in the place of others may have come out slower than it looked
-            left = [e for e in out if not leaves_out(e)]
+            if all(self._leaves_out(race, estimated) for estimated in out):
+                return solved
+
+    def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
+        """The same for those that seem not to fit."""
+        solved: list[Estimated] = []
+        for estimated in sorted(unsure, key=lambda e: (e.bound, str(e.configuration.mesh))):
+            self._fit(race, inf)
+            if not self._leaves_out(race, estimated):
+                solved.append(estimated)
+                self._solve(race, estimated)
+        self._fit(race, inf)
+        return solved
+
+    def _leaves_out(self, race: Race, estimated: Estimated) -> bool:
+        return race.begun and (self.interrupted or race.leaves_out(estimated))
+
+    def _closer(self, estimated: Estimated) -> Estimated | None:
+        """A closer look; if it is interrupted for the first time, the same as before."""
+        try:
+            return estimated.closer()
+        except KeyboardInterrupt:
+            if self.interrupted:
+                raise
+            self.interrupted = True
+            return estimated
 
     def _solve(self, race: Race, estimated: Estimated) -> None:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""
@@ -201,18 +233,29 @@ class Exact:
             return self.tuned(posed, setting.running_again("full"))
 
     def _finished(
-        self, best: Settled, ranked: Sequence[Estimated], solved: dict[Configuration, float]
+        self,
+        best: Settled,
+        entered: Sequence[Estimated],
+        left: Nearest,
+        solved: Mapping[Configuration, float],
     ) -> Settled:
-        """With the proof, and what was not taken."""
+        """With the proof, and what was not taken. entered: estimates of those that were solved."""
         try:
             placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
+            if all(e.configuration == best.configuration for e in entered):
+                left.first()  # the next best is an estimate: let it be a good one
         except KeyboardInterrupt:
             self.interrupted, placed = True, best.placed
         best = replace(best, placed=placed)
-        others = [(e.configuration, e) for e in ranked if e.configuration != best.configuration]
-        bound = min([placed.lower_bound, *(e.bound for _, e in others)])
+        others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
+        bound = placed.lower_bound
+        for other in sorted(others.values(), key=lambda e: e.bound):
+            if other.bound >= bound:
+                break
+            if other.may_fit():
+                bound = other.bound
         # an estimate below what was found says little: those that were solved come first
-        priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others)
+        priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others.items())
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
 

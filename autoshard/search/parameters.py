@@ -23,7 +23,7 @@ from autoshard.search.buckets import Shares
 from autoshard.search.inline import gather_copies, reduce_copies
 from autoshard.search.lives import GATHERED
 from autoshard.search.network import Array
-from autoshard.search.problem import MORE
+from autoshard.search.problem import MORE, Model
 from autoshard.search.problems import Posed
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Bytes, Profile, Time
@@ -91,6 +91,27 @@ def parameters_of(posed: Posed, placed: Placed) -> Parameters:
     table = np.array(rows, dtype=np.float64).reshape(-1, 6)
     count, whole, base, split, width, both = table.T
     return Parameters(count, whole, base, split, width, both, tuple(shapes), tuple(shares))
+
+
+def whole_state(model: Model, recipe: Recipe) -> float:
+    """Bytes of all trained parameters with their gradients and optimizer, nothing of it split or repeated."""
+    found = 0.0
+    for group in model.flow.classes.values():
+        if group.grads:
+            type_ = group.first.type
+            width = DTYPES[type_.dtype][1]
+            found += (
+                len(group.ports)
+                * type_.numel
+                * (_kept_width(recipe, width) + (width if recipe.resident else 0))
+            )
+    return found
+
+
+def _kept_width(recipe: Recipe, width: float) -> float:
+    """Bytes of the gradient and the optimizer's state of an element that takes ``width`` itself."""
+    grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
+    return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width)
 
 
 def _off_data(stored: Layout, posed: Posed) -> Layout:

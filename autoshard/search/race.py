@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from autoshard.search.ask import Settled
-from autoshard.search.rank import Configuration, Estimated, alike
+from autoshard.search.configuration import Configuration, alike
+from autoshard.search.estimated import Estimated
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2

@@ -1,30 +1,28 @@
 """Which configurations are worth solving exactly: an estimate for each, and a bound that no plan beats.
 
-A few exact solutions per shape of the mesh, from the smallest to the largest microbatch, give everything else
-by interpolation. What is least over all placements is concave in the batch (a least of sums of concave
-costs), so the chord between two of them is a lower bound for every microbatch between.
+A few exact solutions per shape of the mesh give everything else by interpolation (see `search.ends`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from typing import TypeVar
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.again import Filling
-from autoshard.search.parameters import Parameters, Zero, parameters_of
+from autoshard.search.configuration import Configuration, data_ways, microbatch_sizes
+from autoshard.search.ends import End, Shape, between
+from autoshard.search.estimated import Estimated
+from autoshard.search.parameters import Parameters, Zero
 from autoshard.search.pipe import Pipe
-from autoshard.search.problems import Posed
-from autoshard.search.setting import OF_STATE, Setting
-from autoshard.search.settle import Placed
+from autoshard.search.setting import Setting
 from autoshard.search.terms import Profile
 from autoshard.search.uneven import busiest
 
@@ -32,182 +30,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 #: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
 _ALONE = 0.98
-#: how much slower than the best known a configuration may be, without a memory limit, to be looked at closely
-_FAR = 1.2
+#: placements that hold less may store so much less of the parameters, as a factor
+_LEANER = 1.05
 #: sums of the same seconds in another order differ by less than this share
 _ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """A mesh and a number of microbatches. batch: sequences of one microbatch over the whole mesh.
-
-    pipe: the pipeline, each of whose ranks is such a mesh.
-    """
-
-    mesh: Mesh
-    batch: int
-    microbatches: int
-    pipe: Pipe = field(default_factory=Pipe)
-
-    @property
-    def name(self) -> str:
-        """``pp=4,dp=8,tp=8``"""
-        return str(self.mesh) if self.pipe.ranks == 1 else f"pp={self.pipe.ranks},{self.mesh}"
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A mesh for every one of ``ranks`` pipeline ranks, with the pipelines to try.
-
-    batches: sequences of a microbatch over the mesh that are allowed, () for all that divide. link: between
-    pipeline ranks, None where there is one.
-    """
-
-    mesh: Mesh
-    pipes: tuple[Pipe, ...] = (Pipe(),)
-    batches: tuple[int, ...] = ()
-    link: AxisLink | None = None
-
-    def hop_seconds(self, nbytes: float) -> float:
-        """Seconds to send so many bytes per data rank to the next stage; each tensor rank sends its part."""
-        if self.link is None:
-            return 0.0
-        inner = self.mesh.world_size // data_ways(self.mesh)
-        return seconds("send", nbytes / inner, self.link)
-
-    @property
-    def ranks(self) -> int:
-        return self.pipes[0].ranks
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks * self.mesh.world_size
-
-
-@dataclass(frozen=True)
-class Estimated:
-    """A configuration with an estimated setting and seconds, and a lower bound in seconds.
-
-    bound: ranks of a pipeline wait as the formula of the shortest schedule says; nothing else is in the way.
-    hopeless: whether what parameters take leaves no room for anything else in any placements that were looked
-    at. choices: states of all variables of a problem of its shape, which say how long a solution takes.
-    """
-
-    configuration: Configuration
-    setting: Setting
-    seconds: float
-    bound: float
-    hopeless: bool = False
-    choices: int = 0
-
-
-@dataclass(frozen=True)
-class Way:
-    """Placements of everything: what they take, and how they use the parameters."""
-
-    taken: Profile
-    parameters: Parameters
-
-
-@dataclass(frozen=True)
-class End:
-    """One microbatch solved exactly.
-
-    batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
-    least. find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says
-    what is held at least, with everything computed again. Both are asked only where memory is short.
-    find_chain: seconds of the ops of forward, in order; only asked where there are pipelines.
-    """
-
-    batch: int
-    free: Way
-    seconds: float
-    find_lean: Callable[[bool], Way]
-    find_bytes: Callable[[], float]
-    find_chain: Callable[[], tuple[float, ...]]
-
-    @cached_property
-    def lean(self) -> Way:
-        """For steps without a pipeline."""
-        return self.find_lean(True)
-
-    @cached_property
-    def staged(self) -> Way:
-        """For the stages of a pipeline, which have nothing on its way to a reduction."""
-        return self.find_lean(False)
-
-    def holding(self, staged: bool) -> Way:
-        """Placements that hold less. staged: for a stage of a pipeline."""
-        return self.staged if staged else self.lean
-
-    @cached_property
-    def bytes(self) -> float:
-        return self.find_bytes()
-
-    @cached_property
-    def chain(self) -> tuple[float, ...]:
-        return self.find_chain()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Meshes that differ only in their data axes (and pipelines), solved at a few microbatches.
-
-    What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
-    ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
-    solved. ends: by sequences, ascending. between: bytes that one sequence hands from layer to layer.
-    choices: states of all variables of one problem.
-    """
-
-    meshes: tuple[Staged, ...]
-    ends: tuple[End, ...]
-    between: float = 0.0
-    choices: int = 0
-
-    def free(self, batch: int) -> Profile:
-        """The fastest placements, interpolated between two ends, without what belongs to parameters."""
-        low, high, t = self.place(batch)
-        return _between(low.free, high.free, t)
-
-    def lean(self, batch: int, staged: bool) -> Profile:
-        """The same for those that hold less. staged: as a stage of a pipeline."""
-        low, high, t = self.place(batch)
-        return _between(low.holding(staged), high.holding(staged), t)
-
-    def seconds(self, batch: int) -> float:
-        """Seconds that one microbatch takes at least."""
-        low, high, t = self.place(batch)
-        return low.seconds + t * (high.seconds - low.seconds)
-
-    def bytes(self, batch: int) -> float:
-        """Bytes that are held at least."""
-        low, high, t = self.place(batch)
-        return low.bytes + t * (high.bytes - low.bytes)
-
-    def covers(self, batch: int) -> bool:
-        return self.ends[0].batch <= batch <= self.ends[-1].batch
-
-    def place(self, batch: int) -> tuple[End, End, float]:
-        """The ends around a number of sequences per data rank, and how far it is from one to the other."""
-        above = next(k for k, end in enumerate(self.ends) if end.batch >= batch)
-        low, high = self.ends[max(0, above - 1)], self.ends[above]
-        width = high.batch - low.batch
-        return low, high, (batch - low.batch) / width if width else 0.0
-
-
-def _between(low: Way, high: Way, t: float) -> Profile:
-    times = _mixed(low.taken.seconds, high.taken.seconds, t)
-    held = _mixed(low.taken.bytes, high.taken.bytes, t)
-    return Profile(
-        {k: v for k, v in times.items() if k.kind in ("work", "talk")},
-        {k: v for k, v in held.items() if k.kind not in OF_STATE},
-    )
-
-
-def way_of(posed: Posed, placed: Placed) -> Way:
-    """What is worth knowing of placements."""
-    return Way(placed.taken, parameters_of(posed, placed))
 
 
 def rank(
@@ -217,39 +43,22 @@ def rank(
     setting: Setting,
     budget: float | None,
     recipe: Recipe,
-    known: float = inf,
 ) -> list[Estimated]:
-    """All configurations of a shape that may fit, for a global batch of ``total`` sequences.
+    """All configurations of a shape, for a global batch of ``total`` sequences, by their bounds alone.
 
-    Where the fastest placements do not fit as they are, those that hold less are looked at, too. One that
-    seems not to fit, without that being proven, has infinite estimated seconds. known: seconds of a step that
-    another shape is thought to reach: what is far slower even without a memory limit stays at that estimate,
-    and what is so by its bound at that.
+    Each can be looked at more closely: first at what the fastest placements take without a memory limit, then
+    at what fits; where they do not fit as they are, those that hold less are looked at, too. One that seems
+    not to fit, without that being proven, has infinite estimated seconds.
     """
-    found: list[Estimated] = []
-    near: list[_Candidate] = []
-    for one in _candidates(shape, total, cluster, setting, budget, recipe):
-        if one.bound <= known * _FAR:
-            near.append(one)
-        else:
-            where = Configuration(one.mesh, one.batch, one.ways.count, one.ways[0].pipe)
-            found.append(Estimated(where, one.ways[0], one.bound, one.bound, choices=shape.choices))
-    # the fastest first, so that little is looked at closely
-    for one in sorted(near, key=lambda c: c.floor):
-        best, how = one.best(known * _FAR)
-        where = Configuration(one.mesh, one.batch, one.ways.count, how.pipe)
-        if best is not None:
-            bound = min(one.bound, best)
-            found.append(Estimated(where, how, best, bound, choices=shape.choices))
-            known = min(known, best)
-        elif budget is not None and one.least_bytes() <= budget:
-            found.append(Estimated(where, how, inf, one.bound, not one.leaves_room(), shape.choices))
-    return found
+    return [
+        Estimated(one.where(one.ways[0]), one.ways[0], one.bound, one.bound, choices=shape.choices, view=one)
+        for one in _candidates(shape, total, cluster, setting, budget, recipe)
+    ]
 
 
 def _candidates(
     shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
-) -> Iterator[_Candidate]:
+) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
@@ -258,6 +67,7 @@ def _candidates(
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
+        state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
         if (mesh, cut) not in lives:
             lives[mesh, cut] = _Lives(shape, cut, mesh, zeros, setting)
         of_mesh = lives[mesh, cut]
@@ -278,8 +88,8 @@ def _candidates(
             slack = 1.0 if ways > 1 else _ALONE
             runs = count + min(p.filling for p in staged.pipes)
             bound = slack * runs * shape.seconds(each) / staged.ranks
-            yield _Candidate(
-                mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, budget
+            yield _Bounded(
+                mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, state, budget
             )
 
 
@@ -302,7 +112,7 @@ class _Bare:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes that the whole model holds at least."""
+        """Bytes that the whole model holds at least, but for what belongs to parameters."""
         return self._shape.bytes(self.each)
 
     @cached_property
@@ -344,9 +154,10 @@ class _Ways:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _Bounded:
     """A microbatch on one mesh. batch: its sequences. uneven: seconds of a step over those with equal stages,
-    by pipeline. bound: in seconds, of any placements."""
+    by pipeline. bound: in seconds, of any placements. state: bytes that parameters take at least on the ranks
+    of a pipeline together."""
 
     mesh: Mesh
     batch: int
@@ -355,36 +166,62 @@ class _Candidate:
     ways: _Ways
     uneven: tuple[float, ...]
     bound: float
+    state: float
     budget: float | None
 
     @cached_property
     def _steps(self) -> list[list[float]]:
-        """Seconds that the fastest placements take if nothing is computed again; [pipes, lives]."""
-        sums = self.lives.sums(self.bare.each, lean=False)
-        return self.ways.totals([self.bare.free_sums + extra for extra in sums])
+        """Seconds that the fastest placements take if nothing is computed again; [pipes, lives].
+
+        Where something else fits, inf for what parameters do not fit in.
+        """
+        each, how = self.bare.each, self.ways[0]
+        sums = self.lives.sums(each, lean=False)
+        totals = self.ways.totals([self.bare.free_sums + extra for extra in sums])
+        if self.budget is None:
+            return totals
+        room = _LEANER * self.budget
+        over = [self.bare.free.state_bytes(how, extra) > room for extra in self.lives.at(each, lean=False)]
+        if all(over):
+            return totals
+        return [[inf if out else t for t, out in zip(row, over, strict=True)] for row in totals]
 
     @cached_property
     def _floors(self) -> list[tuple[float, int]]:
         """(the least of these, number of the pipeline), the fastest first."""
         return sorted((self.uneven[k] * min(row, default=inf), k) for k, row in enumerate(self._steps))
 
-    @property
-    def floor(self) -> float:
-        """Seconds of the fastest pipeline without a memory limit."""
-        return self._floors[0][0]
+    def where(self, how: Setting) -> Configuration:
+        """The configuration that runs in a setting."""
+        return Configuration(self.mesh, self.batch, self.ways.count, how.pipe)
 
-    def least_bytes(self) -> float:
-        """Bytes that are held at least."""
-        return self.bare.least_bytes / self.ways.ranks
+    def closer(self, seen: Estimated) -> Estimated | None:
+        """With the seconds of the fastest pipeline that has room for parameters, however little else fits."""
+        if not self.may_fit():
+            return None
+        floor, k = self._floors[0]
+        how = self.ways[k]
+        return replace(
+            seen,
+            configuration=self.where(how),
+            setting=how,
+            seconds=max(seen.seconds, floor),
+            view=_Unlimited(self),
+        )
 
-    def best(self, far: float) -> tuple[float | None, Setting]:
+    def may_fit(self) -> bool:
+        if self.budget is None:
+            return True
+        room = self.ways.ranks * self.budget
+        # the fullest rank of a pipeline holds no less than the mean
+        return self.state <= room and self.state + self.bare.least_bytes <= room
+
+    def best(self) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
         ways, of_lean, each = self.ways, None, self.bare.each
         steps, floors = self._steps, self._floors
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
-            if floor > far and best is None:
-                return floor, ways[k]
             if best is not None and floor >= best[0]:
                 break
             filled = _best(self.bare.free, self.lives.at(each, lean=False), steps[k], ways[k], self.budget)
@@ -410,6 +247,31 @@ class _Candidate:
         )
 
 
+@dataclass(frozen=True)
+class _Unlimited:
+    """A microbatch on one mesh of which it is known what it takes without a memory limit."""
+
+    bounded: _Bounded
+
+    def closer(self, seen: Estimated) -> Estimated | None:
+        """The fastest that fits."""
+        best, how = self.bounded.best()
+        if best is None and not self.bounded.may_fit():
+            return None
+        return replace(
+            seen,
+            configuration=self.bounded.where(how),
+            setting=how,
+            seconds=inf if best is None else best,
+            bound=seen.bound if best is None else min(seen.bound, best),
+            hopeless=best is None and not self.bounded.leaves_room(),
+            view=None,
+        )
+
+    def may_fit(self) -> bool:
+        return self.bounded.may_fit()
+
+
 class _Lives:
     """What the parameters of a shape may take on one mesh, by the sequences of a data rank.
 
@@ -430,8 +292,7 @@ class _Lives:
             low, high, t = self._shape.place(each)
             low_stages, high_stages = _paired(self._of(low, lean)[0], self._of(high, lean)[0], t)
             self._at[each, lean] = [
-                a if a is b else Profile(_mixed(a.seconds, b.seconds, t), _mixed(a.bytes, b.bytes, t))
-                for a, b in zip(low_stages, high_stages, strict=True)
+                a if a is b else between(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)
             ]
         return self._at[each, lean]
 
@@ -489,70 +350,3 @@ def _best(
         if found is not None and (best is None or found[1] < best[1]):
             best = found
     return best
-
-
-def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
-    """Sequences per microbatch over the whole mesh that divide the global batch evenly."""
-    ways = data_ways(mesh)
-    if total % ways:
-        return []
-    each = total // ways
-    return [ways * b for b in range(1, each + 1) if each % b == 0]
-
-
-def alike(where: Configuration) -> Hashable:
-    """What configurations share that only divide the data ranks otherwise."""
-    return inside(where.mesh), where.batch // data_ways(where.mesh), where.pipe.ranks
-
-
-def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    """Names and sizes of the axes that do more than split the batch and store parameters."""
-    return tuple(
-        (a.name, a.size) for a in mesh.axes if not a.meaning.splits_batch or a.meaning.divides_experts
-    )
-
-
-def data_ways(mesh: Mesh) -> int:
-    """How many ranks split the batch."""
-    ways = 1
-    for axis in mesh.axes:
-        ways *= axis.size if axis.meaning.splits_batch else 1
-    return ways
-
-
-def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:
-    return {k: (1 - t) * a.get(k, 0.0) + t * b.get(k, 0.0) for k in dict.fromkeys((*a, *b))}
-
-
-def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, ...]]:
-    """Meshes that differ only in their data axes and pipelines, together; fewest data ranks and then most
-    sharded ones first.
-
-    owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then data
-    axes of different sizes stay apart, and only the mesh that divides experts furthest is kept, beside the
-    one that stores everything whole, since gathering experts costs far more.
-    """
-    groups: dict[object, list[Staged]] = {}
-    for staged in meshes:
-        ways = data_ways(staged.mesh)
-        groups.setdefault((ways if owners else 0, inside(staged.mesh)), []).append(staged)
-    found: list[tuple[Staged, ...]] = []
-    for group in groups.values():
-        # a single data rank has no batch axis to place, so it comes last
-        ordered = sorted(
-            group, key=lambda s: (data_ways(s.mesh) == 1, data_ways(s.mesh), -_sharded(s.mesh), s.ranks)
-        )
-        if not owners:
-            found.append(tuple(ordered))
-            continue
-        alone = next((s.mesh for s in ordered if owners % _sharded(s.mesh) == 0), None)
-        kept = [s for s in ordered if s.mesh == alone or _sharded(s.mesh) == 1] if alone else ordered
-        found.append(tuple(sorted(kept, key=lambda s: s.mesh != alone)))
-    return found
-
-
-def _sharded(mesh: Mesh) -> int:
-    ways = 1
-    for axis in mesh.axes:
-        ways *= axis.size if axis.meaning.stores_sharded else 1
-    return ways

@@ -13,17 +13,18 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout, Shard
+from autoshard.search.configuration import Configuration
+from autoshard.search.nearest import Nearest
 from autoshard.search.network import Array, InfeasibleNetwork, NoFiniteAssignment
 from autoshard.search.problem import Model
 from autoshard.search.problems import Posed
-from autoshard.search.rank import Configuration, Estimated
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.tune import QUICK
 from autoshard.search.variables import NodeVar, ValueVar
 
-#: (mesh) -> its configurations that seem to fit, best first
-Ranking = Callable[[Mesh], Sequence[Estimated]]
+#: (mesh) -> its configurations
+Ranking = Callable[[Mesh], Nearest]
 Poser = Callable[[Configuration], Posed]
 
 
@@ -100,7 +101,7 @@ class _Solver:
             configurations = self.prices.ranked(mesh)
         except UsageError as error:
             return Rival(name, str(mesh), 1, None, error.what)
-        for estimated in configurations[:2]:
+        for estimated in configurations.nearest(2):
             where = estimated.configuration
             posed = self.prices.pose(where)
             allowed = _whole_between_layers(posed) if between_layers_whole else ()

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import gcd, inf
+from math import gcd
 
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask
+from autoshard.search.configuration import Staged, data_ways, microbatch_sizes
+from autoshard.search.ends import End, Shape, Way, way_of
+from autoshard.search.estimated import Estimated
+from autoshard.search.parameters import whole_state
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, experts_of
 from autoshard.search.problems import Posed
-from autoshard.search.rank import (
-    End,
-    Estimated,
-    Shape,
-    Staged,
-    Way,
-    data_ways,
-    microbatch_sizes,
-    rank,
-    way_of,
-)
+from autoshard.search.rank import rank
 from autoshard.search.rebatch import batch_of
-from autoshard.search.setting import Setting
+from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import least_cost
-from autoshard.search.terms import compose
+from autoshard.search.terms import Bytes, compose
 from autoshard.search.tune import FINAL, QUICK
 from autoshard.search.uneven import chain_of
 
@@ -93,14 +87,15 @@ class Shapes:
                 failure = error
                 continue
             choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
-            return Shape(group, ends, _between_layers(self.poses.model), choices)
+            state = whole_state(self.poses.model, self.ask.recipe)
+            return Shape(group, ends, _between_layers(self.poses.model), choices, state)
         assert failure is not None
         raise failure
 
-    def ranked(self, shape: Shape, known: float = inf) -> list[Estimated]:
-        """Configurations of a shape that may fit; known: see `rank`."""
+    def ranked(self, shape: Shape) -> list[Estimated]:
+        """Configurations of a shape (see `rank`)."""
         ask = self.ask
-        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe, known)
+        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe)
 
     def sizes(self, staged: Staged) -> Sequence[int]:
         """Possible microbatches, in sequences over the mesh."""
@@ -135,9 +130,14 @@ class Shapes:
         return End(each, way_of(posed, free), _least_seconds(posed), lean, least_bytes, chain)
 
     def _least_bytes(self, posed: Posed) -> float:
-        """Bytes that no placements go below, with everything computed again."""
+        """Bytes that no placements go below, with everything computed again, but for what belongs to
+        parameters, which depends on the data ranks."""
         setting = replace(self.setting, optimistic=self.ask.recompute)
-        network = compose(posed.problem.terms, lambda key: 0.0, setting.bytes_weight, posed.allowed)
+
+        def weight(key: Bytes) -> float:
+            return 0.0 if key.kind in OF_STATE else setting.bytes_weight(key)
+
+        network = compose(posed.problem.terms, lambda key: 0.0, weight, posed.allowed)
         return least_cost(network.at_price(1.0), QUICK, posed.problem.known.orders)
 
 

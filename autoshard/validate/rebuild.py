@@ -21,12 +21,12 @@ from autoshard.program.program import Program
 from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
 from autoshard.search.ask import Settled
+from autoshard.search.configuration import Configuration
 from autoshard.search.explain import explain
 from autoshard.search.network import NoFiniteAssignment
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Plan, Recompute
 from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rank import Configuration
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
 from autoshard.simulate.behaviour import Behaviour

@@ -1,0 +1,54 @@
+"""What is thought of a configuration before it is solved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from autoshard.search.configuration import Configuration
+from autoshard.search.setting import Setting
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """A configuration with an estimated setting and seconds, and a lower bound in seconds.
+
+    seconds: inf where it seems not to fit; for a rough one no more than a closer look says. bound: ranks of a
+    pipeline wait as the formula of the shortest schedule says; nothing else is in the way. hopeless: whether
+    what parameters take leaves no room for anything else in any placements that were looked at. choices:
+    states of all variables of a problem of its shape, which say how long a solution takes. view: what a
+    closer look is taken at; None once there is nothing more to see.
+    """
+
+    configuration: Configuration
+    setting: Setting
+    seconds: float
+    bound: float
+    hopeless: bool = False
+    choices: int = 0
+    view: View | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def rough(self) -> bool:
+        """Whether a closer look says more."""
+        return self.view is not None
+
+    def closer(self) -> Estimated | None:
+        """What a closer look says; None if it cannot fit."""
+        return self if self.view is None else self.view.closer(self)
+
+    def may_fit(self) -> bool:
+        """Whether it is not known to need more memory than there is."""
+        return self.view is None or self.view.may_fit()
+
+
+class View(Protocol):
+    """What estimates are made of, each closer look at more of it."""
+
+    def closer(self, seen: Estimated) -> Estimated | None:
+        """The next closer estimate than ``seen``; None if it cannot fit."""
+        ...
+
+    def may_fit(self) -> bool:
+        """Whether the least bytes that are held fit the memory."""
+        ...
