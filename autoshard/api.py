@@ -33,7 +33,7 @@ from autoshard.rules.user import Rules
 from autoshard.search.choose import Ask
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
-from autoshard.search.rebatch import batch_of
+from autoshard.search.problem import batch_of
 from autoshard.search.tactics import Tactic, parse_tactics
 
 

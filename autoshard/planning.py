@@ -24,9 +24,9 @@ from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.configuration import Staged, microbatch_sizes
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
-from autoshard.search.problem import experts_of
+from autoshard.search.problem import batch_of, experts_of
 from autoshard.search.problems import layer_calls
-from autoshard.search.rebatch import batch_of, unlike_batch
+from autoshard.search.rebatch import unlike_batch
 from autoshard.staging import Staging
 
 Progress = Callable[[str], None]

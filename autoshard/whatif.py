@@ -17,8 +17,8 @@ from autoshard.report.summary import Summary, summarise
 from autoshard.search.ask import Ask
 from autoshard.search.pins import Pin
 from autoshard.search.plan import Plan
+from autoshard.search.problem import batch_of
 from autoshard.search.problems import layer_calls
-from autoshard.search.rebatch import batch_of
 from autoshard.search.tactics import parse_tactics
 
 Progress = Callable[[str], None]

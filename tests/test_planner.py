@@ -40,9 +40,9 @@ from autoshard.search.configuration import microbatch_sizes
 from autoshard.search.network import InfeasibleNetwork
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
-from autoshard.search.problem import Model
+from autoshard.search.problem import Model, batch_of
 from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
+from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import Profile, Time, compose, profile

@@ -16,7 +16,9 @@ from autoshard.cost.step_time import Exposure, between
 from autoshard.placement import R, Shard
 from autoshard.search.axes import plain_axes
 from autoshard.search.bound import dual_bound, extremes
+from autoshard.search.build import build_problem
 from autoshard.search.choose import Ask, Rejected, Settled, choose
+from autoshard.search.configuration import data_ways
 from autoshard.search.explain import explain
 from autoshard.search.marginals import min_marginals
 from autoshard.search.network import CostNetwork, InfeasibleNetwork
@@ -25,7 +27,7 @@ from autoshard.search.plan import Plan
 from autoshard.search.poses import Poses
 from autoshard.search.possible import possible
 from autoshard.search.prices import Prices
-from autoshard.search.problem import Problem, build_problem
+from autoshard.search.problem import Problem
 from autoshard.search.problems import layer_calls, pose
 from autoshard.search.rebatch import rebatched
 from autoshard.search.setting import Setting
@@ -261,3 +263,41 @@ def test_the_chosen_configuration_has_a_bound_of_its_own() -> None:
     proof = _explained(found).proof
     assert proof.own_bound == found.own_bound and 0.0 <= proof.own_gap <= proof.gap
     assert replace(proof, own_bound=0.75 * proof.seconds).own_gap == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", "fsdp=2,tp=2"),
+        ("gpt2", "dp=2,tp=4"),
+        ("mixtral", "fsdp=4"),
+        ("bert", "fsdp=2"),
+        ("vit", "dp=2"),
+    ],
+)
+def test_a_problem_grown_to_a_batch_is_that_of_the_batch(name: str, mesh: str) -> None:
+    """Same states, same prices; only layouts of values that hold the batch say otherwise."""
+    cluster, shape = load_cluster("h100-dgx"), Mesh.parse(mesh)
+    poses = Poses(analysed(name).model, cluster, _setting(name), ADAMW, lambda _: None)
+    few, many = 2 * data_ways(shape), 12 * data_ways(shape)
+    grown, built = poses.priced(shape, many, (), few), poses.of(shape, many)
+    assert grown is not built and grown.problem.choices == built.problem.choices
+    ours, theirs = grown.problem.terms, built.problem.terms
+    assert ours.states == theirs.states and ours.hard.keys() == theirs.hard.keys()
+    for mine, other in ((ours.alone, theirs.alone), (ours.pairs, theirs.pairs), (ours.bytes, theirs.bytes)):
+        assert mine.keys() == other.keys()
+        for key, table in mine.items():
+            assert table.keys() == other[key].keys()
+            for at, costs in table.items():
+                assert costs == pytest.approx(other[key][at], rel=1e-9, abs=1e-15)
+
+
+def test_a_single_sequence_per_rank_is_a_problem_of_its_own() -> None:
+    """What is inside it may be split as if it were the batch."""
+    shape = Mesh.parse("fsdp=2,tp=2")
+    model, cluster = analysed("gpt2").model, load_cluster("h100-dgx")
+    poses = Poses(model, cluster, _setting("gpt2"), ADAMW, lambda _: None)
+    ways = data_ways(shape)
+    assert poses.priced(shape, 4 * ways, (), ways) is poses.of(shape, 4 * ways)
+    free = Mesh.parse("fsdp=2,seq=2")
+    assert poses.priced(free, 4 * ways, (), 2 * ways) is poses.of(free, 4 * ways)

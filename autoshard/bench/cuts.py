@@ -22,8 +22,8 @@ from autoshard.search.choose import Ask
 from autoshard.search.explain import explain
 from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Pipeline
+from autoshard.search.problem import batch_of
 from autoshard.search.problems import layer_calls
-from autoshard.search.rebatch import batch_of
 from autoshard.staging import Staging, staged
 from autoshard.validate.models import Architecture, on_meta
 

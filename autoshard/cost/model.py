@@ -37,8 +37,13 @@ class CostModel:
         outs: Sequence[TensorType | None],
         states: Sequence[OpState],
         sizes: Sequence[int],
+        scale: float = 1.0,
+        grow: Sequence[float] = (),
     ) -> NDArray[np.float64]:
-        """Seconds of computing of one call in each of its states, on the fullest rank; [states]."""
+        """Seconds of computing of one call in each of its states, on the fullest rank; [states].
+
+        scale: times as much is computed. grow: as many times as large is each value, ins first.
+        """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
         # a result is there in all states or in none
@@ -50,10 +55,12 @@ class CostModel:
         dtype = next((type_.dtype for _, type_ in reversed(made) if type_.is_float), "f32")
         moved = np.zeros(len(states))
         for number, type_ in enumerate(ins):
-            moved += self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
+            times = grow[number] if grow else 1.0
+            moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
         for number, type_ in made:
-            moved += self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
-        flops = rule.flops / np.array([s.ways for s in states], dtype=np.float64)
+            times = grow[len(ins) + number] if grow else 1.0
+            moved += times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
+        flops = scale * rule.flops / np.array([s.ways for s in states], dtype=np.float64)
         return compute_seconds(flops, moved, dtype, self.device, matmul=rule.kind == "matmul")
 
     def _all_bytes(
@@ -70,8 +77,11 @@ class CostModel:
         outs: Sequence[TensorType | None],
         state: OpState,
         sizes: Sequence[int],
+        scale: float = 1.0,
     ) -> float:
         """Seconds of the all-to-alls of a call: of every tensor that has rows, there or back.
+
+        scale: there are so many times as many rows.
 
         A call that exchanges rows sends every tensor of rows once, over that axis. That rows are spread
         evenly over their owners is assumed: imbalance has no price.
@@ -85,7 +95,11 @@ class CostModel:
             *zip(rule.outputs, outs, state.outputs, strict=True),
         ]
         return sum(
-            float(seconds("all_to_all", self.local_bytes(type_, layout, sizes), self.reshard.links[axis]))
+            float(
+                seconds(
+                    "all_to_all", scale * self.local_bytes(type_, layout, sizes), self.reshard.links[axis]
+                )
+            )
             for dims, type_, layout in tensors
             if dims is not None and type_ is not None and layout is not None
             if any(rows & set(dim) for dim in dims)

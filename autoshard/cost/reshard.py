@@ -158,27 +158,30 @@ class ReshardCost:
         nbytes = held_numel(type_.shape, whole, self.sizes) * width
         return self._price(step.kind, step.axis, nbytes, step.source, step.target)
 
-    def table(self, type_: TensorType, layouts: Iterable[Layout], share: Share = ALONE) -> ReshardTable:
+    def table(
+        self, type_: TensorType, layouts: Iterable[Layout], share: Share = ALONE, scale: float = 1.0
+    ) -> ReshardTable:
         """The closure over all layouts that mix the axis placements of ``layouts`` and Replicate.
 
         share: of messages with other values. The ways are those that are cheapest for the value alone.
+        scale: the value is as many times as large.
         """
         per_axis = tuple(tuple(dict.fromkeys([R, *placed])) for placed in zip(*layouts, strict=True)) or (
             (R,),
         ) * len(self.sizes)
-        return self._known(type_, per_axis, share)
+        return self._known(type_, per_axis, share, scale)
 
-    def _known(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
-        key = (type_, per_axis, share)
+    def _known(self, type_: TensorType, per_axis: PerAxis, share: Share, scale: float) -> ReshardTable:
+        key = (type_, per_axis, share, scale)
         if key not in self.known:
             make = self._closure if share == ALONE else self._shared
-            self.known[key] = make(type_, per_axis, share)
+            self.known[key] = make(type_, per_axis, share, scale)
         return self.known[key]
 
-    def _shared(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
+    def _shared(self, type_: TensorType, per_axis: PerAxis, share: Share, scale: float) -> ReshardTable:
         """The ways of a value that travels alone, at the prices of a share."""
-        alone = self._known(type_, per_axis, ALONE)
-        edges = self._edges(type_, per_axis, share, alone.layouts)
+        alone = self._known(type_, per_axis, ALONE, scale)
+        edges = self._edges(type_, per_axis, share, scale, alone.layouts)
         goals = np.arange(len(alone.layouts))[None, :]
         at = np.tile(goals.T, (1, len(alone.layouts)))
         total = np.zeros(alone.seconds.shape)
@@ -188,10 +191,10 @@ class ReshardCost:
             at = following
         return replace(alone, seconds=total)
 
-    def _closure(self, type_: TensorType, per_axis: PerAxis, share: Share) -> ReshardTable:
+    def _closure(self, type_: TensorType, per_axis: PerAxis, share: Share, scale: float) -> ReshardTable:
         """Floyd-Warshall over single steps."""
         nodes = tuple(c for c in product(*per_axis) if layout_ok(type_.shape, c, self.sizes))
-        cost = self._edges(type_, per_axis, share, nodes)
+        cost = self._edges(type_, per_axis, share, scale, nodes)
         hop = np.empty(cost.shape, dtype=np.int64)
         hop[:] = np.arange(len(nodes))
         for k in range(len(nodes)):
@@ -204,10 +207,10 @@ class ReshardCost:
         return ReshardTable(nodes, index, cost, hop, type_.shape, self.sizes)
 
     def _edges(
-        self, type_: TensorType, per_axis: PerAxis, share: Share, nodes: Sequence[Layout]
+        self, type_: TensorType, per_axis: PerAxis, share: Share, scale: float, nodes: Sequence[Layout]
     ) -> NDArray[np.float64]:
         """[from, to]: seconds of single steps; inf where no single step leads, 0 to itself."""
-        width = type_.nbytes / max(1, type_.numel)
+        width = scale * type_.nbytes / max(1, type_.numel)
         held = [held_numel(type_.shape, layout, self.sizes) * width for layout in nodes]
         cost = np.full((len(nodes), len(nodes)), np.inf)
         np.fill_diagonal(cost, 0.0)

@@ -17,7 +17,7 @@ class Nearest:
 
     def __init__(self, found: Iterable[Estimated] = ()) -> None:
         self.unsure: list[Estimated] = []
-        self._heap: list[tuple[float, float, str, int, Estimated]] = []
+        self._heap: list[tuple[float, int, str, int, Estimated]] = []
         self._count = 0
         self.extend(found)
 
@@ -77,7 +77,10 @@ class Nearest:
                 return
             yield one
 
-    def _entry(self, one: Estimated) -> tuple[float, float, str, int, Estimated]:
+    def _entry(self, one: Estimated) -> tuple[float, int, str, int, Estimated]:
         self._count += 1
-        # in the end by the order in which they came, so that estimates are never compared
-        return one.seconds, one.bound, str(one.configuration.mesh), self._count, one
+        mesh = one.configuration.mesh
+        free = sum(axis.meaning.is_free for axis in mesh.axes)
+        # sums of the same in another order are the same; axes with a meaning first, as they say more; in the
+        # end by the order in which they came, so that estimates are never compared
+        return float(f"{one.seconds:.9e}"), free, str(mesh), self._count, one

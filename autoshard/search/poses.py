@@ -12,9 +12,9 @@ from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.errors import BatchError
 from autoshard.search.pins import Pin
-from autoshard.search.problem import Model, experts_of
-from autoshard.search.problems import Posed, pose
-from autoshard.search.rebatch import NotRebatchable, batch_of, rebatched
+from autoshard.search.problem import Model, batch_of, experts_of
+from autoshard.search.problems import Posed, grown, pose
+from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 
 
@@ -37,6 +37,7 @@ class Poses:
         self.captured = batch_of(model.folded)
         self.prices = CostModels(cluster)
         self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool], Posed] = {}
+        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
@@ -60,6 +61,17 @@ class Poses:
                 order=self.order(mesh),
             )
         return self._posed[key]
+
+    def priced(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int) -> Posed:
+        """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
+        leaves the same to decide."""
+        found = self.of(mesh, least, pins)
+        if batch == least or not found.problem.grows_to(batch):
+            return self.of(mesh, batch, pins)
+        key = (mesh, batch, pins)
+        if key not in self._grown:
+            self._grown[key] = grown(found, batch, self.setting)
+        return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
         """Ranks on devices by measured links, where there are any: slow links get little to do."""

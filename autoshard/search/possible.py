@@ -5,7 +5,7 @@ What is forbidden does not depend on weights, so every network of a problem forb
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ from autoshard.search.known import Known
 from autoshard.search.network import Array, CostNetwork, Indices
 from autoshard.search.problem import Problem
 from autoshard.search.prune import Contradiction, Residual, make_consistent
-from autoshard.search.terms import Terms
 from autoshard.search.variables import Variable
 
 
@@ -41,37 +40,17 @@ def possible(
         _with(variable, kept[v]) if v in kept else variable for v, variable in enumerate(problem.variables)
     )
     masks = (m if m is None or v not in kept else m[kept[v]] for v, m in enumerate(allowed))
-    terms = _only(problem.terms, kept)
-    return replace(problem, terms=terms, variables=variables, known=Known(problem.known.orders)), tuple(masks)
+    fewer = replace(
+        problem,
+        terms=problem.terms.only(kept),
+        variables=variables,
+        known=Known(problem.known.orders),
+        kept=kept,
+    )
+    return fewer, tuple(masks)
 
 
 def _with(variable: Variable, keep: Indices) -> Variable:
     """The variable with these of its states."""
     found: Variable = replace(cast("Any", variable), states=tuple(variable.states[k] for k in keep))
-    return found
-
-
-def _only(terms: Terms, kept: Mapping[int, Indices]) -> Terms:
-    """The terms of these states; variables that are not named keep all."""
-    states = [len(kept[v]) if v in kept else n for v, n in enumerate(terms.states)]
-    return Terms(
-        states,
-        {key: _vectors(table, kept) for key, table in terms.alone.items()},
-        {key: _matrices(table, kept) for key, table in terms.pairs.items()},
-        {key: _vectors(table, kept) for key, table in terms.bytes.items()},
-        {pair: m for pair, m in _matrices(terms.hard, kept).items() if m.any()},
-    )
-
-
-def _vectors(table: Mapping[int, Array], kept: Mapping[int, Indices]) -> dict[int, Array]:
-    return {v: costs[kept[v]] if v in kept else costs for v, costs in table.items()}
-
-
-def _matrices(
-    table: Mapping[tuple[int, int], Array], kept: Mapping[int, Indices]
-) -> dict[tuple[int, int], Array]:
-    found = {}
-    for (u, v), matrix in table.items():
-        rows = matrix[kept[u]] if u in kept else matrix
-        found[u, v] = np.ascontiguousarray(rows[:, kept[v]] if v in kept else rows)
     return found

@@ -1,58 +1,26 @@
-"""A folded model on a mesh as a pairwise cost network.
-
-Every variable's states are priced alone (compute time, bytes held), every use of a value is an edge
-priced by the cheapest reshard between what is produced and what is wanted. Repeated layers share
-their variables: costs count as often as the segment is called, so depth costs nothing.
-
-A value with several uses gets a variable of its own: one reshard serves them all, and a replicated
-copy also serves a use that wants a shard, since slicing is free.
-"""
+"""A model whose ops have rules, and what there is to decide about it on a mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
-from autoshard.cluster.axes import AxisMeaning
-from autoshard.errors import UsageError
-from autoshard.ir import Folded, TensorType, refs_of
-from autoshard.ir.flow import Flow, Place, PortClass
-from autoshard.placement import (
-    Layout,
-    Partial,
-    Placement,
-    R,
-    Shard,
-    layout_ok,
-    shard_of_digit,
-)
+from autoshard.ir import Folded
+from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
-from autoshard.rules.states import Digit, OpState, op_states
+from autoshard.rules.states import OpState
 from autoshard.search.axes import SearchAxes
 from autoshard.search.buckets import Shares, shares_of
 from autoshard.search.direct import Orders
-from autoshard.search.inline import reduce_chains
+from autoshard.search.entries import Entry, Pricing
 from autoshard.search.kept import Kept, kept_activations
 from autoshard.search.known import Known
-from autoshard.search.lives import SENT, lives_of
-from autoshard.search.prices import Prices
-from autoshard.search.terms import Bytes, Terms, Time
-from autoshard.search.variables import (
-    NodeVar,
-    ParamVar,
-    PortVar,
-    ResultVar,
-    ValueVar,
-    Variable,
-)
+from autoshard.search.network import Indices
+from autoshard.search.terms import Terms
+from autoshard.search.variables import Variable
 
-Array = NDArray[np.float64]
 #: bytes that differ by less are the same, but for uneven parts
 MORE = 1.01
 
@@ -99,12 +67,43 @@ def experts_of(model: Model) -> int:
     return min(owners, default=0)
 
 
+def batch_of(folded: Folded) -> int:
+    """The batch that the model was captured with; 1 if no input has one."""
+    sizes = [
+        p.type.shape[0]
+        for p in folded.joint.ports
+        if p.kind == "input" and p.target in folded.joint.batch_inputs
+    ]
+    return sizes[0] if sizes else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """Terms that can be priced for several batches. states: of every variable. batch: sequences that they
+    were laid out with; 0 if another batch may have other states."""
+
+    states: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    prices: Pricing
+    batch: int
+
+    def terms(self, batch: int | None = None) -> Terms:
+        """For that batch, a multiple of the one that they were laid out with."""
+        prices = self.prices
+        if batch is not None and batch != self.batch:
+            prices = Pricing(prices.cost, prices.sizes, batch / self.batch, prices)
+        terms = Terms(list(self.states))
+        for entry in self.entries:
+            entry.put(terms, prices)
+        return terms
+
+
 @dataclass(frozen=True)
 class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network).
 
     choices: states of all variables, those that turned out impossible among them (see `search.possible`).
-    known: its solutions so far.
+    known: its solutions so far. kept: which states of a variable were possible, where not all.
     """
 
     axes: SearchAxes
@@ -113,457 +112,17 @@ class Problem:
     index: dict[object, int]
     choices: int
     known: Known = field(default_factory=Known, compare=False, repr=False)
+    blueprint: Blueprint | None = field(default=None, compare=False, repr=False)
+    kept: Mapping[int, Indices] = field(default_factory=dict, compare=False, repr=False)
 
+    def grows_to(self, batch: int) -> bool:
+        """Whether microbatches of ``batch`` sequences leave the same to decide."""
+        laid = self.blueprint.batch if self.blueprint is not None else 0
+        return laid > 0 and batch % laid == 0
 
-def build_problem(
-    model: Model,
-    axes: SearchAxes,
-    prices: Prices,
-    *,
-    strict: bool = True,
-    loose: frozenset[object] = frozenset(),
-) -> Problem:
-    """The decisions about a model on a mesh.
-
-    strict: work must be divided over an axis where its meaning says so (the batch over dp and fsdp,
-    products inside layers over tp); otherwise that is left to the costs. loose: keys of parameters and ops
-    (as in `Problem.index`) to which that does not apply.
-    """
-    return _Builder(model, axes, prices, strict, loose).build()
-
-
-@dataclass(frozen=True, eq=False)
-class _Laid:
-    """Layouts of a value in every state of a variable; there is one for all that are alike."""
-
-    layouts: tuple[Layout | None, ...]
-
-
-class _Builder:
-    def __init__(
-        self, model: Model, axes: SearchAxes, prices: Prices, strict: bool, loose: frozenset[object]
-    ) -> None:
-        self.model, self.axes, self.prices, self.strict, self.loose = model, axes, prices, strict, loose
-        self.sizes, self.meanings, self.cost = axes.sizes, axes.meanings, prices.ops
-        self.variables: list[Variable] = []
-        self.terms = Terms()
-        self.splits = tuple((m.allows(False), m.allows(True)) for m in axes.meanings)
-        self.index: dict[object, int] = {}
-        self.counts = model.folded.counts()
-        self.backward = model.folded.is_backward()
-        self.types = {name: g.types() for name, g in model.folded.segments.items()}
-        self.producer: dict[Place, tuple[int, int]] = {}
-        #: layouts of values in the states of variables, once for all that are alike
-        self.laid: dict[object, _Laid] = {}
-        #: reshards and seconds of calls that many edges and calls share
-        self.reshards: dict[tuple[TensorType, _Laid, _Laid], Array] = {}
-        self.busy: dict[object, Array] = {}
-        labelled = {c.segment for c in model.folded.calls if c.label}
-        self.layers = labelled or set(model.folded.segments)
-        self.kept = model.kept
-        self.refs = {n: [tuple(refs_of(x)) for x in g.nodes] for n, g in model.folded.segments.items()}
-        self.users: dict[Place, list[tuple[str, int]]] = {}
-        for name, nodes in self.refs.items():
-            for number, refs in enumerate(nodes):
-                for ref in refs:
-                    self.users.setdefault((name, ref), []).append((name, number))
-
-    # -- variables ---------------------------------------------------------------------------------
-
-    def build(self) -> Problem:
-        self._check_batch()
-        for name in self.model.folded.segments:
-            self._nodes(name)
-        for name in self.model.folded.segments:
-            self._values(name)
-        for group in self.model.flow.classes.values():
-            self._port(group)
-        for number, (place, kind, _) in enumerate(self.model.flow.results):
-            if kind != "grad":
-                self._result(number, place)
-        for name in self.model.folded.segments:
-            self._edges_inside(name)
-        self._edges_between()
-        for key, place, count in self.kept.bytes:
-            if place in self.producer:
-                self._hold(key, place, count)
-        choices, known = sum(self.terms.states), Known(self.model.orders)
-        return Problem(self.axes, self.terms, tuple(self.variables), self.index, choices, known)
-
-    def _check_batch(self) -> None:
-        ways = 1
-        for size, meaning in zip(self.sizes, self.meanings, strict=True):
-            ways *= size if meaning.splits_batch else 1
-        if ways == 1:
-            return
-        ports = [p for p in self.model.folded.joint.ports if p.kind == "input"]
-        batch = [p for p in ports if p.target in self.model.folded.joint.batch_inputs]
-        if not batch:
-            raise UsageError(
-                "no input has a batch dim to shard",
-                why="the mesh has an axis that shards the batch, and no input has a common dim 0",
-                hint="use an axis with another meaning, for instance tp",
-            )
-        for port in batch:
-            layout = self._batch_layout()
-            if not layout_ok(port.type.shape, layout, self.sizes):
-                raise UsageError(
-                    f"a batch of {port.type.shape[0]} is too small for {ways} batch shards",
-                    where=f"input {self._input_name(port.target)} {port.type}",
-                    why="every rank of the axes that shard the batch needs at least one sequence",
-                    hint=f"give a batch that is a multiple of {ways}, or a mesh that shards the batch less",
-                )
-
-    def _batch_layout(self) -> Layout:
-        return tuple(
-            Shard(0) if meaning.splits_batch and size > 1 else R
-            for size, meaning in zip(self.sizes, self.meanings, strict=True)
-        )
-
-    def _input_name(self, target: str) -> str:
-        return self.model.folded.joint.input_names[int(target)] if target.isdigit() else target
-
-    def _add(self, key: object, variable: Variable) -> int:
-        number = self.terms.variable(len(variable.states))
-        self.variables.append(variable)
-        self.index[key] = number
-        return number
-
-    def _allowed(self, axis: int, classes: frozenset[int]) -> bool:
-        return self.meanings[axis].allows(bool(classes & self.model.digits.batch))
-
-    def _must_divide(self, name: str, rule: Factored) -> list[bool]:
-        """Per axis, whether a call has to be divided over it where that is possible."""
-        inside = rule.kind == "matmul" and name in self.layers
-        return [self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings]
-
-    def _nodes(self, name: str) -> None:
-        graph = self.model.folded.segments[name]
-        types = self.types[name]
-        for number, node in enumerate(graph.nodes):
-            rule = self.model.rules[name, number]
-            ins = [types[r] for r in self.refs[name][number]]
-            digits = self.model.digits.factors[name, number]
-            free = ("node", name, number) in self.loose
-            must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
-            states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
-            busy = self._seconds(rule, tuple(ins), node.types, states)
-            var = self._add(("node", name, number), NodeVar(name, number, states))
-            again = self.kept.again([(name, number)])
-            if rule.exchange:
-                given = [self.cost.exchange_seconds(rule, ins, node.types, s, self.sizes) for s in states]
-                sent = np.array(given)
-                self.terms.add(Time("talk", self.backward[name], *again), var, sent * self.counts[name])
-            self.terms.add(Time("work", self.backward[name], *again), var, busy * self.counts[name])
-            for position, out in enumerate(node.outs):
-                self.producer[name, out] = (var, position)
-
-    def _states(
-        self,
-        rule: Factored,
-        ins: tuple[TensorType, ...],
-        outs: tuple[TensorType | None, ...],
-        digits: tuple[tuple[Digit, ...], ...],
-        must: tuple[bool, ...],
-    ) -> tuple[OpState, ...]:
-        """The states of a call; many calls are alike."""
-        key = (rule.division, ins, outs, digits, must, self.sizes, self.splits)
-        known = self.model.ways
-        if key not in known:
-            known[key] = tuple(op_states(rule, ins, outs, digits, self.sizes, self._allowed, must))
-        return known[key]
-
-    def _seconds(
-        self,
-        rule: Factored,
-        ins: tuple[TensorType, ...],
-        outs: tuple[TensorType | None, ...],
-        states: tuple[OpState, ...],
-    ) -> Array:
-        """Seconds of computing of a call in each of its states; many calls are alike."""
-        # the model keeps the states of all calls, so that their identity stays theirs
-        key = (rule.kind, rule.flops, ins, outs, id(states))
-        known = self.busy.get(key)
-        if known is None:
-            known = self.busy[key] = self.cost.op_seconds(rule, ins, outs, states, self.sizes)
-        return known
-
-    def _values(self, name: str) -> None:
-        """A variable for every segment input and every value with more than one use."""
-        graph = self.model.folded.segments[name]
-        uses: dict[str, int] = {}
-        wanted: dict[str, dict[Layout, None]] = {}
-        for number in range(len(graph.nodes)):
-            var = self.variables[self.index["node", name, number]]
-            assert isinstance(var, NodeVar)
-            for position, ref in enumerate(self.refs[name][number]):
-                uses[ref] = uses.get(ref, 0) + 1
-                wanted.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
-        for out in set(graph.outputs):
-            uses[out] = uses.get(out, 0) + 1
-        whole: Layout = (R,) * len(self.sizes)
-        inputs = {value for value, _ in graph.inputs}
-        for value, type_ in [
-            *graph.inputs,
-            *((v, t) for v, t in self.types[name].items() if v not in inputs),
-        ]:
-            if value not in inputs and uses.get(value, 0) < 2:
-                continue
-            layouts = tuple(dict.fromkeys([whole, *wanted.get(value, {})]))
-            if value not in inputs:
-                layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
-            place = (name, value)
-            var_number = self._add(place, ValueVar(place, layouts))
-            if value not in inputs:
-                made, position = self.producer[place]
-                talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
-                self._connect(talk, made, position, var_number, self._laid(layouts), type_, self.counts[name])
-            self.producer[place] = (var_number, 0)
-
-    def _produced(self, name: str, value: str) -> list[Layout]:
-        made, position = self.producer[name, value]
-        var = self.variables[made]
-        assert isinstance(var, NodeVar)
-        found = dict.fromkeys(s.outputs[position] for s in var.states)
-        return [layout for layout in found if layout is not None]
-
-    def _layouts(
-        self,
-        place: Place,
-        type_: TensorType,
-        axes: Sequence[bool],
-        sizes: Sequence[int],
-        meanings: Sequence[AxisMeaning],
-        *,
-        plain: bool = False,
-    ) -> list[Layout]:
-        """All layouts of a value that only split the given axes; plain: as torch's own Shard."""
-        per_axis: list[list[Placement]] = []
-        for axis, size in enumerate(sizes):
-            found: dict[Placement, frozenset[int]] = {}
-            for dim in range(len(type_.shape)) if axes[axis] and size > 1 else ():
-                for outer, part, cls in self.model.digits.values.get((*place, dim), ()):
-                    placed = shard_of_digit(type_.shape[dim], dim, outer, part, size)
-                    if placed is not None and not (plain and (placed.outer > 1 or placed.inner > 1)):
-                        found[placed] = found.get(placed, frozenset()) | {cls}
-            meaning = meanings[axis]
-            per_axis.append([R, *(p for p, c in found.items() if self._layout_allowed(meaning, c))])
-        return [c for c in product(*per_axis) if layout_ok(type_.shape, c, sizes)]
-
-    def _layout_allowed(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
-        return meaning.stores_sharded or meaning.allows(bool(classes & self.model.digits.batch))
-
-    def _port(self, group: PortClass) -> None:
-        kind = group.first.kind
-        if kind in ("param", "buffer", "const"):
-            self._param(group)
-            return
-        type_ = group.first.type
-        given = kind == "input"
-        layouts = [self._input_layout(group)] if given else self._plain_layouts(group.key, type_)
-        self._add(group.key, PortVar(group.key, tuple(layouts)))
-
-    def _input_layout(self, group: PortClass) -> Layout:
-        port = group.first
-        is_batch = port.target in self.model.folded.joint.batch_inputs and port.type.shape[0] > 1
-        return self._batch_layout() if is_batch else (R,) * len(self.sizes)
-
-    def _param(self, group: PortClass) -> None:
-        uses: dict[Layout, None] = dict.fromkeys([(R,) * len(self.sizes)])
-        phases: set[bool] = set()
-        for source, target in self.model.flow.edges:
-            if source == group.key:
-                var = self.variables[self.index[target]]
-                assert isinstance(var, ValueVar)
-                phases.add(self.backward[target[0]])
-                uses.update(
-                    dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
-                )
-        share = self.model.shares.get(group.key, Shares()).gather
-        stored = self._stored_layouts(group)
-        lives = lives_of(group, stored, list(uses), phases, self.axes, self.prices, share)
-        number = self._add(group.key, ParamVar(group.key, lives.states))
-        for key, seconds in lives.seconds.items():
-            self.terms.add(key, number, seconds)
-        for kind, held in lives.held.items():
-            self.terms.hold(kind, number, held)
-
-    def _stored_layouts(self, group: PortClass) -> list[Layout]:
-        """Layouts over the mesh that a parameter may have between steps."""
-        port, meanings = group.first, self.axes.mesh_meanings
-        if port.kind != "param" or not group.grads:
-            free = [m.name == "tp" or m.is_free for m in meanings]
-            free = [f and port.kind == "param" for f in free]
-            return self._representable(group.key, port.type, free)
-        layouts = self._representable(group.key, port.type, [m.may_store_sharded for m in meanings])
-        for axis, meaning in enumerate(meanings):
-            if meaning.stores_sharded or (
-                self.strict
-                and meaning.divides_products
-                and group.key not in self.loose
-                and self._is_matrix(group)
-            ):
-                split = [lay for lay in layouts if isinstance(lay[axis], Shard)]
-                layouts = split or layouts
-        return layouts
-
-    def _is_matrix(self, group: PortClass) -> bool:
-        """Whether it is a weight matrix of a layer."""
-        uses = (t[0] for s, t in self.model.flow.edges if s == group.key)
-        return len(group.first.type.shape) > 1 and any(name in self.layers for name in uses)
-
-    def _representable(self, place: Place, type_: TensorType, axes: Sequence[bool]) -> list[Layout]:
-        """Layouts that a DTensor can have: plain shards, or evenly split parts of a fused dim."""
-        found = []
-        mesh = self.axes
-        for layout in self._layouts(place, type_, axes, mesh.mesh_sizes, mesh.mesh_meanings):
-            shards = [p for p in layout if isinstance(p, Shard)]
-            fused = [p for p in shards if p.outer > 1]
-            if any(p.inner > 1 for p in shards):
-                continue
-            if fused and (len({p.dim for p in shards}) < len(shards)):
-                continue
-            found.append(layout)
-        return found
-
-    def _result(self, number: int, place: Place) -> None:
-        type_ = self._type(place)
-        layouts = self._plain_layouts(place, type_)
-        var = self._add(("result", number), ResultVar(number, tuple(layouts)))
-        backward = bool(place[0]) and self.backward[place[0]]
-        self._connect_place(Time("talk", backward), place, var, self._laid(layouts), type_, 1)
-
-    def _plain_layouts(self, place: Place, type_: TensorType) -> list[Layout]:
-        every = [True] * len(self.sizes)
-        return self._layouts(place, type_, every, self.sizes, self.meanings, plain=True)
-
-    def _type(self, place: Place) -> TensorType:
-        if place[0] == "":
-            return self.model.flow.classes[place].first.type
-        return self.types[place[0]][place[1]]
-
-    # -- edges -------------------------------------------------------------------------------------
-
-    def _source_layouts(self, var: int, position: int) -> Sequence[Layout | None]:
-        return self._source(var, position).layouts
-
-    def _source(self, var: int, position: int) -> _Laid:
-        """What a variable gives, by its states; position: which of its values."""
-        variable = self.variables[var]
-        if isinstance(variable, NodeVar):
-            return self._of_calls(variable.states, position, given=True)
-        if isinstance(variable, ParamVar):
-            return self._laid([s.use for s in variable.states])
-        return self._laid(variable.states)
-
-    def _of_calls(self, states: tuple[OpState, ...], position: int, *, given: bool) -> _Laid:
-        """Layouts of one value that a call gives or takes; many calls have the very same states."""
-        key = (id(states), position, given)  # the model keeps them, so their identity stays theirs
-        if key not in self.laid:
-            self.laid[key] = self._laid([(s.outputs if given else s.inputs)[position] for s in states])
-        return self.laid[key]
-
-    def _laid(self, layouts: Sequence[Layout | None]) -> _Laid:
-        key = tuple(layouts)
-        found = self.laid.get(key)
-        if found is None:
-            found = self.laid[key] = _Laid(key)
-        return found
-
-    def _connect(
-        self,
-        kind: Time,
-        source: int,
-        position: int,
-        target: int,
-        wanted: _Laid,
-        type_: TensorType,
-        count: int,
-    ) -> None:
-        """Add the cost of the reshard between two variables, ``count`` times."""
-        each = self._reshards(type_, self._source(source, position), wanted)
-        self.terms.join(kind, source, target, count * each)
-
-    def _reshards(self, type_: TensorType, given: _Laid, wanted: _Laid) -> Array:
-        """Seconds between layouts, [given, wanted]; many edges are alike."""
-        key = (type_, given, wanted)
-        if key not in self.reshards:
-            both = (*given.layouts, *wanted.layouts)
-            table = self.cost.reshard.table(type_, [lay for lay in both if lay is not None])
-            rows = [0 if lay is None else table.index[lay] for lay in given.layouts]
-            cols = [table.index[lay] for lay in wanted.layouts if lay is not None]
-            self.reshards[key] = table.seconds.take(rows, axis=0).take(cols, axis=1)
-        return self.reshards[key]
-
-    def _connect_place(
-        self, kind: Time, place: Place, target: int, wanted: _Laid, type_: TensorType, count: int
-    ) -> None:
-        source, position = self.producer[place] if place in self.producer else (self.index[place], 0)
-        self._connect(kind, source, position, target, wanted, type_, count)
-
-    def _edges_inside(self, name: str) -> None:
-        for number, refs in enumerate(self.refs[name]):
-            kind = Time("talk", self.backward[name], *self.kept.again([(name, number)]))
-            target = self.index["node", name, number]
-            var = self.variables[target]
-            assert isinstance(var, NodeVar)
-            for position, ref in enumerate(refs):
-                wanted = self._of_calls(var.states, position, given=False)
-                type_ = self.types[name][ref]
-                self._connect_place(kind, (name, ref), target, wanted, type_, self.counts[name])
-
-    def _edges_between(self) -> None:
-        for (source, target), count in self.model.flow.edges.items():
-            var = self.index[target]
-            kind = Time("talk", self.backward[target[0]])
-            self._connect_place(kind, source, var, self._source(var, 0), self._type(target), count)
-        for group in self.model.flow.classes.values():
-            for grad in group.grads:
-                self._gradient(group, grad)
-
-    def _gradient(self, group: PortClass, grad: Place) -> None:
-        """The reduction of a gradient from where it is made to where the parameter is stored."""
-        target = self.index[group.key]
-        variable = self.variables[target]
-        assert isinstance(variable, ParamVar)
-        maker, position = self.producer[grad]
-        whole = (R,) * len(self.sizes)
-        given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
-        stored = [life.stored for life in variable.states]
-        # a parameter may be stored in a larger shape than it is used in (see `search.padded`)
-        type_ = replace(self._type(grad), shape=group.first.type.shape)
-        share = self.model.shares[group.key].reduce
-        table = self.prices.params.reshard.table(type_, list(dict.fromkeys([*given, *stored])), share)
-        rows, cols = [table.index[g] for g in given], [table.index[s] for s in stored]
-        matrix = len(group.ports) * table.seconds[np.ix_(rows, cols)]
-        sizes = self.axes.mesh_sizes
-        bytes_of = partial(self.prices.params.local_bytes, type_, sizes=sizes)
-        made = np.array([bytes_of(g) for g in given])
-        if grad[0] in self.layers:
-            sent = np.where([_is_partial(g) for g in given], made, 0.0)
-            self.terms.hold(Bytes("sent"), maker, SENT * sent)
-        late = np.array([life.late for life in variable.states])
-        # what waits for the last microbatch is counted as large as the parameter in use, not larger
-        used = np.array([bytes_of(self.axes.to_mesh(life.use)) for life in variable.states])
-        matrix = np.where((made[:, None] > MORE * used) & late, np.inf, matrix)
-        infinite = np.isinf(matrix)
-        chains = reduce_chains(given, stored, table, self.axes.mesh_meanings, share.other)
-        if chains is not None:
-            self.terms.join(Time("once"), maker, target, len(group.ports) * np.where(late, chains, 0.0))
-            self.terms.join(
-                Time("inline", True), maker, target, len(group.ports) * np.where(late, 0.0, chains)
-            )
-        for kind, wanted in ((Time("last", True), late), (Time("reduce", True), ~late)):
-            if wanted.any():
-                self.terms.join(kind, maker, target, np.where(wanted | infinite, matrix, 0.0))
-
-    def _hold(self, key: Bytes, place: Place, count: int) -> None:
-        var, position = self.producer[place]
-        type_ = self._type(place)
-        layouts = self._source_layouts(var, position)
-        held = [0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes) for lay in layouts]
-        self.terms.hold(key, var, count * np.array(held))
-
-
-def _is_partial(layout: Layout) -> bool:
-    return any(isinstance(p, Partial) for p in layout)
+    def grown(self, batch: int) -> Problem:
+        """The same for microbatches of ``batch`` sequences. Its layouts are still those of the smaller batch:
+        good for costs, not for a plan."""
+        assert self.blueprint is not None
+        terms = self.blueprint.terms(batch).only(self.kept)
+        return replace(self, terms=terms, known=Known(self.known.orders), blueprint=None)

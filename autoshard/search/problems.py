@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -13,11 +13,12 @@ from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
 from autoshard.search.axes import SearchAxes, merged_axes, merged_mesh, plain_axes
+from autoshard.search.build import build_problem
 from autoshard.search.network import Array, NoFiniteAssignment
 from autoshard.search.pins import Pin, check_pins, combined, pin_masks, pinned_keys
 from autoshard.search.possible import possible
 from autoshard.search.prices import Prices
-from autoshard.search.problem import Model, Problem, build_problem
+from autoshard.search.problem import Model, Problem
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.tune import FINAL
@@ -86,6 +87,13 @@ def pose(
             continue
         return Posed(model, mesh, prices, few, strict, free, order, allowed)
     raise reasons[-1]
+
+
+def grown(posed: Posed, batch: int, setting: Setting) -> Posed:
+    """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
+    problem = posed.problem.grown(batch)
+    free = place(problem, setting, None, allowed=posed.allowed, limits=FINAL)
+    return replace(posed, problem=problem, free=free)
 
 
 def layer_calls(folded: Folded) -> Mapping[str, int]:

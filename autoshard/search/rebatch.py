@@ -18,21 +18,11 @@ from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable, find_digits
 from autoshard.rules.states import Digit
-from autoshard.search.problem import Model
+from autoshard.search.problem import Model, batch_of
 
 
 class NotRebatchable(Exception):
     """The batch takes part in a way that scaling does not follow; the model must be captured again."""
-
-
-def batch_of(folded: Folded) -> int:
-    """The batch that the model was captured with; 1 if no input has one."""
-    sizes = [
-        p.type.shape[0]
-        for p in folded.joint.ports
-        if p.kind == "input" and p.target in folded.joint.batch_inputs
-    ]
-    return sizes[0] if sizes else 1
 
 
 def unlike_batch(folded: Folded) -> int:

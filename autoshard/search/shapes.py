@@ -14,10 +14,9 @@ from autoshard.search.ends import End, Shape, Way, way_of
 from autoshard.search.estimated import Estimated
 from autoshard.search.parameters import whole_state
 from autoshard.search.poses import Poses
-from autoshard.search.problem import Model, experts_of
+from autoshard.search.problem import Model, batch_of, experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
-from autoshard.search.rebatch import batch_of
 from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import least_cost
@@ -82,7 +81,8 @@ class Shapes:
                 if middle and self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices > _LARGE:
                     middle = []
                 chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
-                ends = tuple(self._end(mesh, b) for b in chosen)
+                least = min((b for b in chosen if b > 1), default=1)
+                ends = tuple(self._end(mesh, b, least) for b in chosen)
             except UsageError as error:
                 failure = error
                 continue
@@ -105,9 +105,10 @@ class Shapes:
             return [self.poses.captured]
         return microbatch_sizes(staged.mesh, self.total)
 
-    def _end(self, mesh: Mesh, each: int) -> End:
-        """each: sequences per data rank."""
-        posed = self.poses.of(mesh, each * data_ways(mesh), self.ask.pins)
+    def _end(self, mesh: Mesh, each: int, least: int) -> End:
+        """each: sequences per data rank; least: of the smallest microbatch with more than one."""
+        ways = data_ways(mesh)
+        posed = self.poses.priced(mesh, each * ways, self.ask.pins, least * ways)
         free = posed.free
 
         def lean(sending: bool) -> Way:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from autoshard.search.network import Array, CostNetwork
+from autoshard.search.network import Array, CostNetwork, Indices
 
 TimeKind: TypeAlias = Literal["work", "talk", "gather", "inline", "reduce", "first", "once", "last", "update"]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
@@ -64,10 +64,6 @@ class Terms:
     #: pairs of states that cannot be: 0 or inf
     hard: dict[tuple[int, int], Array] = field(default_factory=dict)
 
-    def variable(self, states: int) -> int:
-        self.states.append(states)
-        return len(self.states) - 1
-
     def add(self, key: Time, variable: int, seconds: Array) -> None:
         table = self.alone.setdefault(key, {})
         table[variable] = table[variable] + seconds if variable in table else seconds
@@ -88,6 +84,33 @@ class Terms:
             matrix = np.where(infinite, 0.0, matrix)
         table = self.pairs.setdefault(key, {})
         table[pair] = table[pair] + matrix if pair in table else matrix
+
+    def only(self, kept: Mapping[int, Indices]) -> Terms:
+        """The terms of these states; variables that are not named keep all."""
+        if not kept:
+            return self
+        states = [len(kept[v]) if v in kept else n for v, n in enumerate(self.states)]
+        return Terms(
+            states,
+            {key: _vectors(table, kept) for key, table in self.alone.items()},
+            {key: _matrices(table, kept) for key, table in self.pairs.items()},
+            {key: _vectors(table, kept) for key, table in self.bytes.items()},
+            {pair: m for pair, m in _matrices(self.hard, kept).items() if m.any()},
+        )
+
+
+def _vectors(table: Mapping[int, Array], kept: Mapping[int, Indices]) -> dict[int, Array]:
+    return {v: costs[kept[v]] if v in kept else costs for v, costs in table.items()}
+
+
+def _matrices(
+    table: Mapping[tuple[int, int], Array], kept: Mapping[int, Indices]
+) -> dict[tuple[int, int], Array]:
+    found = {}
+    for (u, v), matrix in table.items():
+        rows = matrix[kept[u]] if u in kept else matrix
+        found[u, v] = np.ascontiguousarray(rows[:, kept[v]] if v in kept else rows)
+    return found
 
 
 TimeWeight: TypeAlias = Callable[[Time], float]

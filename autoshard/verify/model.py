@@ -13,7 +13,7 @@ from autoshard.program.original import notes_of_original, original_of, original_
 from autoshard.program.program import Program, Signature
 from autoshard.rules.user import Rules
 from autoshard.search.plan_json import plan_from_json
-from autoshard.search.rebatch import batch_of
+from autoshard.search.problem import batch_of
 
 
 def same_model(program: Program, target: str, rules: Rules = None) -> None:

@@ -15,15 +15,15 @@ from autoshard.errors import UsageError
 from autoshard.planning import Planned
 from autoshard.search.ask import Settled
 from autoshard.search.axes import merged_axes, merged_mesh, plain_axes
+from autoshard.search.build import build_problem
 from autoshard.search.configuration import Configuration
 from autoshard.search.explain import explain
 from autoshard.search.network import CostNetwork, Limits, NoFiniteAssignment
 from autoshard.search.plan import Cut, Pipeline, Recompute
 from autoshard.search.possible import possible
 from autoshard.search.prices import Prices
-from autoshard.search.problem import Problem, build_problem
+from autoshard.search.problem import Problem, batch_of
 from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.rebatch import batch_of
 from autoshard.search.setting import Setting
 from autoshard.search.settle import placed_at
 from autoshard.search.solve import solve
