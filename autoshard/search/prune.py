@@ -6,7 +6,7 @@ goes if another state of the variable is no dearer even after paying the worst d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -125,13 +125,17 @@ class Residual:
         The others must have been folded into their neighbours.
         """
         numbers = [i for i, u in enumerate(self.unary) if len(u) > 1]
+        return self.only(numbers), numbers
+
+    def only(self, numbers: Sequence[int]) -> Residual:
+        """These variables, renumbered, which have no edges with others."""
         new = {i: k for k, i in enumerate(numbers)}
         made = Residual()
         made.unary, made.memory = [self.unary[i] for i in numbers], [self.memory[i] for i in numbers]
         made.kept = [self.kept[i] for i in numbers]
         made.rows = [{new[j]: table for j, table in self.rows[i].items()} for i in numbers]
         made.hard = {(new[a], new[b]) for a, b in self.hard}
-        return made, numbers
+        return made
 
     def original(self, states: Iterable[int]) -> tuple[int, ...]:
         """States of the residual in the original numbering."""

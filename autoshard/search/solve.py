@@ -137,7 +137,7 @@ def _within(
         reduction.made = Reduced.of(_pruned(_whole(network)))
     net = reduction.made
     try:
-        held = minimise_within(net.small, net.order, budget - net.bytes, limits)
+        held = minimise_within(net.small, net.order, budget - net.bytes, limits, reduction.begun)
     except InfeasibleNetwork as error:
         states = net.whole(error.states)
         raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None
