@@ -20,6 +20,8 @@ _ADDITIVE = 1e-15
 _DENSE = 60_000
 _CHUNK = 4_000_000
 _ROUNDS = 8
+#: of so few states it is faster to look at each alone
+_FEW = 8
 
 
 class Contradiction(Exception):
@@ -268,6 +270,8 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     count = len(dominates)
     if count == 2:
         return np.array([0 if dominates[0, 1] else 1])
+    if count <= _FEW:
+        return _survivors_of_few(dominates.tolist())
     number = np.arange(count)
     gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
     left = ~gone
@@ -278,6 +282,19 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
             alive[s] = not (dominates[:, s] & alive).any()
         return np.flatnonzero(alive)
     return np.flatnonzero(left)
+
+
+def _survivors_of_few(dominates: list[list[bool]]) -> Indices:
+    """The same, one state after the other."""
+    number = range(len(dominates))
+    gone = [any(dominates[t][s] and (t < s or not dominates[s][t]) for t in number if t != s) for s in number]
+    left = [s for s in number if not gone[s]]
+    if not all(any(dominates[t][s] for t in left) for s in number if gone[s]):
+        alive = [True] * len(dominates)
+        for s in reversed(number):
+            alive[s] = not any(dominates[t][s] and alive[t] for t in number)
+        left = [s for s in number if alive[s]]
+    return np.array(left)
 
 
 def _simplify(net: Residual, i: int) -> None:
