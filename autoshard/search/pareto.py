@@ -161,7 +161,9 @@ class _Fronts:
         return _Rows(cell, seconds, self.net.memory[v][at[0]], bounds[cell], cell, [])
 
     def _alive(self, bounds: Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.asarray((bounds[:, :2] < self.cap[:2]).all(axis=1) & (bounds[:, 2] <= self.cap[2]))
+        multiplier, seconds, held = bounds.T
+        cap = self.cap
+        return np.asarray((multiplier < cap[0]) & (seconds < cap[1]) & (held <= cap[2]))
 
     def _entries(self, v: int, cell: Indices, child: int) -> Indices:
         """Which entry of the child's message each cell of the bucket looks up."""

@@ -48,7 +48,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """A network with the weights that it was made with: of seconds and of bytes, in the order of the terms."""
+    """A network with its weights, of seconds and of bytes, in the order of the terms."""
 
     network: CostNetwork
     times: tuple[float, ...]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoshard.cost.step_time import Exposure
 from autoshard.search.again import fill, marginal_price
 from autoshard.search.bound import dual_bound
-from autoshard.search.direct import least
+from autoshard.search.direct import least_seconds
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.problem import Problem
 from autoshard.search.refit import refit
@@ -168,9 +168,9 @@ class _Tuning:
             return True
         if not self.small or not self.found:
             return False
-        fastest = least(network, QUICK, self.problem.known.orders)
+        fastest = least_seconds(network, QUICK, self.problem.known.orders)
         best = min(placed.seconds for placed in self.found)
-        return fastest is not None and fastest.cost > (1 + _NEAR) * best
+        return fastest is not None and fastest > (1 + _NEAR) * best
 
     def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
