@@ -162,7 +162,7 @@ def make_consistent(net: Residual) -> None:
     for a, b in sorted(net.hard):
         around.setdefault(a, []).append(b)
         around.setdefault(b, []).append(a)
-    queue = list(around)
+    queue = _unsupported(net)
     waiting = set(queue)
     for i in queue:
         waiting.discard(i)
@@ -170,6 +170,21 @@ def make_consistent(net: Residual) -> None:
             new = [j for j in around[i] if j not in waiting]
             waiting.update(new)
             queue.extend(new)
+
+
+def _unsupported(net: Residual) -> list[int]:
+    """Variables with a state that has no finite partner on some edge, all edges looked at in one go."""
+    ends = [end for a, b in sorted(net.hard) for end in ((a, b), (b, a))]
+    if not ends:
+        return []
+    tables = [net.rows[i][j] for i, j in ends]
+    heights = [len(table) for table in tables]
+    widths = np.repeat([table.shape[1] for table in tables], heights)
+    least = np.minimum.reduceat(
+        np.concatenate([table.ravel() for table in tables]), np.cumsum(widths) - widths
+    )
+    alone = np.repeat([i for i, _ in ends], heights)[~np.isfinite(least)]
+    return [int(i) for i in np.unique(alone)]
 
 
 def _support(net: Residual, i: int, around: list[int]) -> bool:
