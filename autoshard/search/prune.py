@@ -240,7 +240,7 @@ def _prune_variable(net: Residual, i: int, bytes_too: bool) -> bool:
     dominates.ravel()[:: len(dominates) + 1] = False
     if not np.count_nonzero(dominates):
         return False
-    net.shrink(i, _survivors(dominates))
+    net.shrink(i, survivors(dominates))
     return True
 
 
@@ -280,13 +280,13 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
     return found
 
 
-def _survivors(dominates: NDArray[np.bool_]) -> Indices:
-    """States to keep. Of equal states the first stays."""
+def survivors(dominates: NDArray[np.bool_]) -> Indices:
+    """States to keep where some are dominated. Of equal states the first stays."""
     count = len(dominates)
     if count == 2:
         return np.array([0 if dominates[0, 1] else 1])
     if count <= _FEW:
-        return _survivors_of_few(dominates.tolist())
+        return _few_survivors(dominates.tolist())
     number = np.arange(count)
     gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
     left = ~gone
@@ -299,7 +299,7 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     return np.flatnonzero(left)
 
 
-def _survivors_of_few(dominates: list[list[bool]]) -> Indices:
+def _few_survivors(dominates: list[list[bool]]) -> Indices:
     """The same, one state after the other."""
     number = range(len(dominates))
     gone = [any(dominates[t][s] and (t < s or not dominates[s][t]) for t in number if t != s) for s in number]
