@@ -43,6 +43,7 @@ from autoshard.search.plan import Recompute
 from autoshard.search.problem import Model, batch_of
 from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.refit import refit
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.terms import Profile, Time, compose, profile
@@ -260,6 +261,29 @@ def test_composed_networks_add_up(name: str, mesh: str) -> None:
         # the sums that the step is made of lose nothing
         assert dot(weights(setting.how, bound), setting.sums(taken)) == pytest.approx(wanted, rel=1e-9)
         assert wanted <= setting.step(taken).total * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_refitting_changes_parameters_alone_and_fits(share: float) -> None:
+    """It is at least as fast as the leanest life of every parameter."""
+    problem = _posed("llama", "fsdp=2,tp=2", BATCH, "cpu-gloo").problem
+    setting = _setting("llama", 2, "cpu-gloo")
+    free = place(problem, setting, None)
+    network, params = free.network, [isinstance(v, ParamVar) for v in problem.variables]
+    found = refit(problem, network, free.states, float("inf"))
+    assert found is not None and network.seconds_of(found) <= network.seconds_of(free.states)
+    lean = refit(problem, network, free.states, free.bytes)
+    held = [
+        min(float(m[s]) for s in range(len(m))) if param else float(m[state])
+        for m, state, param in zip(network.memory, free.states, params, strict=True)
+    ]
+    budget = sum(held) + share * (free.bytes - sum(held))
+    assert sum(held) < free.bytes and lean is not None
+    fitted = refit(problem, network, free.states, budget)
+    assert fitted is not None and network.bytes_of(fitted) <= budget
+    assert network.seconds_of(fitted) >= network.seconds_of(lean)
+    assert all(a == b for a, b, param in zip(fitted, free.states, params, strict=True) if not param)
+    assert refit(problem, network, free.states, 0.99 * sum(held)) is None
 
 
 def test_forbidden_pairs_stay_forbidden_whatever_the_weights() -> None:
