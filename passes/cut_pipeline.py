@@ -126,8 +126,12 @@ class _Rebuilding:
 
     def _anywhere(self, values: Iterable[str], end: int) -> list[int]:
         """The places before ``end`` that make these values and are of no stage."""
-        places = [self.uncut.maker.get(v, end) for v in values]
-        return [p for p in places if p < end and self.at[p] is None]
+        return [p for v in values if (p := self.free.get(v, end)) < end]
+
+    @cached_property
+    def free(self) -> Mapping[str, int]:
+        """Value that is of no stage -> the place that makes it."""
+        return {v: place for v, place in self.uncut.maker.items() if self.at[place] is None}
 
     def _at_hand(self, value: str, stage: int) -> str:
         """The value, or what forward made of it if another stage makes it again in backward."""

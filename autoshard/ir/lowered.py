@@ -92,6 +92,14 @@ class Lowered:
         return self.main[part.start : part.stop]
 
     @cached_property
+    def of_stage(self) -> Mapping[int, Sequence[Part]]:
+        """Stage -> its parts, in order."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.stage, []).append(part)
+        return found
+
+    @cached_property
     def ends(self) -> Mapping[Part, Ends]:
         """What every part takes and makes; looked up far more often than programs are made."""
         return {part: self._ends(part) for part in self.parts}

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
-from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed, uses_of
 from autoshard.offload import STORE
-from autoshard.program.ends import ends_of, uses_of
+from autoshard.program.ends import ends_of
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
@@ -57,7 +57,8 @@ class Transients:
         """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
         key = (stage, kind)
         if key not in self._known:
-            parts = [p for p in self.program.lowered.parts if p.stage == stage and p.phase in _PHASES[kind]]
+            own = self.program.lowered.of_stage.get(stage, ())
+            parts = [p for p in own if p.phase in _PHASES[kind]]
             self._known[key] = self._rise(parts, kind) + self._ahead(parts) if parts else 0.0
         return self._known[key]
 
