@@ -107,13 +107,16 @@ class Exact:
                 return solved
 
     def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
-        """The same for those that seem not to fit."""
+        """The same for those that seem not to fit; where something else does, until one really does not."""
         solved: list[Estimated] = []
-        for estimated in sorted(unsure, key=lambda e: (e.bound, str(e.configuration.mesh))):
+        for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
             self._fit(race, inf)
-            if not self._leaves_out(race, estimated):
-                solved.append(estimated)
-                self._solve(race, estimated)
+            if self._leaves_out(race, estimated):
+                continue
+            solved.append(estimated)
+            self._solve(race, estimated)
+            if race.best is not None and not isfinite(race.seconds.get(estimated.configuration, inf)):
+                break
         self._fit(race, inf)
         return solved
 

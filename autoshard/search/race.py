@@ -74,7 +74,8 @@ class Race:
         where = estimated.configuration
         most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
         dear = _piped(where) or self.one_kind
-        if self.best is not None and not isfinite(estimated.seconds) and (dear or estimated.hopeless):
+        slow = estimated.hopeless or estimated.floor >= self.reached
+        if self.best is not None and not isfinite(estimated.seconds) and (dear or slow):
             return True  # seems not to fit: looked at only where that takes a moment
         if estimated.bound >= self.reached or self._alike[alike(where)] >= most_alike:
             return True
