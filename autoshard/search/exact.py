@@ -38,6 +38,10 @@ class Judge(Protocol):
         ``limit`` seconds. Raises InfeasibleError."""
         ...
 
+    def measured(self, found: Settled) -> float | None:
+        """Seconds of the simulated step of a program, None of a solution that was not made one."""
+        ...
+
 
 class Exact:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
@@ -152,16 +156,18 @@ class Exact:
         """Make programs of the solutions that take no more seconds than is expected of all others."""
         while (first := race.next(expected)) is not None:
             found, judged = first
-            if judged < race.reached and self.judge is not None and not self.interrupted:
+            measured, needed = None, race.needed(found.configuration)
+            if judged < needed and self.judge is not None and not self.interrupted:
                 try:
-                    fits = self.judge.fit(found, race.reached)
+                    fits = self.judge.fit(found, needed)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
                     race.fail(found.configuration)
                     continue
                 if fits.placed is not found.placed:
                     found, judged = fits, self.judged(fits)
-            race.finish(found, judged)
+                measured = self.judge.measured(found)
+            race.finish(found, judged, measured)
 
     def judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""
