@@ -13,11 +13,11 @@ from itertools import product
 from math import inf
 
 from autoshard.cost.step_time import Exposure, between
-from autoshard.search.network import Array, Limits
+from autoshard.search.network import Array, CostNetwork, Limits
 from autoshard.search.plan import Recompute
 from autoshard.search.problem import Problem
 from autoshard.search.setting import Setting
-from autoshard.search.solve import solve
+from autoshard.search.solve import proven_seconds
 
 #: kinds of layers whose policies are combined; with more, one policy bounds all of them optimistically
 _KINDS = 2
@@ -42,7 +42,16 @@ def dual_bound(
     count as exposed (any is valid); half of it is tried, too.
     """
     known: dict[tuple[float, Exposure], float] = {}
-    policies = extremes(setting)
+    each = extremes(setting)
+    policies = list(range(len(each)))
+    networks: dict[tuple[int, Exposure], CostNetwork] = {}
+
+    def priced(policy: int, price: float, exposure: Exposure) -> float:
+        key = (policy, exposure)
+        if key not in networks:
+            networks[key] = each[policy].network(problem.terms, exposure, allowed)
+        seconds = proven_seconds(networks[key].at_price(price), limits, problem.known.orders)
+        return seconds - price * budget
 
     def at(price: float, exposure: Exposure, beat: float = -inf) -> float:
         """The least over the policies; if that cannot beat a value, anything up to that value."""
@@ -50,7 +59,7 @@ def dual_bound(
         if key not in known:
             least = inf
             for policy in tuple(policies):
-                found = _priced(problem, policy, budget, price, allowed, limits, exposure)
+                found = priced(policy, price, exposure)
                 if found < least:
                     least = found
                     # whoever is least is likely to be so again, and then says at once what cannot be beaten
@@ -88,16 +97,3 @@ def extremes(setting: Setting) -> list[Setting]:
         replace(setting, recompute={n: r for n, r in zip(names, combo, strict=True) if r is not None})
         for combo in product(*options)
     ]
-
-
-def _priced(
-    problem: Problem,
-    policy: Setting,
-    budget: float,
-    price: float,
-    allowed: Sequence[Array | None],
-    limits: Limits | None,
-    bound: Exposure,
-) -> float:
-    network = policy.network(problem.terms, bound, allowed).at_price(price)
-    return solve(network, limits=limits, orders=problem.known.orders).lower_bound - price * budget

@@ -54,13 +54,32 @@ def least(network: CostNetwork, limits: Limits, orders: Orders) -> Direct | None
 
     None if tables would be too large, or the network is not sound.
     """
-    order = orders.of(network) if _sound(network) else None
-    if order is None or not fits(order, limits):
+    order = _order(network, limits, orders)
+    if order is None:
         return None
     with np.errstate(invalid="ignore"):
         value, states = Elimination(_Folded(network), order).solve()
-    # one nan or -inf among the seconds makes the least of all one of these
-    return None if isnan(value) or value == -inf else Direct(value, tuple(states), order)
+    return Direct(value, tuple(states), order) if _is_cost(value) else None
+
+
+def least_seconds(network: CostNetwork, limits: Limits, orders: Orders) -> float | None:
+    """Of that assignment; or None, as there."""
+    order = _order(network, limits, orders)
+    if order is None:
+        return None
+    with np.errstate(invalid="ignore"):
+        value = Elimination(_Folded(network), order).sweep().value
+    return value if _is_cost(value) else None
+
+
+def _order(network: CostNetwork, limits: Limits, orders: Orders) -> Order | None:
+    order = orders.of(network) if _sound(network) else None
+    return order if order is not None and fits(order, limits) else None
+
+
+def _is_cost(value: float) -> bool:
+    """One nan or -inf among the seconds makes the least of all one of these."""
+    return not isnan(value) and value != -inf
 
 
 def _sound(network: CostNetwork) -> bool:

@@ -8,9 +8,10 @@ tables give the optimal states. A second pass down the same tree of buckets give
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -22,6 +23,10 @@ Factor: TypeAlias = tuple[tuple[int, ...], Array]
 
 #: larger tables are minimised piece by piece: less memory, and the pieces stay in the cache
 _CHUNK = 500_000
+#: larger sums are added to in place
+_IN_PLACE = 10_000
+#: what parts of a bucket are sorted by: the last of their axes
+_axes: Callable[[tuple[int, Array]], int] = itemgetter(0)
 #: above this many variables in the core, and above this degree, fill edges are not counted
 _FILL_CORE = 1500
 _FILL_DEGREE = 48
@@ -171,6 +176,13 @@ class Tables:
     messages: dict[int, Array]
     value: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing is forbidden, of what was given or came of it."""
+        given = [a.ravel() for a in self.unary]
+        given += [table.ravel() for row in self.edges for table in row.values()]
+        return not given or bool(np.isfinite(np.concatenate(given)).all())
+
 
 class Pairwise(Protocol):
     """Costs of n variables: alone [k_i], and with each neighbour, rows[i][j] as [k_i, k_j], both ways."""
@@ -236,7 +248,7 @@ class Elimination:
         up: [*later]: the least cost of everything below the bucket.
         """
         tables = self.sweep(unary)
-        order = self.order
+        order, possible = self.order, tables.is_finite
         children = [0] * len(order.later)
         for near in order.later:
             if near:
@@ -257,9 +269,12 @@ class Elimination:
                     del beliefs[parent]
             else:
                 outer = np.asarray(tables.value)
-            with np.errstate(invalid="ignore"):
-                # where nothing below is possible (inf - inf) nothing is possible at all
-                rest = np.where(np.isfinite(up), outer - up, np.inf)
+            if possible:
+                rest = outer - up
+            else:
+                with np.errstate(invalid="ignore"):
+                    # where nothing below is possible (inf - inf) nothing is possible at all
+                    rest = np.where(np.isfinite(up), outer - up, np.inf)
             # a bucket with neighbours was summed for this alone
             belief = np.add(inside, rest, out=inside) if near else inside + rest
             if children[v]:
@@ -278,17 +293,23 @@ def bucket(
     v: int, near: tuple[int, ...], unary: Array, edges: dict[int, Array], higher: list[Factor]
 ) -> Array:
     """The sum of a bucket's costs, [k_v, *near]."""
+    rank = len(near) + 1
     axis = {w: a for a, w in enumerate(near, 1)}
-    parts = [(axis[w], _spread(table, (0, axis[w]), len(near) + 1)) for w, table in edges.items()]
+    parts = [(axis[w], _spread(table, (0, axis[w]), rank)) for w, table in edges.items()]
     for scope, table in higher:
-        axes = (0, *(axis[w] for w in scope[1:]))
-        parts.append((axes[-1], _spread(table, axes, len(near) + 1)))
+        axes = (0, *[axis[w] for w in scope[1:]])
+        parts.append((axes[-1], _spread(table, axes, rank)))
     # the fewest axes first, so that only the last sums are as large as the result
-    parts.sort(key=lambda part: part[0])
+    parts.sort(key=_axes)
     total = unary.reshape(-1, *(1,) * len(near))
     own = False
     for _, part in parts:
-        if own and all(n in (1, m) for n, m in zip(part.shape, total.shape, strict=True)):
+        # a new array is made faster than small ones are compared
+        if (
+            own
+            and total.size > _IN_PLACE
+            and all(n in (1, m) for n, m in zip(part.shape, total.shape, strict=True))
+        ):
             np.add(total, part, out=total)
         else:
             total, own = total + part, True

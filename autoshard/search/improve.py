@@ -12,29 +12,46 @@ from autoshard.search.prune import Residual
 _SWEEPS = 20
 
 
-def measure(net: Residual, states: Sequence[int]) -> tuple[float, float]:
-    """(seconds, bytes) of states of the residual; forbidden is inf."""
-    seconds = sum([u.item(s) for u, s in zip(net.unary, states, strict=True)])
-    for i, row in enumerate(net.rows):
-        if row:
+class Meter:
+    """Seconds and bytes of many assignments of one residual; always summed in the same order."""
+
+    def __init__(self, net: Residual) -> None:
+        self._seconds = [u.item for u in net.unary]
+        self._bytes = [m.item for m in net.memory]
+        rows = ([(j, table.item) for j, table in row.items() if i < j] for i, row in enumerate(net.rows))
+        self._rows = [(i, row) for i, row in enumerate(rows) if row]
+
+    def of(self, states: Sequence[int]) -> tuple[float, float]:
+        """(seconds, bytes) of states of the residual; forbidden is inf."""
+        seconds = sum([at(s) for at, s in zip(self._seconds, states, strict=True)])
+        for i, row in self._rows:
             s = states[i]
-            seconds += sum([table.item(s, states[j]) for j, table in row.items() if i < j])
-    return seconds, sum([m.item(s) for m, s in zip(net.memory, states, strict=True)], 0.0)
+            seconds += sum([at(s, states[j]) for j, at in row])
+        return seconds, sum([at(s) for at, s in zip(self._bytes, states, strict=True)], 0.0)
 
 
-def descend(net: Residual, states: Sequence[int], budget: float = np.inf) -> list[int]:
+def measure(net: Residual, states: Sequence[int]) -> tuple[float, float]:
+    """The same for a single assignment."""
+    return Meter(net).of(states)
+
+
+def descend(
+    net: Residual, states: Sequence[int], budget: float = np.inf, meter: Meter | None = None
+) -> list[int]:
     """Coordinate descent: move one variable at a time to its best state that fits, until none moves.
 
-    Less time counts first, then less memory, then the lower index.
+    Less time counts first, then less memory, then the lower index. meter: of the residual, if there is one.
     """
     found = list(states)
-    room = budget - measure(net, found)[1]
+    room = budget - (meter or Meter(net)).of(found)[1]
     dirty = {i for i, u in enumerate(net.unary) if len(u) > 1}
     for _ in range(_SWEEPS):
         todo, dirty = sorted(dirty), set()
         for i in todo:
             cost = _cost_around(net, i, found)
             now, held = found[i], net.memory[i]
+            if room >= 0 and np.count_nonzero(cost <= cost[now]) == 1:
+                continue  # nothing is as good as what there is
             cost = np.where(held - held[now] <= room, cost, np.inf)
             best = int(np.lexsort((held, cost))[0])
             if (cost[best], held[best]) < (cost[now], held[now]):
@@ -52,13 +69,15 @@ def _cost_around(net: Residual, i: int, states: Sequence[int]) -> Array:
     return cost
 
 
-def squeeze(net: Residual, states: Sequence[int], budget: float) -> list[int] | None:
+def squeeze(
+    net: Residual, states: Sequence[int], budget: float, meter: Meter | None = None
+) -> list[int] | None:
     """Save bytes, one variable at a time and the cheapest per byte first, until the budget is met.
 
     None when single moves do not lead there.
     """
     found = list(states)
-    held = measure(net, found)[1]
+    held = (meter or Meter(net)).of(found)[1]
     moves = {i: _cheapest_saving(net, i, found) for i in range(len(found))}
     while held > budget:
         price, i, s = min(moves.values(), default=(np.inf, 0, 0))
@@ -83,20 +102,23 @@ def _cheapest_saving(net: Residual, i: int, states: Sequence[int]) -> tuple[floa
     return float(price[best]), i, best
 
 
-def blend(net: Residual, fits: Sequence[int], fast: Sequence[int], budget: float) -> list[int]:
+def blend(
+    net: Residual, fits: Sequence[int], fast: Sequence[int], budget: float, meter: Meter | None = None
+) -> list[int]:
     """Go from an assignment that fits towards a faster one, as far as the budget allows.
 
     Variables in which the two differ fall into connected parts that can change independently of each
     other: those that win most go first.
     """
     found = list(fits)
-    seconds, held = measure(net, found)
+    meter = meter or Meter(net)
+    seconds, held = meter.of(found)
     parts: list[tuple[float, float, list[int]]] = []
     for part in _differing_parts(net, fits, fast):
         trial = list(fits)
         for i in part:
             trial[i] = fast[i]
-        t, m = measure(net, trial)
+        t, m = meter.of(trial)
         if t < seconds:
             parts.append((t - seconds, m - held, part))
     for _, extra, part in sorted(parts):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -49,7 +50,12 @@ class CostNetwork:
 
     def at_price(self, price: float) -> CostNetwork:
         """The network in which every byte also costs ``price`` seconds."""
-        unary = tuple(u + price * m for u, m in zip(self.unary, self.memory, strict=True))
+        if not self.unary:
+            return self
+        # in one go, as most variables have few states
+        both = np.concatenate(self.unary) + price * np.concatenate(self.memory)
+        ends = [*accumulate(map(len, self.unary))]
+        unary = tuple([both[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)])
         return CostNetwork(unary, self.memory, self.edges, fits=True)
 
     def seconds_of(self, states: Sequence[int]) -> float:

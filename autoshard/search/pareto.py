@@ -22,6 +22,8 @@ _TIE = 1e-13
 _BETTER = 1e-11
 #: a join may be this many times larger than a front before it is cut
 _BURST = 20
+#: whole numbers below this one are exact, and so are their sums
+_LARGEST = 2.0**52
 
 
 #: of every row of a join: the row it extends, and the child's label it took
@@ -159,7 +161,9 @@ class _Fronts:
         return _Rows(cell, seconds, self.net.memory[v][at[0]], bounds[cell], cell, [])
 
     def _alive(self, bounds: Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.asarray((bounds[:, :2] < self.cap[:2]).all(axis=1) & (bounds[:, 2] <= self.cap[2]))
+        multiplier, seconds, held = bounds.T
+        cap = self.cap
+        return np.asarray((multiplier < cap[0]) & (seconds < cap[1]) & (held <= cap[2]))
 
     def _entries(self, v: int, cell: Indices, child: int) -> Indices:
         """Which entry of the child's message each cell of the bucket looks up."""
@@ -232,10 +236,10 @@ class _Fronts:
         """Rows that no other row of the group beats, sorted by group and bytes."""
         tie = self.tie or 1.0
         order = np.lexsort((seconds, held, group))
-        rank = np.unique(np.floor(seconds[order] / tie), return_inverse=True)[1].ravel()
+        rank, ranks = _ranks(np.floor(seconds[order] / tie), len(order))
         # a later group starts below all earlier ones, so one running minimum serves them all
         number = np.cumsum(np.diff(group[order], prepend=group[order][:1]) != 0)
-        key = rank - number * (len(rank) + 1)
+        key = rank - number * (ranks + 1)
         first = np.ones(len(key), dtype=np.bool_)
         first[1:] = key[1:] < np.minimum.accumulate(key)[:-1]
         return np.asarray(order[first])
@@ -253,6 +257,17 @@ class _Fronts:
             states[v] = int(labels.state[at[v]])
             _follow(self.children[v], labels.trail, int(labels.origin[at[v]]), at)
         return states
+
+
+def _ranks(whole: Array, groups: int) -> tuple[Indices, int]:
+    """(numbers in the order of these whole ones, more than the largest), small enough for so many groups."""
+    if not len(whole):
+        return np.zeros(0, dtype=np.intp), 0
+    least = whole.min()
+    span = whole.max() - least + 1
+    if span * (groups + 1) < _LARGEST:
+        return (whole - least).astype(np.intp), int(span)
+    return np.unique(whole, return_inverse=True)[1].ravel(), len(whole)
 
 
 def _follow(children: list[int], trail: list[_Step], row: int, at: list[int]) -> None:

@@ -6,7 +6,7 @@ goes if another state of the variable is no dearer even after paying the worst d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +20,8 @@ _ADDITIVE = 1e-15
 _DENSE = 60_000
 _CHUNK = 4_000_000
 _ROUNDS = 8
+#: of so few states it is faster to look at each alone
+_FEW = 8
 
 
 class Contradiction(Exception):
@@ -125,13 +127,17 @@ class Residual:
         The others must have been folded into their neighbours.
         """
         numbers = [i for i, u in enumerate(self.unary) if len(u) > 1]
+        return self.only(numbers), numbers
+
+    def only(self, numbers: Sequence[int]) -> Residual:
+        """These variables, renumbered, which have no edges with others."""
         new = {i: k for k, i in enumerate(numbers)}
         made = Residual()
         made.unary, made.memory = [self.unary[i] for i in numbers], [self.memory[i] for i in numbers]
         made.kept = [self.kept[i] for i in numbers]
         made.rows = [{new[j]: table for j, table in self.rows[i].items()} for i in numbers]
         made.hard = {(new[a], new[b]) for a, b in self.hard}
-        return made, numbers
+        return made
 
     def original(self, states: Iterable[int]) -> tuple[int, ...]:
         """States of the residual in the original numbering."""
@@ -264,6 +270,8 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     count = len(dominates)
     if count == 2:
         return np.array([0 if dominates[0, 1] else 1])
+    if count <= _FEW:
+        return _survivors_of_few(dominates.tolist())
     number = np.arange(count)
     gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
     left = ~gone
@@ -274,6 +282,19 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
             alive[s] = not (dominates[:, s] & alive).any()
         return np.flatnonzero(alive)
     return np.flatnonzero(left)
+
+
+def _survivors_of_few(dominates: list[list[bool]]) -> Indices:
+    """The same, one state after the other."""
+    number = range(len(dominates))
+    gone = [any(dominates[t][s] and (t < s or not dominates[s][t]) for t in number if t != s) for s in number]
+    left = [s for s in number if not gone[s]]
+    if not all(any(dominates[t][s] for t in left) for s in number if gone[s]):
+        alive = [True] * len(dominates)
+        for s in reversed(number):
+            alive[s] = not any(dominates[t][s] and alive[t] for t in number)
+        left = [s for s in number if alive[s]]
+    return np.array(left)
 
 
 def _simplify(net: Residual, i: int) -> None:

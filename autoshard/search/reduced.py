@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from autoshard.search.budget import Begun
 from autoshard.search.eliminate import Order, find_order
 from autoshard.search.prune import Residual
 
@@ -50,6 +51,7 @@ class Reduced:
 
 @dataclass
 class Reduction:
-    """A place for it. made: None before the network was pruned."""
+    """A place for it. made: None before the network was pruned. begun: searches in it, by their budget."""
 
     made: Reduced | None = None
+    begun: dict[float, Begun] = field(default_factory=dict)

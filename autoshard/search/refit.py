@@ -22,28 +22,30 @@ def refit(
     problem: Problem, network: CostNetwork, states: Sequence[int], budget: float
 ) -> tuple[int, ...] | None:
     """The fastest assignment found within the budget that only differs in parameters, or None."""
-    chosen = np.array(states)
     numbers = [k for k, v in enumerate(problem.variables) if isinstance(v, ParamVar)]
-    costs = _costs(network, chosen, numbers)
+    costs = _costs(network, states, numbers)
     rest = network.bytes_of(states) - sum(float(network.memory[k][states[k]]) for k in numbers)
+    prices = np.array([0.0, *np.geomspace(1e-15, 1e-6, _PRICES)])
+    chosen, held = np.empty((_PRICES + 2, len(numbers)), dtype=np.intp), np.full(_PRICES + 2, rest)
+    for column, k in enumerate(numbers):
+        memory, finite = network.memory[k], np.isfinite(costs[k])
+        # the last price is beyond all bounds
+        scores = np.vstack([costs[k] + prices[:, None] * memory, memory])
+        chosen[:, column] = np.where(finite, scores, np.inf).argmin(axis=1)
+        held += memory[chosen[:, column]]
     best: tuple[float, tuple[int, ...]] | None = None
-    for price in (0.0, *np.geomspace(1e-15, 1e-6, _PRICES), np.inf):
-        held = rest
-        for k in numbers:
-            memory = network.memory[k]
-            finite = np.isfinite(costs[k])
-            score = np.where(finite, memory if np.isinf(price) else costs[k] + price * memory, np.inf)
-            chosen[k] = int(np.argmin(score))
-            held += float(memory[chosen[k]])
-        if held <= budget:
-            found = tuple(int(s) for s in chosen)
-            seconds = network.seconds_of(found)
-            if np.isfinite(seconds) and (best is None or seconds < best[0]):
-                best = (seconds, found)
+    found = list(states)
+    # of equal choices the one at the lowest price counts
+    for choice in dict.fromkeys(map(tuple, chosen[held <= budget].tolist())):
+        for k, state in zip(numbers, choice, strict=True):
+            found[k] = state
+        seconds = network.seconds_of(found)
+        if np.isfinite(seconds) and (best is None or seconds < best[0]):
+            best = (seconds, tuple(found))
     return None if best is None else best[1]
 
 
-def _costs(network: CostNetwork, states: Array, numbers: Sequence[int]) -> dict[int, Array]:
+def _costs(network: CostNetwork, states: Sequence[int], numbers: Sequence[int]) -> dict[int, Array]:
     """Seconds of every state of these variables, their neighbours being fixed."""
     costs = {k: network.unary[k] for k in numbers}
     for (u, v), table in network.edges.items():

@@ -20,6 +20,8 @@ from autoshard.search.terms import Profile, profile
 
 #: exposures tried; most settings agree at the first or second
 _ROUNDS = 5
+#: networks that are kept for who asks for them again
+_AT_HAND = 4
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,41 @@ class Placed:
         return self.step.total
 
 
+@dataclass(frozen=True)
+class _Weighed:
+    """A network with its weights, of seconds and of bytes, in the order of the terms."""
+
+    network: CostNetwork
+    times: tuple[float, ...]
+    held: tuple[float, ...]
+
+
+class Networks:
+    """Networks of one problem, with what pins leave of it; those asked for last are at hand."""
+
+    def __init__(self, problem: Problem, allowed: Sequence[Array | None]) -> None:
+        self._terms, self._allowed = problem.terms, allowed
+        self._keys = tuple(dict.fromkeys((*problem.terms.alone, *problem.terms.pairs)))
+        self._made: dict[tuple[tuple[float, ...], tuple[float, ...]], _Weighed] = {}
+
+    def of(self, setting: Setting, bound: Exposure) -> CostNetwork:
+        """The network of a setting for a given exposure."""
+        return self.weighed(setting, bound).network
+
+    def weighed(self, setting: Setting, bound: Exposure) -> _Weighed:
+        """The same with its weights."""
+        seconds = setting.time_weight(bound)
+        times = tuple([seconds(key) for key in self._keys])
+        held = tuple([setting.bytes_weight(kind) for kind in self._terms.bytes])
+        found = self._made.pop((times, held), None)
+        if found is None:
+            found = _Weighed(setting.network(self._terms, bound, self._allowed), times, held)
+        self._made[times, held] = found
+        if len(self._made) > _AT_HAND:
+            del self._made[next(iter(self._made))]
+        return found
+
+
 def place(
     problem: Problem,
     setting: Setting,
@@ -54,11 +91,13 @@ def place(
     start: Exposure | None = None,
     rounds: int = _ROUNDS,
     over: Sequence[int] = (),
+    networks: Networks | None = None,
 ) -> Placed:
     """The best over a few exposures, from ``start`` (default: everything is hidden) on.
 
     over: fast states: if they hold more than the budget, the fastest ones are taken to do so, too, which
-    changes the order of the work and nothing else. Raises InfeasibleNetwork if nothing fits,
+    changes the order of the work and nothing else. networks: of this problem and what is allowed, if others
+    ask for them as well. Raises InfeasibleNetwork if nothing fits,
     NoFiniteAssignment if everything is forbidden.
     """
     best: Placed | None = None
@@ -66,12 +105,14 @@ def place(
     bound = start or Exposure(0.0, 0.0, 0.0, 0.0)
     tried: list[Exposure] = []
     tight: bool | None = None
+    networks = networks or Networks(problem, allowed)
     while len(tried) < rounds:
         tried.append(bound)
-        network = setting.network(problem.terms, bound, allowed)
+        weighed = networks.weighed(setting, bound)
+        network = weighed.network
         if tight is None:
             tight = budget is not None and bool(over) and network.bytes_of(over) > budget
-        solution = _solved(problem, network, setting, bound, budget, allowed, limits, tight)
+        solution = _solved(problem, weighed, budget, allowed, limits, tight)
         tight = solution.multiplier > 0
         taken = profile(problem.terms, solution.states)
         step = setting.step(taken)
@@ -100,19 +141,15 @@ def _held(setting: Setting, taken: Profile, counted: float) -> float:
 
 def _solved(
     problem: Problem,
-    network: CostNetwork,
-    setting: Setting,
-    bound: Exposure,
+    weighed: _Weighed,
     budget: float | None,
     allowed: Sequence[Array | None],
     limits: Limits | None,
     tight: bool,
 ) -> Solution:
-    """The solution of the network of a setting, unless one of equal weights was solved before."""
+    """The solution of a network, unless one of equal weights was solved before."""
     limits = limits or Limits()
-    terms = problem.terms
-    weight = setting.time_weight(bound)
-    times = tuple(weight(key) for key in dict.fromkeys((*terms.alone, *terms.pairs)))
+    network, times, weights = weighed.network, weighed.times, weighed.held
     if budget is None:
         # bytes decide nothing then, and limits nothing about what is eliminated
         found = problem.known.get(times, None, None, allowed) or problem.known.get(
@@ -122,7 +159,6 @@ def _solved(
             found = solve(network, None, limits, orders=problem.known.orders)
             problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
         return replace(found, bytes=network.bytes_of(found.states))
-    weights = tuple(setting.bytes_weight(kind) for kind in terms.bytes)
     held = (budget, *weights)
     found = problem.known.get(times, held, limits, allowed)
     if found is None:

@@ -9,7 +9,7 @@ from time import perf_counter
 
 from autoshard.search.budget import minimise_within
 from autoshard.search.conflict import find_conflict
-from autoshard.search.direct import Orders, least
+from autoshard.search.direct import Orders, least, least_seconds
 from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
 from autoshard.search.minimise import ELIMINATED, ROUNDING, bound, minimise
@@ -91,12 +91,20 @@ def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
 
     Raises NoFiniteAssignment when everything is forbidden, as far as a bound can tell.
     """
-    direct = least(network, limits, orders)
-    if direct is not None:
-        value = direct.cost
-    else:
+    value = least_seconds(network, limits, orders)
+    if value is None:
         net = _pruned(_whole(network).weighted(0.0))
         value = bound(net, find_order(net.sizes, net.rows), limits)
+    if not isfinite(value):
+        raise NoFiniteAssignment(find_conflict(network))
+    return value
+
+
+def proven_seconds(network: CostNetwork, limits: Limits | None, orders: Orders) -> float:
+    """The same, but where the network is wide as much is made of it as limits allow."""
+    value = least_seconds(network, limits or Limits(), orders)
+    if value is None:
+        return solve(network, limits=limits, orders=orders).lower_bound
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
     return value
@@ -137,7 +145,7 @@ def _within(
         reduction.made = Reduced.of(_pruned(_whole(network)))
     net = reduction.made
     try:
-        held = minimise_within(net.small, net.order, budget - net.bytes, limits)
+        held = minimise_within(net.small, net.order, budget - net.bytes, limits, reduction.begun)
     except InfeasibleNetwork as error:
         states = net.whole(error.states)
         raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from autoshard.search.network import Array, CostNetwork, Indices
 
+K = TypeVar("K")
 TimeKind: TypeAlias = Literal["work", "talk", "gather", "inline", "reduce", "first", "once", "last", "update"]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
@@ -63,12 +65,22 @@ class Terms:
     bytes: dict[Bytes, dict[int, Array]] = field(default_factory=dict)
     #: pairs of states that cannot be: 0 or inf
     hard: dict[tuple[int, int], Array] = field(default_factory=dict)
+    _laid: _Laid | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def laid(self) -> _Laid:
+        """What is of single variables, in one row."""
+        if self._laid is None:
+            self._laid = _Laid.of(self)
+        return self._laid
 
     def add(self, key: Time, variable: int, seconds: Array) -> None:
+        self._laid = None
         table = self.alone.setdefault(key, {})
         table[variable] = table[variable] + seconds if variable in table else seconds
 
     def hold(self, key: Bytes, variable: int, held: Array) -> None:
+        self._laid = None
         table = self.bytes.setdefault(key, {})
         table[variable] = table[variable] + held if variable in table else held
 
@@ -99,6 +111,48 @@ class Terms:
         )
 
 
+#: costs of states of some variables: at which places of all states, and how much
+_Row: TypeAlias = tuple[Indices, Array]
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """States of all variables one after the other, so that a kind is weighed in one go.
+
+    ends: where each variable's begin and end. alone, bytes: of every kind.
+    """
+
+    ends: tuple[tuple[int, int], ...]
+    alone: dict[Time, _Row]
+    bytes: dict[Bytes, _Row]
+
+    @staticmethod
+    def of(terms: Terms) -> _Laid:
+        stops = [*accumulate(terms.states)]
+        ends = tuple(zip([0, *stops[:-1]], stops, strict=True)) if stops else ()
+        every = np.arange(stops[-1] if stops else 0)
+
+        def row(table: Mapping[int, Array]) -> _Row:
+            if not table:
+                return every[:0], np.empty(0)
+            return np.concatenate([every[slice(*ends[v])] for v in table]), np.concatenate([*table.values()])
+
+        return _Laid(
+            ends,
+            {key: row(table) for key, table in terms.alone.items()},
+            {kind: row(table) for kind, table in terms.bytes.items()},
+        )
+
+    def total(self, rows: Mapping[K, _Row], weight: Callable[[K], float]) -> list[Array]:
+        """Per variable, the weighted sum of all kinds; those of the states of a variable, [states]."""
+        found = np.zeros(self.ends[-1][1] if self.ends else 0)
+        for key, (at, costs) in rows.items():
+            share = weight(key)
+            if share:
+                found[at] += share * costs
+        return [found[a:b] for a, b in self.ends]
+
+
 def _vectors(table: Mapping[int, Array], kept: Mapping[int, Indices]) -> dict[int, Array]:
     return {v: costs[kept[v]] if v in kept else costs for v, costs in table.items()}
 
@@ -121,29 +175,16 @@ def compose(
     terms: Terms, seconds: TimeWeight, held: ByteWeight, allowed: Sequence[Array | None] = ()
 ) -> CostNetwork:
     """The network of a weighted sum. allowed: per variable 0 or inf for each state, None for all."""
-    nothing = {n: np.zeros(n) for n in set(terms.states)}  # nobody writes to the arrays of a network
-    unary = [nothing[n] for n in terms.states]
-    memory = list(unary)
+    laid = terms.laid
+    unary, memory = laid.total(laid.alone, seconds), laid.total(laid.bytes, held)
     edges = dict(terms.hard)
-    for key, table in terms.alone.items():
-        weight = seconds(key)
-        if weight:
-            for variable, costs in table.items():
-                part, so_far = weight * costs, unary[variable]
-                unary[variable] = part if so_far is nothing[len(part)] else so_far + part
     for key, matrices in terms.pairs.items():
         weight = seconds(key)
         if not weight:
             continue
         for pair, matrix in matrices.items():
-            part = weight * matrix
+            part = matrix if weight == 1 else weight * matrix  # nobody writes to the arrays of a network
             edges[pair] = edges[pair] + part if pair in edges else part
-    for kind, sizes in terms.bytes.items():
-        weight = held(kind)
-        if weight:
-            for variable, size in sizes.items():
-                part, so_far = weight * size, memory[variable]
-                memory[variable] = part if so_far is nothing[len(part)] else so_far + part
     for variable, mask in enumerate(allowed):
         if mask is not None:
             unary[variable] = unary[variable] + mask

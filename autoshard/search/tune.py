@@ -8,12 +8,12 @@ from dataclasses import replace
 from autoshard.cost.step_time import Exposure
 from autoshard.search.again import fill, marginal_price
 from autoshard.search.bound import dual_bound
-from autoshard.search.direct import least
+from autoshard.search.direct import least_seconds
 from autoshard.search.network import Array, InfeasibleNetwork, Limits
 from autoshard.search.problem import Problem
 from autoshard.search.refit import refit
 from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed, place, placed_at
+from autoshard.search.settle import Networks, Placed, place, placed_at
 
 #: no recomputation is tried if without any the step is this close to the best without a memory limit
 _ENOUGH = 1e-3
@@ -87,6 +87,7 @@ class _Tuning:
         self.found: list[Placed] = []
         self.free: tuple[int, ...] = ()
         self.small = problem.choices <= _SMALL
+        self.networks = Networks(problem, allowed)
 
     def best(self, free: Placed, hint: Setting) -> Placed:
         self.free = free.states
@@ -130,7 +131,7 @@ class _Tuning:
     def _at(self, setting: Setting, start: Placed) -> None:
         """The placements of ``start`` as they are, if they fit in another setting."""
         bound = setting.exposure(start.taken)
-        network = setting.network(self.problem.terms, bound, self.allowed)
+        network = self.networks.of(setting, bound)
         placed = placed_at(self.problem, setting, network, start.states)
         if placed.bytes <= self.budget:
             self.found.append(placed)
@@ -162,20 +163,20 @@ class _Tuning:
         both are known in a moment where a solution is long in coming."""
         near = self.found[-1] if self.found else None
         bound = Exposure(0.0, 0.0, 0.0, 0.0) if near is None else setting.exposure(near.taken)
-        network = setting.network(self.problem.terms, bound, self.allowed)
+        network = self.networks.of(setting, bound)
         if sum([float(held.min()) for held in network.memory]) > (1 + _ROUNDING) * self.budget:
             return True
         if not self.small or not self.found:
             return False
-        fastest = least(network, QUICK, self.problem.known.orders)
+        fastest = least_seconds(network, QUICK, self.problem.known.orders)
         best = min(placed.seconds for placed in self.found)
-        return fastest is not None and fastest.cost > (1 + _NEAR) * best
+        return fastest is not None and fastest > (1 + _NEAR) * best
 
     def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
         for chosen in settings:
             bound = chosen.exposure(base.taken)
-            network = chosen.network(self.problem.terms, bound, self.allowed)
+            network = self.networks.of(chosen, bound)
             states = refit(self.problem, network, base.states, self.budget)
             placed = None if states is None else placed_at(self.problem, chosen, network, states)
             if placed is not None and placed.bytes <= self.budget:
@@ -193,6 +194,7 @@ class _Tuning:
             start=start,
             rounds=_QUICK_ROUNDS if limits is QUICK else _ROUNDS,
             over=self.free,
+            networks=self.networks,
         )
 
 

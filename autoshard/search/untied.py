@@ -23,7 +23,7 @@ from autoshard.search.problems import Posed
 from autoshard.search.repeat import Repeated, Room, least
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed
-from autoshard.search.solve import solve
+from autoshard.search.solve import proven_seconds
 from autoshard.search.terms import Bytes, Time, TimeWeight, compose
 from autoshard.search.unrolled import NotAChain, Run, Spread, Unrolled, lost, runs_of, unroll
 from autoshard.search.variables import ParamVar
@@ -112,9 +112,11 @@ class _Tied:
     """The bound for layers that are alike."""
 
     def __init__(self, posed: Posed, policies: Policies, budget: float) -> None:
-        self.posed, self.policies, self.budget = posed, list(policies.each), budget
-        self.network = policies.network
+        self.posed, self.each, self.budget = posed, policies, budget
+        #: by number, whoever was least last first
+        self.policies = list(range(len(policies.each)))
         self.known: dict[tuple[float, Exposure], float] = {}
+        self.networks: dict[tuple[int, Exposure], CostNetwork] = {}
 
     def least(self, price: float, exposure: Exposure) -> float:
         """Seconds; below the best known it is only an upper bound on that."""
@@ -122,9 +124,9 @@ class _Tied:
         if key not in self.known:
             best, found = max(self.known.values(), default=-np.inf), np.inf
             for policy in tuple(self.policies):
-                network = self.network(self.posed, policy, exposure).at_price(price)
+                network = self._network(policy, exposure).at_price(price)
                 orders = self.posed.problem.known.orders
-                value = solve(network, limits=_WORK, orders=orders).lower_bound - price * self.budget
+                value = proven_seconds(network, _WORK, orders) - price * self.budget
                 if value < found:
                     found = value
                     # whoever is least now is likely to be so again
@@ -134,6 +136,12 @@ class _Tied:
                     break
             self.known[key] = found
         return self.known[key]
+
+    def _network(self, policy: int, exposure: Exposure) -> CostNetwork:
+        key = (policy, exposure)
+        if key not in self.networks:
+            self.networks[key] = self.each.network(self.posed, self.each.each[policy], exposure)
+        return self.networks[key]
 
     def moved(self, price: float, exposure: Exposure) -> float:
         """The price doubled while that helps; if it does not help at all, halved while that does."""
