@@ -66,20 +66,28 @@ def find_small_order(
     """A greedy order with no table larger than ``largest`` and no more than ``total`` entries in all; None if
     neither way to choose gives one."""
     for by_fill in (True, False):
-        found = _greedy(sizes, neighbours, by_fill=by_fill, most=largest)
-        if found is not None and found.total <= total:
+        found = _greedy(sizes, neighbours, by_fill=by_fill, most=largest, total=total)
+        if found is not None:
             return found
     return None
 
 
 def _greedy(
-    sizes: Sequence[int], neighbours: Sequence[Collection[int]], *, by_fill: bool, most: int = 0
+    sizes: Sequence[int],
+    neighbours: Sequence[Collection[int]],
+    *,
+    by_fill: bool,
+    most: int = 0,
+    total: int = 0,
 ) -> Order | None:
-    """most: entries of a table beyond which there is no order, 0 for no limit."""
+    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit."""
     graph = [set(n) for n in neighbours]
     # most variables are alone by now: they come first, in order, as they would out of the heap
     variables = [v for v, n in enumerate(graph) if not n]
     if most and max((sizes[v] for v in variables), default=0) > most:
+        return None
+    room = total - sum([sizes[v] for v in variables])
+    if most and room < 0:
         return None
     scores: dict[int, tuple[int, int, int]] = {
         v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2
@@ -102,8 +110,11 @@ def _greedy(
         v = score[2]
         if gone[v] or scores.get(v) != score:
             continue
-        if most and sizes[v] * prod(sizes[w] for w in graph[v]) > most:
-            return None
+        if most:
+            table = sizes[v] * prod([sizes[w] for w in graph[v]])
+            room -= table
+            if table > most or room < 0:
+                return None
         gone[v] = True
         variables.append(v)
         around[v] = graph[v]
@@ -256,6 +267,11 @@ class Elimination:
         beliefs: dict[int, _Belief] = {}
         for v in reversed(order.variables):
             near = order.later[v]
+            only = tables.unary[v]
+            if not near and not children[v] and len(only) == 1 and only[0] < np.inf:
+                # decided, and alone: many are where states were taken away
+                yield v, only + (tables.value - only), np.asarray(only[0])
+                continue
             if near or tables.edges[v] or tables.higher[v]:
                 inside = bucket(v, near, tables.unary[v], tables.edges[v], tables.higher[v])
             else:

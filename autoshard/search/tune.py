@@ -9,7 +9,7 @@ from autoshard.cost.step_time import Exposure
 from autoshard.search.again import fill, marginal_price
 from autoshard.search.bound import dual_bound
 from autoshard.search.direct import least_seconds
-from autoshard.search.network import Array, InfeasibleNetwork, Limits
+from autoshard.search.network import Array, CostNetwork, InfeasibleNetwork, Limits
 from autoshard.search.problem import Problem
 from autoshard.search.refit import refit
 from autoshard.search.setting import Setting
@@ -21,6 +21,8 @@ _ENOUGH = 1e-3
 FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
 #: placements found with less work are looked at once more if they are so near the best
 _NEAR = 0.02
+#: of the price of a byte where little runs again, what it is worth to ask for where more does
+_EASIER = 0.25
 #: states of all variables up to which every start is tried
 _SMALL = 2_200
 _ROUNDS, _QUICK_ROUNDS = 3, 2
@@ -126,7 +128,7 @@ class _Tuning:
             again = fill(start.taken, self.bare, self.budget)
             if again is not None and all(again != p.setting for p in self.found):
                 self._at(again, start)
-                self._attempt(again)
+                self._attempt(again, last=True)
 
     def _at(self, setting: Setting, start: Placed) -> None:
         """The placements of ``start`` as they are, if they fit in another setting."""
@@ -150,17 +152,19 @@ class _Tuning:
             return winner
         return min(winner, last, key=_order)
 
-    def _attempt(self, setting: Setting) -> None:
-        if self._is_hopeless(setting):
+    def _attempt(self, setting: Setting, *, last: bool = False) -> None:
+        """last: whether nothing else starts from it."""
+        if self._is_hopeless(setting, last=last):
             return
         try:
             self.found.append(self._place(setting, QUICK, self.found[-1] if self.found else None))
         except InfeasibleNetwork:
             return
 
-    def _is_hopeless(self, setting: Setting) -> bool:
+    def _is_hopeless(self, setting: Setting, *, last: bool) -> bool:
         """Whether nothing fits in a setting, or even without a budget no placements come near the best found:
-        both are known in a moment where a solution is long in coming."""
+        both are known in a moment where a solution is long in coming. last: whether to look at the price of
+        a byte, too, at which nothing within the budget may come near."""
         near = self.found[-1] if self.found else None
         bound = Exposure(0.0, 0.0, 0.0, 0.0) if near is None else setting.exposure(near.taken)
         network = self.networks.of(setting, bound)
@@ -168,9 +172,14 @@ class _Tuning:
             return True
         if not self.small or not self.found:
             return False
-        fastest = least_seconds(network, QUICK, self.problem.known.orders)
-        best = min(placed.seconds for placed in self.found)
-        return fastest is not None and fastest > (1 + _NEAR) * best
+        best = min(self.found, key=_order)
+        price = _EASIER * best.solution.multiplier if last else 0.0
+        return any(self._bound(network, p) > (1 + _NEAR) * best.seconds for p in dict.fromkeys((0.0, price)))
+
+    def _bound(self, network: CostNetwork, price: float) -> float:
+        """Seconds that nothing within the budget goes below, by a price per byte; 0.0 if they take long."""
+        found = least_seconds(network.at_price(price) if price else network, QUICK, self.problem.known.orders)
+        return 0.0 if found is None else found - price * self.budget
 
     def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
