@@ -20,12 +20,12 @@ from autoshard.search import (
 from autoshard.search.direct import Orders, least
 from autoshard.search.dive import dive, widen
 from autoshard.search.eliminate import find_order
-from autoshard.search.improve import measure
+from autoshard.search.improve import descend, measure
 from autoshard.search.milp import solve_milp
 from autoshard.search.minimise import minimise_pruned
-from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.search.reduced import Reduction
-from autoshard.search.solve import least_cost
+from autoshard.search.solve import least_cost, proven_seconds
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
@@ -407,6 +407,76 @@ def test_a_bound_is_no_more_than_the_optimum(network: CostNetwork, limits: Limit
     assert bound <= truth.seconds + 1e-9 * abs(truth.seconds)
     if limits is None:
         assert bound == pytest.approx(truth.seconds, rel=1e-9, abs=1e-12)
+
+
+@given(networks, st.sampled_from([None, TINY, TINY_MILP]))
+@few
+def test_what_is_proven_without_states_is_what_a_solution_proves(
+    network: CostNetwork, limits: Limits | None
+) -> None:
+    try:
+        solution = solve(network, limits=limits)
+    except NoFiniteAssignment:
+        with pytest.raises(NoFiniteAssignment):
+            proven_seconds(network, limits, Orders())
+        return
+    assert proven_seconds(network, limits, Orders()) == pytest.approx(solution.lower_bound, rel=1e-9)
+
+
+@given(networks, st.integers(0, 2**32), st.floats(0.0, 1.0))
+@few
+def test_where_moves_end_no_single_one_is_left(network: CostNetwork, seed: int, share: float) -> None:
+    net = Residual.of(network)
+    rng = np.random.default_rng(seed)
+    start = [int(rng.integers(0, len(u))) for u in net.unary]
+    seconds, held = measure(net, start)
+    room = held + share * sum(float(m.max()) for m in net.memory)
+    found = descend(net, start, room)
+    best = measure(net, found)
+    assert best[1] <= room
+    assert best[0] <= seconds * (1 + 1e-12)
+    if not np.isfinite(best[0]):
+        return  # what is forbidden may be so by two variables together
+    for i, count in enumerate(net.sizes):
+        for state in range(count):
+            moved = measure(net, [state if j == i else s for j, s in enumerate(found)])
+            assert moved[1] > room or moved[0] >= best[0] * (1 - 1e-12)
+
+
+@given(networks)
+@few
+def test_every_state_that_is_left_has_a_partner_on_every_edge(network: CostNetwork) -> None:
+    net = Residual.of(network)
+    left: list[np.ndarray] = [np.asarray(np.isfinite(u)) for u in network.unary]
+    for _ in range(sum(net.sizes)):
+        for (a, b), table in network.edges.items():
+            both = np.isfinite(table) & left[a][:, None] & left[b]
+            left[a], left[b] = np.asarray(both.any(axis=1)), np.asarray(both.any(axis=0))
+    if not all(mask.any() for mask in left):
+        with pytest.raises(Contradiction):
+            make_consistent(net)
+        return
+    make_consistent(net)
+    assert [kept.tolist() for kept in net.kept] == [np.flatnonzero(mask).tolist() for mask in left]
+
+
+@given(st.integers(2, 12), st.integers(0, 2**32), st.floats(0.0, 0.6), st.floats(0.0, 1.0))
+@few
+def test_of_dominated_states_one_that_dominates_them_stays(
+    count: int, seed: int, share: float, ties: float
+) -> None:
+    """Few states are looked at one by one, many all at once, and rounding may close a circle of them."""
+    rng = np.random.default_rng(seed)
+    dominates = rng.random((count, count)) < share
+    dominates |= dominates.T & (rng.random((count, count)) < ties)
+    np.fill_diagonal(dominates, False)
+    dominates[0, 1] |= not dominates.any()
+    left = survivors(dominates)
+    assert len(left)
+    # beside states that are equal to none, what is left does not change the answer
+    more = np.zeros((count + 12, count + 12), dtype=np.bool_)
+    more[:count, :count] = dominates
+    assert survivors(more).tolist() == [*left.tolist(), *range(count, count + 12)]
 
 
 @given(networks)

@@ -162,7 +162,7 @@ def make_consistent(net: Residual) -> None:
     for a, b in sorted(net.hard):
         around.setdefault(a, []).append(b)
         around.setdefault(b, []).append(a)
-    queue = list(around)
+    queue = _unsupported(net)
     waiting = set(queue)
     for i in queue:
         waiting.discard(i)
@@ -170,6 +170,21 @@ def make_consistent(net: Residual) -> None:
             new = [j for j in around[i] if j not in waiting]
             waiting.update(new)
             queue.extend(new)
+
+
+def _unsupported(net: Residual) -> list[int]:
+    """Variables with a state that has no finite partner on some edge, all edges looked at in one go."""
+    ends = [end for a, b in sorted(net.hard) for end in ((a, b), (b, a))]
+    if not ends:
+        return []
+    tables = [net.rows[i][j] for i, j in ends]
+    heights = [len(table) for table in tables]
+    widths = np.repeat([table.shape[1] for table in tables], heights)
+    least = np.minimum.reduceat(
+        np.concatenate([table.ravel() for table in tables]), np.cumsum(widths) - widths
+    )
+    alone = np.repeat([i for i, _ in ends], heights)[~np.isfinite(least)]
+    return [int(i) for i in np.unique(alone)]
 
 
 def _support(net: Residual, i: int, around: list[int]) -> bool:
@@ -225,7 +240,7 @@ def _prune_variable(net: Residual, i: int, bytes_too: bool) -> bool:
     dominates.ravel()[:: len(dominates) + 1] = False
     if not np.count_nonzero(dominates):
         return False
-    net.shrink(i, _survivors(dominates))
+    net.shrink(i, survivors(dominates))
     return True
 
 
@@ -265,13 +280,13 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
     return found
 
 
-def _survivors(dominates: NDArray[np.bool_]) -> Indices:
-    """States to keep. Of equal states the first stays."""
+def survivors(dominates: NDArray[np.bool_]) -> Indices:
+    """States to keep where some are dominated. Of equal states the first stays."""
     count = len(dominates)
     if count == 2:
         return np.array([0 if dominates[0, 1] else 1])
     if count <= _FEW:
-        return _survivors_of_few(dominates.tolist())
+        return _few_survivors(dominates.tolist())
     number = np.arange(count)
     gone = (dominates & (~dominates.T | (number[:, None] < number))).any(axis=0)
     left = ~gone
@@ -284,7 +299,7 @@ def _survivors(dominates: NDArray[np.bool_]) -> Indices:
     return np.flatnonzero(left)
 
 
-def _survivors_of_few(dominates: list[list[bool]]) -> Indices:
+def _few_survivors(dominates: list[list[bool]]) -> Indices:
     """The same, one state after the other."""
     number = range(len(dominates))
     gone = [any(dominates[t][s] and (t < s or not dominates[s][t]) for t in number if t != s) for s in number]
