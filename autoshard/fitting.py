@@ -30,6 +30,7 @@ from autoshard.search.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks
+from autoshard.simulate.pipeline import step_seconds
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.staging import (
@@ -57,13 +58,15 @@ _SMALLER = 0.88
 @dataclass(frozen=True)
 class Peak:
     """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
-    in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it."""
+    in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it. step:
+    seconds of the simulated step of all ranks; None if what they hold does not fit."""
 
     rank: int
     held: Held
     bytes: float
     host: HostNeed | None = None
     waits: float = 0.0
+    step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,11 @@ class Fitter:
         more = self._known_more(tried)
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
+    def measured(self, found: Settled) -> float | None:
+        """Seconds of the simulated step of a solution that was made a program, None of others."""
+        known = next((made for _, made in self._fitted if _same(made.settled, found)), None)
+        return None if known is None or known.peak is None else known.peak.step
+
     def whole_seconds(self, found: Settled) -> float:
         """Of a step of a solution that fits, with what it waits for its host."""
         peak = self.fitted(found).peak
@@ -298,10 +306,14 @@ class Fitter:
         prices = self._prices(least(build, self._prices, self.ask.budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
+        fits = self.ask.budget is None or most <= self.ask.budget
         if not self.offload:
-            return Peak(rank, held, most)
+            behaviour = prices.behaviour
+            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
+            return Peak(rank, held, most, step=seconds)
         step = estimate_step(prices.program, self.cluster, behaviour=prices.behaviour)
-        return Peak(rank, held, most, need_of(prices), step.spent.axes.get("host", 0.0))
+        waits = step.spent.axes.get("host", 0.0)
+        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None)
 
     def _prices(self, program: Program) -> StagePrices:
         return StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe))

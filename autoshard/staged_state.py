@@ -83,6 +83,7 @@ class _Homing:
         whole = homes.uncut.whole
         pairs = zip(folded.joint.results, whole.results, strict=True)
         self.gradients = {r.target: value for r, value in pairs if r.kind == "grad"}
+        self.results = frozenset(whole.results)
         self.late = late_ports(folded, how)
         sums = sums_of(homes, folded.joint)
         #: gradient that several ops add to -> (op, its sum) of the first and the last: those between are
@@ -111,7 +112,7 @@ class _Homing:
         if ends is not None:
             yield from ((slot, term if late else None) for slot, term in ends)
         else:
-            made = linear_source(self.homes.uncut, value) if late else None
+            made = linear_source(self.homes.uncut, value, self.results) if late else None
             yield self.first.get(port.name, 0), made
 
     def readers(self, copies: frozenset[str]) -> Iterator[tuple[str, int]]:

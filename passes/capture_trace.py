@@ -81,7 +81,7 @@ def _explained(error: Exception) -> CaptureError:
     """What went wrong, at which line of the model, and the usual way out."""
     line, text = user_line(error.__traceback__, call_model.__code__)
     where = f"{line}: {text}" if text else line
-    if isinstance(error, tracing.DATA_DEPENDENT):
+    if tracing.is_data_dependent(error):
         return NeedsValuesError(
             "the model's Python code asks for the value of a tensor",
             where=where,

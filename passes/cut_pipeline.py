@@ -97,7 +97,7 @@ class _Rebuilding:
     def _chosen(self, stage: int, sums: Mapping[str, Sum]) -> list[Statement]:
         """The statements of a stage in order, with those that it makes for itself."""
         needed = {t for s in sums.values() for t in s.terms}
-        needed |= {v for v in self.whole.results if self._is_here(v, stage)}
+        needed |= self.results_of.get(stage, set())
         picked: list[Statement] = []
         # places, last first, as negative numbers; those that any stage may make are added as they are needed
         left = [-p for p in self.of_stage.get(stage, ())]
@@ -126,8 +126,12 @@ class _Rebuilding:
 
     def _anywhere(self, values: Iterable[str], end: int) -> list[int]:
         """The places before ``end`` that make these values and are of no stage."""
-        places = [self.uncut.maker.get(v, end) for v in values]
-        return [p for p in places if p < end and self.at[p] is None]
+        return [p for v in values if (p := self.free.get(v, end)) < end]
+
+    @cached_property
+    def free(self) -> Mapping[str, int]:
+        """Value that is of no stage -> the place that makes it."""
+        return {v: place for v, place in self.uncut.maker.items() if self.at[place] is None}
 
     def _at_hand(self, value: str, stage: int) -> str:
         """The value, or what forward made of it if another stage makes it again in backward."""
@@ -135,12 +139,16 @@ class _Rebuilding:
             return self.uncut.repeats[value]
         return value
 
-    def _is_here(self, value: str, stage: int) -> bool:
-        """Whether a result that any stage could make is made in this one."""
-        place = self.uncut.maker.get(value)
-        if place is None or self.at[place] is not None:
-            return False
-        return self.places.position.get(place, max(self.places.owners.get(value, (0,)))) == stage
+    @cached_property
+    def results_of(self) -> Mapping[int, set[str]]:
+        """Stage -> the results that any stage could make and this one does."""
+        found: dict[int, set[str]] = {}
+        for value in self.whole.results:
+            place = self.uncut.maker.get(value)
+            if place is not None and self.at[place] is None:
+                stage = self.places.position.get(place, max(self.places.owners.get(value, (0,))))
+                found.setdefault(stage, set()).add(value)
+        return found
 
 
 def _renamed(items: list[Instruction], names: Mapping[str, str]) -> list[Instruction]:

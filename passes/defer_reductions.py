@@ -95,6 +95,10 @@ class _Round:
         self.buckets: dict[tuple[int, str, str, bool], _Bucket] = {}
         self.messages: dict[int, list[Instruction]] = {}
         self.waiting: set[tuple[int, str]] = set()
+        self.calls: dict[str, list[Call]] = {}
+        for item in lowered.main:
+            if isinstance(item, Call):
+                self.calls.setdefault(item.segment, []).append(item)
         self.found, self.barred = self._agreed({name: self._in_segment(name) for name in lowered.segments})
         self.lowered = self._rebuilt()
 
@@ -109,7 +113,7 @@ class _Round:
 
     def _in_segment(self, name: str) -> dict[str, _Deferred]:
         """Output of a segment -> its reduction, where only results use it."""
-        calls = [i for i in self.source.main if isinstance(i, Call) and i.segment == name]
+        calls = self.calls.get(name, ())
         if not calls or not calls[0].backward:
             return {}
         graph = self.source.segments[name].graph
@@ -131,8 +135,9 @@ class _Round:
         A sum of terms that are reduced and terms that are not would be neither. Second: results of reductions
         in main that must stay where they are.
         """
-        made = Counter((stage, out) for stage, _, _, out in self._made())
-        several = [row for row in self._made() if made[row[0], row[3]] > 1]
+        rows = list(self._made())
+        made = Counter((stage, out) for stage, _, _, out in rows)
+        several = [row for row in rows if made[row[0], row[3]] > 1]
         reads: dict[tuple[int, str], set[tuple[str, ...]]] = {}
         for stage, item, _, out in several:
             if isinstance(item, Node):

@@ -73,9 +73,9 @@ def sums_of(places: StagePlaces, joint: Joint) -> Sums:
     return Sums(found, frozenset(replaced))
 
 
-def linear_source(uncut: Uncut, result: str) -> str:
-    """What a gradient is before the collectives that a sum of it may pass through."""
-    return _through(uncut, result, set(uncut.whole.results))[0]
+def linear_source(uncut: Uncut, result: str, results: Collection[str]) -> str:
+    """What a gradient is before the collectives that a sum of it may pass through; results: all of them."""
+    return _through(uncut, result, results)[0]
 
 
 def _through(uncut: Uncut, result: str, results: Collection[str]) -> tuple[str, list[int]]:

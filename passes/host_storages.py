@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Call, refs_of
-from autoshard.ir.lowered import Lowered, Part, Placed
-from autoshard.program.ends import uses_of
+from autoshard.ir.lowered import Lowered, Part, Placed, uses_of
 from autoshard.simulate.kept import view_roots
 from autoshard.simulate.ops import VIEWS
 

@@ -15,12 +15,11 @@ from functools import cached_property
 from typing import TypeAlias
 
 from autoshard.ir import Call
-from autoshard.ir.lowered import Instruction, Lowered, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, uses_of
 from autoshard.offload import HOST_OPS, Offload
 from autoshard.passes.host_calls import HostCalls
 from autoshard.passes.host_storages import Group, groups_of
 from autoshard.passes.overlap import Seconds
-from autoshard.program.ends import uses_of
 
 #: uses of a loaded value that are so many computing calls apart share one load
 _NEAR = 1

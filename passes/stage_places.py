@@ -285,6 +285,8 @@ class _Deciding:
 
     def check_buffers(self) -> None:
         """What a stage changes, no other stage may read: it would see old values."""
+        if not any(r.kind == "buffer" for r in self.joint.results):
+            return
         names = {p.target: p.name for p in self.joint.ports if p.kind == "buffer"}
         readers = self._readers(names.values())
         for result, value in zip(self.joint.results, self.whole.results, strict=True):

@@ -75,6 +75,9 @@ class _Large:
             raise InfeasibleError("too large")
         return found
 
+    def measured(self, found: Settled) -> float | None:
+        return None
+
 
 def test_a_rival_that_seems_faster_has_to_fit() -> None:
     """What the plan had to give up for its program to fit is asked of others, too."""

@@ -44,6 +44,9 @@ class Programs:
             raise InfeasibleError(f"{where.name} does not fit")
         return found
 
+    def measured(self, found: Settled) -> float | None:
+        return None
+
 
 def chosen(judge: Programs) -> Settled:
     machine = load_cluster("h100-dgx")
@@ -132,6 +135,36 @@ def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
         assert not race.leaves_out(_estimated("fsdp=8", 1.5))
         assert race.leaves_out(_estimated("fsdp=2,tp=4", 1.5))
         assert race.leaves_out(_estimated("fsdp=8", 2.5))
+
+
+def _finished(race: Race, where: Configuration, seconds: float, measured: float | None) -> None:
+    """One more was solved, and made a program where it is measured."""
+    posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
+    found = cast(
+        Settled, SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed)
+    )
+    race.enter(where)
+    race.solve(Estimated(where, cast(Setting, None), seconds, 0.0), found, seconds)
+    assert race.next(inf) == (found, seconds)
+    race.finish(found, seconds, measured)
+
+
+def test_the_last_word_is_what_programs_take() -> None:
+    """And what they take beyond what they were judged to is expected of others like them."""
+    race = Race(one_kind=False)
+    plain, piped = (Configuration(Mesh.parse("fsdp=8"), 8, 1, p) for p in (Pipe(), Pipe(2)))
+    _finished(race, plain, 1.0, 1.2)
+    assert race.reached == 1.2 and race.needed(plain) == pytest.approx(1.0)
+    # of the other kind nothing is known yet: it may err as much
+    assert race.needed(piped) == pytest.approx(1.0)
+    _finished(race, piped, 0.99, 1.08)
+    assert race.best is not None and race.best.configuration == piped
+    assert race.needed(plain) == pytest.approx(1.08 / 1.2) and race.needed(piped) == pytest.approx(0.99)
+    assert race.seconds == {plain: 1.0, piped: 0.99}
+    # faster as it was judged, but not by what those like it took
+    other = Configuration(Mesh.parse("dp=2,fsdp=4"), 8, 1, Pipe())
+    _finished(race, other, 0.95, None)
+    assert race.best.configuration == piped
 
 
 def test_a_little_faster_is_not_worth_any_work() -> None:

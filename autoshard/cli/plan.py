@@ -260,6 +260,12 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
             f"{seconds_text(step.exposed)} (another {seconds_text(step.hidden)} hidden) + optimizer "
             f"{seconds_text(step.update)}; MFU {step.mfu:.1%}",
         )
+        if summary.simulated is not None:
+            yield (
+                "program",
+                f"{seconds_text(summary.simulated)} simulated, every message at its place; MFU "
+                f"{step.mfu * step.seconds / summary.simulated:.1%}",
+            )
     gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
     if summary.gap > 1e-9 and summary.own_gap < summary.gap:
         of = "the best" if summary.own_gap <= 1e-9 else f"within {summary.own_gap:.2%} of any"

@@ -15,8 +15,9 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.interop import experts
+from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
-from autoshard.torch_adapters.late_compiler import defer_compiler
+from autoshard.torch_adapters.late import defer_unused
 
 
 @contextmanager
@@ -104,14 +105,15 @@ def load_hf_config_model(
     only. overrides: config entries to change first. dtype: of the weights, else what the config says.
     Returns (model in training mode, keyword arguments of its forward, labels included).
     """
-    defer_compiler()
-    config = _read_config(Path(config_path), overrides or {})
-    auto = _auto_class(config)
+    defer_unused()
     options = {} if dtype is None else {"dtype": dtype}
-    with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
-        torch.manual_seed(seed)
-        model: nn.Module = auto.from_config(config, **options)
-        inputs = _example_inputs(auto.__name__, config, batch, seq, next(model.parameters()).dtype)
+    with late_imports():
+        config = _read_config(Path(config_path), overrides or {})
+        auto = _auto_class(config)
+        with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
+            torch.manual_seed(seed)
+            model: nn.Module = auto.from_config(config, **options)
+            inputs = _example_inputs(auto.__name__, config, batch, seq, next(model.parameters()).dtype)
     return model.train(), inputs
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
-from autoshard.ir.graph import Graph, Node
+from autoshard.ir.graph import Graph, Node, refs_of
 from autoshard.ir.types import TensorType
 from autoshard.placement import Layout
 
@@ -58,6 +59,19 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """Of one part: values that it uses and does not make itself, and values that it makes, both in order."""
+
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+def uses_of(item: Instruction) -> tuple[str, ...]:
+    """Values that an instruction of main takes."""
+    return item.args if isinstance(item, Call) else tuple(refs_of(item))
+
+
+@dataclass(frozen=True)
 class Lowered:
     """The whole program.
 
@@ -76,6 +90,30 @@ class Lowered:
     def of(self, part: Part) -> tuple[Instruction, ...]:
         """The instructions of a part."""
         return self.main[part.start : part.stop]
+
+    @cached_property
+    def of_stage(self) -> Mapping[int, Sequence[Part]]:
+        """Stage -> its parts, in order."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.stage, []).append(part)
+        return found
+
+    @cached_property
+    def ends(self) -> Mapping[Part, Ends]:
+        """What every part takes and makes; looked up far more often than programs are made."""
+        return {part: self._ends(part) for part in self.parts}
+
+    def _ends(self, part: Part) -> Ends:
+        uses: dict[str, None] = {}
+        makes: dict[str, None] = {}
+        for item in self.of(part):
+            for value in uses_of(item):
+                if value not in makes:
+                    uses[value] = None
+            for value in item.outs:
+                makes[value] = None
+        return Ends(tuple(uses), tuple(makes))
 
 
 def with_parts(lowered: Lowered, pieces: Iterable[tuple[Part, Sequence[Instruction]]]) -> Lowered:

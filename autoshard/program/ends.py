@@ -7,13 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
-from autoshard.ir import Call, refs_of
-from autoshard.ir.lowered import Instruction, Lowered, Part
-
-
-def uses_of(item: Instruction) -> tuple[str, ...]:
-    """Values that an instruction of main takes."""
-    return item.args if isinstance(item, Call) else tuple(refs_of(item))
+from autoshard.ir.lowered import Ends, Lowered, Part, uses_of
 
 
 def part_name(lowered: Lowered, part: Part) -> str:
@@ -23,22 +17,9 @@ def part_name(lowered: Lowered, part: Part) -> str:
     return f"{name}_s{part.slice}" if part.slice else name
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Of one part: values that it uses and does not make itself, and values that it makes, both in order."""
-
-    uses: tuple[str, ...]
-    makes: tuple[str, ...]
-
-
 def ends_of(lowered: Lowered, part: Part) -> Ends:
-    """What a part takes and makes."""
-    uses: dict[str, None] = {}
-    makes: dict[str, None] = {}
-    for item in lowered.of(part):
-        uses.update((v, None) for v in uses_of(item) if v not in makes)
-        makes.update(dict.fromkeys(item.outs))
-    return Ends(tuple(uses), tuple(makes))
+    """What one of the program's parts takes and makes."""
+    return lowered.ends[part]
 
 
 def returns_of(lowered: Lowered, results: Collection[str]) -> dict[Part, tuple[str, ...]]:

@@ -40,17 +40,14 @@ def accumulated(program: Program, stage: int) -> tuple[str, ...]:
     reduced: set[str] = set()
     taken: tuple[str, ...] = ()
     made: list[str] = []
-    for part in lowered.parts:
-        if part.stage != stage:
-            continue
+    for part in lowered.of_stage.get(stage, ()):
         ends = ends_of(lowered, part)
         if part.phase == "reduce":
             taken, reduced = ends.uses, set(ends.makes)
         elif part.phase in ("backward", "weight"):
             made += ends.makes
-    grads = {r.value for r in program.signature.results if r.kind == "grad"} - reduced
-    wanted = grads | set(taken)
-    return tuple(v for v in dict.fromkeys(made) if v in wanted)
+    grads, also = program.signature.gradients, set(taken)
+    return tuple(v for v in dict.fromkeys(made) if v in also or (v in grads and v not in reduced))
 
 
 def check_holders(program: Program) -> None:

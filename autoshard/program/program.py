@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
@@ -29,6 +30,11 @@ class Signature:
     frozen: tuple[str, ...]
     training: bool
     batch_inputs: tuple[str, ...] = ()
+
+    @cached_property
+    def gradients(self) -> frozenset[str]:
+        """Values that are gradients of parameters."""
+        return frozenset(r.value for r in self.results if r.kind == "grad")
 
     @classmethod
     def of(cls, joint: Joint) -> Signature:

@@ -206,6 +206,8 @@ class Summary:
     pipeline: PipelineRow | None = None
     peak: PeakRow | None = None
     offload: str = ""
+    #: seconds of the step of the program, simulated message by message; None where none was made
+    simulated: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -270,6 +272,7 @@ def summarise(
         None if staging is None else _pipeline(staging),
         None if peak is None else PeakRow.of(peak),
         plan.offload,
+        None if peak is None else peak.step,
     )
 
 

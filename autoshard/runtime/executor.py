@@ -11,10 +11,10 @@ import torch
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Port
-from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.ir.lowered import Instruction, Part, Phase, uses_of
 from autoshard.offload import HOST_OPS
 from autoshard.program.collectives import collectives_of
-from autoshard.program.ends import ends_of, uses_of
+from autoshard.program.ends import ends_of
 from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.host import host_for, landed

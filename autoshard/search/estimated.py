@@ -17,7 +17,8 @@ class Estimated:
     pipeline wait as the formula of the shortest schedule says; nothing else is in the way. hopeless: whether
     what parameters take leaves no room for anything else in any placements that were looked at. choices:
     states of all variables of a problem of its shape, which say how long a solution takes. view: what a
-    closer look is taken at; None once there is nothing more to see.
+    closer look is taken at; None once there is nothing more to see. floor: of the seconds, with room for
+    everything but parameters that do not fit.
     """
 
     configuration: Configuration
@@ -27,6 +28,7 @@ class Estimated:
     hopeless: bool = False
     choices: int = 0
     view: View | None = field(default=None, compare=False, repr=False)
+    floor: float = 0.0
 
     @property
     def rough(self) -> bool:

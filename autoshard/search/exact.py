@@ -38,6 +38,10 @@ class Judge(Protocol):
         ``limit`` seconds. Raises InfeasibleError."""
         ...
 
+    def measured(self, found: Settled) -> float | None:
+        """Seconds of the simulated step of a program, None of a solution that was not made one."""
+        ...
+
 
 class Exact:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
@@ -107,13 +111,16 @@ class Exact:
                 return solved
 
     def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
-        """The same for those that seem not to fit."""
+        """The same for those that seem not to fit; where something else does, until one really does not."""
         solved: list[Estimated] = []
-        for estimated in sorted(unsure, key=lambda e: (e.bound, str(e.configuration.mesh))):
+        for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
             self._fit(race, inf)
-            if not self._leaves_out(race, estimated):
-                solved.append(estimated)
-                self._solve(race, estimated)
+            if self._leaves_out(race, estimated):
+                continue
+            solved.append(estimated)
+            self._solve(race, estimated)
+            if race.best is not None and not isfinite(race.seconds.get(estimated.configuration, inf)):
+                break
         self._fit(race, inf)
         return solved
 
@@ -149,16 +156,18 @@ class Exact:
         """Make programs of the solutions that take no more seconds than is expected of all others."""
         while (first := race.next(expected)) is not None:
             found, judged = first
-            if judged < race.reached and self.judge is not None and not self.interrupted:
+            measured, needed = None, race.needed(found.configuration)
+            if judged < needed and self.judge is not None and not self.interrupted:
                 try:
-                    fits = self.judge.fit(found, race.reached)
+                    fits = self.judge.fit(found, needed)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
                     race.fail(found.configuration)
                     continue
                 if fits.placed is not found.placed:
                     found, judged = fits, self.judged(fits)
-            race.finish(found, judged)
+                measured = self.judge.measured(found)
+            race.finish(found, judged, measured)
 
     def judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""

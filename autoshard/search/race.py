@@ -12,8 +12,8 @@ from autoshard.search.estimated import Estimated
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
-#: the same of those with a pipeline, each of which is cut and simulated as well
-_PIPED, _PIPED_ALIKE = 2, 1
+#: the same of those with a pipeline, each of which is cut as well
+_PIPED, _PIPED_ALIKE = 3, 1
 #: states of solved configurations together after which no other is solved but those with so many times fewer
 _WORK, _CHEAP = 8_000, 4
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
@@ -52,7 +52,8 @@ class Race:
     """Configurations that were solved, best first.
 
     one_kind: whether one solution will do, with a pipeline or without. best: the fastest that fits, and
-    reached, its seconds. seconds: of every configuration that was entered and solved, inf where nothing fits.
+    reached, its seconds: of its simulated step where there is a program. seconds: as judged, of every
+    configuration that was entered and solved, inf where nothing fits.
     """
 
     def __init__(self, *, one_kind: bool) -> None:
@@ -63,20 +64,30 @@ class Race:
         self._alike: Counter[object] = Counter()
         self._standing: dict[Configuration, _Solved] = {}
         self._waiting: list[_Solved] = []
+        #: with a pipeline or without -> simulated seconds of a program over what it was judged to take
+        self._off: dict[bool, float] = {}
 
     @property
     def begun(self) -> bool:
         """Whether anything was solved that fits, or may."""
         return self.best is not None or bool(self._waiting)
 
+    def needed(self, where: Configuration) -> float:
+        """Seconds that a configuration has to be judged to take less than to be the best, by what was
+        measured of others: with a pipeline and without, judgements err alike."""
+        known = next(iter(self._off.values()), 1.0)
+        return self.reached / self._off.get(_piped(where), known)
+
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         where = estimated.configuration
         most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
         dear = _piped(where) or self.one_kind
-        if self.best is not None and not isfinite(estimated.seconds) and (dear or estimated.hopeless):
+        reached = self.needed(where)
+        slow = estimated.hopeless or estimated.floor >= reached
+        if self.best is not None and not isfinite(estimated.seconds) and (dear or slow):
             return True  # seems not to fit: looked at only where that takes a moment
-        if estimated.bound >= self.reached or self._alike[alike(where)] >= most_alike:
+        if estimated.bound >= reached or self._alike[alike(where)] >= most_alike:
             return True
         if any(_piped(s.found.configuration) == _piped(where) for s in self._waiting):
             return True  # one like it has to be made a program first
@@ -84,7 +95,7 @@ class Race:
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
-        if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * self.reached:
+        if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * reached:
             return False
         limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
         work = sum(s.found.posed.problem.choices for s in self._standing.values())
@@ -100,20 +111,20 @@ class Race:
         where = estimated.configuration
         if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(where) for c in self.seconds):
             return False
-        reached = min(self.reached, self._waiting[0].judged)
+        reached = min(self.needed(where), self._waiting[0].judged)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached
 
     def _limit(self, other: _Solved, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
         one_kind = _piped(other.found.configuration) == _piped(where)
-        return other.limit if one_kind else _MARGIN * self.reached
+        return other.limit if one_kind else _MARGIN * self.needed(where)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
         by how much the estimates of those like it were wrong."""
         where = estimated.configuration
         off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, where)]
-        return _FAR * estimated.seconds * max(off, default=1.0) < self.reached
+        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(where)
 
     def _err_alike(self, other: _Solved, where: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
@@ -129,7 +140,7 @@ class Race:
         near = [s for s in known if alike(s.found.configuration) == alike(where)]
         if not isfinite(estimated.seconds):
             return False
-        far = (_MARGIN if near else _FAR) * self.reached
+        far = (_MARGIN if near else _FAR) * self.needed(where)
         return any(estimated.seconds * s.judged / s.estimated > far for s in near or known)
 
     def _like(self, where: Configuration) -> int:
@@ -166,11 +177,16 @@ class Race:
         self.seconds[where] = inf
         self._standing.pop(where, None)
 
-    def finish(self, found: Settled, judged: float) -> None:
-        """A solution that fits, or that is slower than the best one."""
-        self.seconds[found.configuration] = judged
-        if self.best is None or judged < self.reached:
-            self.best, self.reached = found, judged
+    def finish(self, found: Settled, judged: float, measured: float | None = None) -> None:
+        """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
+        if it was made a program."""
+        where = found.configuration
+        self.seconds[where] = judged
+        if measured is not None:
+            self._off[_piped(where)] = measured / judged
+        if self.best is None or judged < self.needed(where):
+            self.best = found
+            self.reached = judged * self._off.get(_piped(where), 1.0)
 
 
 def _turn(waiting: _Solved) -> float:

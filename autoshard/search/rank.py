@@ -207,6 +207,7 @@ class _Bounded:
             setting=how,
             seconds=max(seen.seconds, floor),
             view=_Unlimited(self),
+            floor=floor,
         )
 
     def may_fit(self) -> bool:

@@ -8,8 +8,7 @@ from functools import cached_property
 
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.keep_least import keep_least
-from autoshard.ir.lowered import LoweredSegment, Phase
-from autoshard.program.ends import uses_of
+from autoshard.ir.lowered import LoweredSegment, Phase, uses_of
 from autoshard.program.program import Program
 from autoshard.rules import attention, pointwise
 from autoshard.simulate.behaviour import Keeps

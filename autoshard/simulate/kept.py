@@ -131,10 +131,9 @@ def gathered_bytes(program: Program, stage: int, size: Callable[[str], float]) -
     size: bytes of a value of main on the rank.
     """
     lowered = program.lowered
-    parts = [p for p in lowered.parts if p.phase == "gather" and p.stage == stage]
-    used = {
-        v for p in lowered.parts if p.stage == stage and p.phase != "gather" for v in ends_of(lowered, p).uses
-    }
+    own = lowered.of_stage.get(stage, ())
+    parts = [p for p in own if p.phase == "gather"]
+    used = {v for p in own if p.phase != "gather" for v in ends_of(lowered, p).uses}
     return sum(size(v) for p in parts for v in ends_of(lowered, p).makes if v in used)
 
 
@@ -159,6 +158,10 @@ class _Rank:
     storage: dict[str, Storage] = field(default_factory=dict)
     #: segment -> view -> the value that it is of
     roots: dict[str, dict[str, str]] = field(default_factory=dict)
+    #: bytes of the type and layout (by identity: alike layers share them) of values of main
+    sizes: dict[int, float] = field(default_factory=dict)
+    #: segment -> bytes of a value inside it
+    inner: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hosted = hosted_values(self.program.lowered) if self.program.offload else frozenset[str]()
@@ -170,14 +173,14 @@ class _Rank:
 
     def uses(self, stage: int, phases: Collection[str]) -> list[str]:
         lowered = self.program.lowered
-        parts = [p for p in lowered.parts if p.stage == stage and p.phase in phases]
+        parts = [p for p in lowered.of_stage.get(stage, ()) if p.phase in phases]
         return [v for part in parts for v in ends_of(lowered, part).uses]
 
     def run(self, stage: int, phases: Collection[str]) -> None:
         """Make what these parts of a stage make, after what they are sent has arrived."""
         lowered = self.program.lowered
-        for part in lowered.parts:
-            if part.stage != stage or part.phase not in phases:
+        for part in lowered.of_stage.get(stage, ()):
+            if part.phase not in phases:
                 continue
             for value in ends_of(lowered, part).uses:
                 self.storage.setdefault(value, self._own(value))
@@ -197,10 +200,7 @@ class _Rank:
         """What kernels keep in place of what backward of a stage reads."""
         lowered = self.program.lowered
         numbers = {
-            n
-            for p in lowered.parts
-            if p.stage == stage and p.phase == "forward"
-            for n in range(p.start, p.stop)
+            n for p in lowered.of_stage.get(stage, ()) if p.phase == "forward" for n in range(p.start, p.stop)
         }
         found = {s for s in read if not (isinstance(s[0], tuple) and s[0][0] in numbers)}
         for number in numbers & keeps.keys():
@@ -227,8 +227,13 @@ class _Rank:
             yield (number, "loss"), self.size_of(types[logits], segment.layouts[logits]) * (per_logit / width)
 
     def _own(self, value: str) -> Storage:
+        if value in self.hosted:
+            return value, 0.0
         placed = self.program.lowered.values[value]
-        return value, 0.0 if value in self.hosted else self.size_of(placed.type, placed.layout)
+        size = self.sizes.get(id(placed))
+        if size is None:
+            size = self.sizes[id(placed)] = self.size_of(placed.type, placed.layout)
+        return value, size
 
     def _node(self, node: Node) -> dict[str, Storage]:
         source = next(refs_of(node), None) if node.op in VIEWS else None
@@ -239,19 +244,20 @@ class _Rank:
 
     def _call(self, number: int, call: Call) -> dict[str, Storage]:
         segment = self.program.lowered.segments[call.segment]
-        types = segment.graph.types()
-        given = dict(zip((n for n, _ in segment.graph.inputs), call.args, strict=True))
+        given = {n: arg for (n, _), arg in zip(segment.graph.inputs, call.args, strict=True)}
         if call.segment not in self.roots:
             self.roots[call.segment] = view_roots(segment)
-        base = self.roots[call.segment]
+        base, sizes = self.roots[call.segment], self.inner.setdefault(call.segment, {})
         found: dict[str, Storage] = {}
         for outer, inner in zip(call.outs, segment.graph.outputs, strict=True):
             root = base.get(inner, inner)
             if root in given:
                 found[outer] = self.storage[given[root]]
-            else:
-                size = 0.0 if outer in self.hosted else self.size_of(types[root], segment.layouts[root])
-                found[outer] = (number, root), size
+                continue
+            size = 0.0 if outer in self.hosted else sizes.get(root)
+            if size is None:
+                size = sizes[root] = self.size_of(segment.graph.types()[root], segment.layouts[root])
+            found[outer] = (number, root), size
         return found
 
 

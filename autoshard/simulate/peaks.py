@@ -35,12 +35,13 @@ class Peaks:
         state = prices.states[rank]
         missing = {} if prices.behaviour.gradient_buffers else dict(prices.gradients_of[rank])
         most, level, absent = -inf, state.total, 0.0
+        without = sum(missing.values())
         for before, rise, done in self._parts(rank, state.total):
-            without = sum(missing.values())
             if before - without + rise > most:
                 most, level, absent = before - without + rise, before, without
-            if done is not None:
-                missing.pop(done, None)
+            if done in missing:
+                del missing[done]
+                without = sum(missing.values())
         held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
         return held, most
 

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
-from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed, uses_of
 from autoshard.offload import STORE
-from autoshard.program.ends import ends_of, uses_of
+from autoshard.program.ends import ends_of
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
@@ -57,7 +57,8 @@ class Transients:
         """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
         key = (stage, kind)
         if key not in self._known:
-            parts = [p for p in self.program.lowered.parts if p.stage == stage and p.phase in _PHASES[kind]]
+            own = self.program.lowered.of_stage.get(stage, ())
+            parts = [p for p in own if p.phase in _PHASES[kind]]
             self._known[key] = self._rise(parts, kind) + self._ahead(parts) if parts else 0.0
         return self._known[key]
 
@@ -262,6 +263,20 @@ class Transients:
         return self._storages[rank]
 
     @cached_property
+    def _users(self) -> Mapping[str, Sequence[Part]]:
+        """Value -> the parts that use it and do not make it."""
+        return _by_value(self._uses)
+
+    @cached_property
+    def _makers(self) -> Mapping[str, Sequence[Part]]:
+        """Value -> the parts that make it."""
+        return _by_value(self._makes)
+
+    @cached_property
+    def _ports(self) -> frozenset[str]:
+        return frozenset(p.name for p in self.program.signature.ports)
+
+    @cached_property
     def _uses(self) -> Mapping[Part, tuple[str, ...]]:
         return {part: ends_of(self.program.lowered, part).uses for part in self.program.lowered.parts}
 
@@ -277,29 +292,46 @@ class Transients:
         Backward goes from the last stage to the first.
         """
         stage = parts[0].stage
-        needed = set(self.results)
-        for part, uses in self._uses.items():
+        own = self.owner[stage]
+
+        def still_reads(part: Part) -> bool:
             if part in parts:
-                continue
+                return False
             over = kind != "F" and (
                 part.phase in ("forward", "gather") or (part.phase == "backward" and part.stage > stage)
             )
-            if self.owner[part.stage] != self.owner[stage] or not over:
-                needed.update(uses)
+            return self.owner[part.stage] != own or not over
+
         made = {v for part in parts for v in (*self._makes[part], *self._uses[part])}
-        return frozenset(storage[v] for v in made & needed)
+        return frozenset(
+            storage[v] for v in made if v in self.results or any(map(still_reads, self._users.get(v, ())))
+        )
 
     def _entering(
         self, parts: Sequence[Part], kind: str, storage: Mapping[str, Storage]
     ) -> tuple[frozenset[Storage], frozenset[Storage]]:
         """(what the rank holds as the action begins, what arrives from other ranks), of what it reads."""
         own = self.owner[parts[0].stage]
-        mine = [p for p in self.program.lowered.parts if self.owner[p.stage] == own and p not in parts]
-        held = {v for p in mine for v in self._makes[p]}
-        if kind != "F":
-            held |= {v for p in mine if p.phase == "forward" for v in self._uses[p]}
-        held |= {p.name for p in self.program.signature.ports}
+
+        def mine(part: Part) -> bool:
+            return self.owner[part.stage] == own and part not in parts
+
+        def is_held(value: str) -> bool:
+            if value in self._ports or any(map(mine, self._makers.get(value, ()))):
+                return True
+            return kind != "F" and any(p.phase == "forward" and mine(p) for p in self._users.get(value, ()))
+
         uses = {v for part in parts for v in self._uses[part]}
+        held = set(filter(is_held, uses))
         made = {storage[v] for part in parts for v in self._makes[part]}
-        there = frozenset(storage[v] for v in uses & held)
+        there = frozenset(storage[v] for v in held)
         return there - made, frozenset(storage[v] for v in uses - held) - there - made
+
+
+def _by_value(values: Mapping[Part, Sequence[str]]) -> dict[str, list[Part]]:
+    """Value -> the parts that have it among theirs."""
+    found: dict[str, list[Part]] = {}
+    for part, own in values.items():
+        for value in own:
+            found.setdefault(value, []).append(part)
+    return found

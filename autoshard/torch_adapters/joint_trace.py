@@ -14,13 +14,13 @@ Leans on private interfaces: the proxy mode and tracer of ``torch.fx.experimenta
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-import torch._higher_order_ops.triton_kernel_wrap  # the tracer names it without importing it
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -65,6 +65,8 @@ def trace_once(
     tensors and returns a tuple of new tensors, no views, none of them twice; it is run once. Outputs that
     require grad get a tangent.
     """
+    # the tracer names it without importing it
+    importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
     maker = _recorder()
     tracer, proxies = maker.fx_tracer, maker.proxy_mode
     assert isinstance(tracer, proxy_tensor.PythonKeyTracer)

@@ -21,18 +21,23 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard.torch_adapters.joint_trace import BACKWARD, Traced, trace_once
-from autoshard.torch_adapters.late_compiler import defer_compiler
+from autoshard.torch_adapters.late import defer_unused
+from autoshard.torch_adapters.late_symbols import symbols_module
 
 #: key of our mark in the ``custom`` metadata of a node
 MARK = "autoshard"
-#: what torch raises where Python code asks for a value that only a run can give
-DATA_DEPENDENT: tuple[type[Exception], ...] = (DataDependentOutputException, GuardOnDataDependentSymNode)
 #: what torch raises where a shape depends on values
 DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Whether Python code asked for a value that only a run can give."""
+    symbols = symbols_module()
+    guards = () if symbols is None else (symbols.GuardOnDataDependentSymNode,)
+    return isinstance(error, (DataDependentOutputException, *guards))
 
 
 def trace_joint(
@@ -45,7 +50,7 @@ def trace_joint(
 
 def fake_mode() -> FakeTensorMode:
     """Tensors without data; real tensors that the code brings along are taken as constants."""
-    defer_compiler()
+    defer_unused()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from autoshard.errors import UsageError
+from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
-from autoshard.torch_adapters.late_compiler import defer_compiler
+from autoshard.torch_adapters.late import defer_unused
 
 Kind = Literal["gpt2", "llama", "deepseek_v3"]
 
@@ -55,12 +56,17 @@ def on_meta(
 
 def model_of(shape: Architecture) -> nn.Module:
     """The model in fp32, on the default device."""
-    defer_compiler()
-    import transformers
+    defer_unused()
+    with late_imports():
+        import transformers
 
-    names = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
-    config = {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
-    model: nn.Module = getattr(transformers, names[shape.kind])(config)
+        names = {
+            "gpt2": "GPT2LMHeadModel",
+            "llama": "LlamaForCausalLM",
+            "deepseek_v3": "DeepseekV3ForCausalLM",
+        }
+        config = {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
+        model: nn.Module = getattr(transformers, names[shape.kind])(config)
     return model
 
 

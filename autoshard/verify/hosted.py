@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.ir import Call, Node, refs_of
-from autoshard.ir.lowered import Part
+from autoshard.ir.lowered import Part, uses_of
 from autoshard.offload import HOST_OPS, LOAD, STORE
-from autoshard.program.ends import uses_of, wires_of
+from autoshard.program.ends import wires_of
 from autoshard.program.hosted import moves_to_host
 from autoshard.program.program import Program
 from autoshard.verify.result import At, Finding

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from autoshard.ir import Call, Node
-from autoshard.ir.lowered import Lowered, Part
-from autoshard.program.ends import ends_of, part_name, uses_of
+from autoshard.ir.lowered import Lowered, Part, uses_of
+from autoshard.program.ends import ends_of, part_name
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
 from autoshard.verify.moves import MOVES

@@ -1,4 +1,5 @@
-"""Planning does not load torch's compiler; who uses it afterwards gets it."""
+"""Planning loads neither torch's compiler nor its symbols, nor what transformers does not need; who uses them
+afterwards gets them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,67 @@ words = ["plan", "hf:" + sys.argv[1], "--cluster", "h100-dgx", "--gpus", "2", "-
 done = CliRunner().invoke(app, words)
 assert done.exit_code == 0, done.output
 heavy = ("torch._dynamo.eval_frame", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
+heavy += ("sympy.core", "scipy.optimize._optimize", "torch.distributed.fsdp", "transformers.models.detr")
 assert not [name for name in heavy if name in sys.modules]
 """
+
+#: what was not loaded, used afterwards in the same process
+AFTER = (
+    PLAN
+    + """
+import torch, scipy.optimize, transformers.modeling_utils
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, guard_or_false
+assert guard_or_false(True) is True and "sympy.core" not in sys.modules
+from transformers.loss.loss_for_object_detection import linear_sum_assignment as taken_late
+assert type(taken_late).__name__ == "LateName"
+rows, cols = taken_late([[2.0, 1.0], [1.0, 2.0]])
+assert cols.tolist() == [1, 0]
+assert scipy.optimize.linear_sum_assignment is sys.modules["scipy.optimize"].linear_sum_assignment
+assert scipy.optimize.__all__ and type(sys.modules["scipy.optimize"]).__name__ == "module"
+from scipy.optimize import Bounds
+assert Bounds(0, 1).lb == 0
+
+# a function that modeling code took, and the module it is from
+assert transformers.modeling_utils.verify_tp_plan({}, None) is None
+import transformers.distributed.tensor_parallel as parallel
+assert transformers.modeling_utils.verify_tp_plan == parallel.verify_tp_plan
+assert type(parallel.verify_tp_plan).__name__ == "function"
+
+# shapes that depend on values: the class that was taken before catches what is raised later
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if int(x.sum()) > 3 else x
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental import symbolic_shapes
+assert issubclass(symbolic_shapes.GuardOnDataDependentSymNode, GuardOnDataDependentSymNode)
+mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+with mode:
+    count = torch.ones(3).sum().item()
+    try:
+        bool(count > 3)
+    except GuardOnDataDependentSymNode as error:
+        assert "sympy" in type(error.cond).__module__
+    else:
+        raise AssertionError("nothing raised")
+assert "sympy.core" in sys.modules
+import sympy
+assert sympy.__version__ and sympy.simplify("x + x") == 2 * sympy.Symbol("x")
+dynamic = torch.export.Dim("batch")
+program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(3, 2),), dynamic_shapes=[{0: dynamic}])
+assert program.module()(torch.ones(5, 2)).shape == (5, 2)
+
+# tensors on meshes
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = dist.init_device_mesh("cpu", (2,))
+held = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+assert isinstance(held, DTensor) and (held + held).to_local().shape == (2, 2)
+"""
+)
 
 #: decorated while the compiler is not there, used when it is
 USE = """
@@ -77,11 +137,19 @@ def run(code: str, *args: str) -> None:
 
 
 def test_planning_does_not_load_the_compiler(tmp_path: Path) -> None:
+    run(PLAN, str(_config(tmp_path)))
+
+
+def test_what_was_not_loaded_is_there_for_whoever_uses_it(tmp_path: Path) -> None:
+    run(AFTER, str(_config(tmp_path)))
+
+
+def _config(tmp_path: Path) -> Path:
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = {"model_type": "llama", "vocab_size": 32, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    run(PLAN, str(tmp_path))
+    return tmp_path
 
 
 def test_the_compiler_is_there_for_whoever_uses_it() -> None:

@@ -1,0 +1,163 @@
+"""Import transformers without what only checkpoints, distribution by hand or losses of detection need.
+
+Modeling code takes a few functions from large modules when it is imported, and calls hardly any of them.
+While ``late_imports`` is entered, names taken from these modules stand for what is in them; the first use of
+one loads its module and goes on with the real thing, so nothing is missing, and nothing happens where a
+module is loaded already or a version of transformers has no such module. Everybody else who imports one of
+the modules gets it as always.
+
+Run with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from autoshard.torch_adapters.late_module import LateModule, loaded
+
+#: modules of which importing modeling code uses nothing but names
+_LATE = frozenset(
+    {
+        "scipy.optimize",
+        "transformers.distributed.checkpoint",
+        "transformers.distributed.expert_parallel",
+        "transformers.distributed.fsdp",
+        "transformers.distributed.parallel_utils",
+        "transformers.distributed.pipeline_parallel",
+        "transformers.distributed.sharding_utils",
+        "transformers.distributed.tensor_parallel",
+    }
+)
+
+
+class LateName:
+    """What a module that is not loaded yet calls ``name``; used in any way, it is the real thing."""
+
+    __slots__ = ("_late_module", "_late_name")
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._late_module, self._late_name = module, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _real(self)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_real(self), name)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, _real(self))
+
+    def __subclasscheck__(self, cls: type) -> bool:
+        return issubclass(cls, _real(self))
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        return (_real(self),)
+
+    def __or__(self, other: Any) -> Any:
+        return _real(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | _real(self)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _real(self)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_real(self))
+
+    def __contains__(self, value: object) -> bool:
+        return value in _real(self)
+
+    def __len__(self) -> int:
+        return len(_real(self))
+
+    def __bool__(self) -> bool:
+        return bool(_real(self))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(_real(self) == (_real(other) if isinstance(other, LateName) else other))
+
+    def __hash__(self) -> int:
+        return hash(_real(self))
+
+    def __repr__(self) -> str:
+        return repr(_real(self))
+
+
+def _real(late: LateName) -> Any:
+    module = loaded(late._late_module)
+    try:
+        return getattr(module, late._late_name)
+    except AttributeError:
+        raise ImportError(f"cannot import name {late._late_name!r} from {module.__name__!r}") from None
+
+
+class _Named(LateModule):
+    """open: whether names may still stand for what is in it."""
+
+    open: bool
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not self.open:
+            return super().__getattr__(name)
+        return LateName(self, name)
+
+    def finish(self) -> None:
+        del self.open
+
+
+class _Put(Loader):
+    """Puts a late module in the place of one."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self.spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = _Named(self.spec)
+        module.open = True
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Its body runs later."""
+        module.__spec__, module.__loader__ = self.spec, self.spec.loader
+
+
+class _Finder(MetaPathFinder):
+    """Finds late modules while it is in place."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _LATE:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
+            return None
+        self.found.append(fullname)
+        late = ModuleSpec(fullname, _Put(spec), origin=spec.origin)
+        late.submodule_search_locations = spec.submodule_search_locations
+        return late
+
+
+@contextmanager
+def late_imports() -> Iterator[None]:
+    """Import what is imported inside without what the table names, until that is used."""
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.found:
+            module = sys.modules.get(name)
+            if isinstance(module, _Named):
+                module.open = False
