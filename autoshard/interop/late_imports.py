@@ -68,6 +68,9 @@ class LateName:
     def __getitem__(self, key: Any) -> Any:
         return _real(self)[key]
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _real(self)[key] = value
+
     def __iter__(self) -> Iterator[Any]:
         return iter(_real(self))
 

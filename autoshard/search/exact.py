@@ -100,7 +100,7 @@ class Exact:
                     solved.append(estimated)
                     self._solve(race, estimated)
                     # solving takes less than fitting: what is solved anyway may be what is fitted first
-                    other = None if self.interrupted else left.first(race.wants)
+                    other = self._other(race, left)
                     if other is not None:
                         solved.append(other)
                         self._solve(race, other)
@@ -109,6 +109,14 @@ class Exact:
             # what was solved in the place of others may have come out slower than it looked
             if all(self._leaves_out(race, estimated) for estimated in out):
                 return solved
+
+    def _other(self, race: Race, left: Nearest) -> Estimated | None:
+        """What is solved anyway, before anything is fitted."""
+        try:
+            return None if self.interrupted else left.first(race.wants)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
 
     def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
         """The same for those that seem not to fit; where something else does, until one really does not."""
