@@ -12,7 +12,7 @@ from autoshard.search.estimated import Estimated
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
-#: the same of those with a pipeline, each of which is cut as well
+#: the same of those with a pipeline, each of which is cut as well; fewer once one of them is a program
 _PIPED, _PIPED_ALIKE = 3, 1
 #: states of solved configurations together after which no other is solved but those with so many times fewer
 _WORK, _CHEAP = 8_000, 4
@@ -101,7 +101,7 @@ class Race:
         work = sum(s.found.posed.problem.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
-            or self._like(where) >= (_PIPED if _piped(where) else _MOST)
+            or self._like(where) >= (_PIPED - (True in self._off) if _piped(where) else _MOST)
             or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
