@@ -12,8 +12,8 @@ from autoshard.search.estimated import Estimated
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
 _MOST, _ALIKE = 3, 2
-#: the same of those with a pipeline, each of which is cut as well; fewer once one of them is a program
-_PIPED, _PIPED_ALIKE = 3, 1
+#: the same of those with a pipeline, each of which is cut as well: before and after one of them is a program
+_PIPED, _PIPED_LATER, _PIPED_ALIKE = 3, 2, 1
 #: states of solved configurations together after which no other is solved but those with so many times fewer
 _WORK, _CHEAP = 8_000, 4
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
@@ -101,7 +101,7 @@ class Race:
         work = sum(s.found.posed.problem.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
-            or self._like(where) >= (_PIPED - (True in self._off) if _piped(where) else _MOST)
+            or self._like(where) >= self._most(where)
             or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
@@ -113,6 +113,12 @@ class Race:
             return False
         reached = min(self.needed(where), self._waiting[0].judged)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached
+
+    def _most(self, where: Configuration) -> int:
+        """How many are solved that have a pipeline, or none, as this one."""
+        if not _piped(where):
+            return _MOST
+        return _PIPED_LATER if True in self._off else _PIPED
 
     def _limit(self, other: _Solved, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
