@@ -166,3 +166,63 @@ def test_a_module_of_the_compiler_brings_its_package() -> None:
         "assert source is sys.modules['torch._dynamo.source'] and source.ConstantSource is ConstantSource\n"
         "assert source is torch._dynamo.source and torch._dynamo.optimize\n"
     )
+
+
+#: names that transformers would know from its files, wanted after planning
+NAMES = (
+    PLAN
+    + """
+names = sys.modules["transformers"]
+assert type(names).__name__ == type(names.models).__name__ == "LateNames"
+import transformers.utils
+assert transformers.utils._LazyModule is transformers.utils.import_utils._LazyModule
+assert transformers.utils._LazyModule.__name__ == "_LazyModule"
+from transformers import PreTrainedModel, cache_utils
+assert type(names).__name__ == "LateNames"
+assert not hasattr(names, "__wrapped__") and names.__version__
+from transformers import LlamaForCausalLM
+assert type(names).__name__ == "_LazyModule" and names is sys.modules["transformers"]
+assert LlamaForCausalLM is sys.modules["transformers.models.llama.modeling_llama"].LlamaForCausalLM
+assert names.PreTrainedModel is PreTrainedModel and names.cache_utils is cache_utils
+try:
+    from transformers import NoSuchModel
+except ImportError as error:
+    assert "NoSuchModel" in str(error)
+else:
+    raise AssertionError("nothing raised")
+from transformers.models import bert
+assert bert.BertModel is names.BertModel
+import pickle
+again = pickle.dumps(LlamaForCausalLM)
+assert pickle.loads(again) is LlamaForCausalLM
+"""
+)
+
+#: all that is in transformers, as a whole, on one line
+ALL = """
+import hashlib, json
+import transformers, transformers.models
+tables = [sorted(map(str, m.__all__)) + sorted(dir(m)) for m in (transformers, transformers.models)]
+missing = {n: sorted(map(str, b)) for n, b in transformers._object_missing_backend.items()}
+print(hashlib.sha256(json.dumps([tables, sorted(missing.items())]).encode()).hexdigest(), len(tables[0]))
+"""
+
+BEFORE = """
+from autoshard.interop.late_imports import late_imports
+with late_imports():
+    import transformers.models.auto.modeling_auto
+assert type(transformers).__name__ == "LateNames"
+"""
+
+
+def test_names_of_transformers_are_found_when_they_are_wanted(tmp_path: Path) -> None:
+    run(NAMES, str(_config(tmp_path)))
+
+
+def test_all_names_of_transformers_are_what_they_are_without_us() -> None:
+    plain, late = (
+        subprocess.run([sys.executable, "-c", c + ALL], capture_output=True, text=True)
+        for c in ("import transformers.models.auto.modeling_auto", BEFORE)
+    )
+    assert plain.returncode == late.returncode == 0, late.stderr[-3000:]
+    assert late.stdout == plain.stdout and late.stdout

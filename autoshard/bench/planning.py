@@ -102,9 +102,13 @@ def plan_case(case: Case) -> PlanningRow:
 
 
 def measure(case: Case) -> PlanningRow:
-    """The same in a fresh process, whose whole life is timed, of a package that is installed."""
+    """The same in a fresh process, whose whole life is timed, of a package that is installed.
+
+    As for a command that is installed, the working folder is not searched for modules.
+    """
     compile_package()
-    command = [sys.executable, "-m", "autoshard.bench.planning", json.dumps(asdict(case))]
+    here = str(Path(__file__).resolve())
+    command = [sys.executable, "-P", "-m", "autoshard.bench.planning", json.dumps(asdict(case)), here]
     start = time.perf_counter()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -161,5 +165,7 @@ if __name__ == "__main__":
     from autoshard.cli.main import collect_rarely, end_at_once
 
     collect_rarely()  # as the `autoshard plan` command does, which this stands for
+    if str(Path(__file__).resolve()) != sys.argv[2]:
+        raise SystemExit(f"{sys.argv[2]} is not what is installed: run `pip install -e .` there")
     _main(sys.argv[1])
     end_at_once(0)

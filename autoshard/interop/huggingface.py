@@ -74,7 +74,7 @@ def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """All configs of a model, nested ones included, each once."""
-    from transformers import PreTrainedConfig
+    from transformers.configuration_utils import PreTrainedConfig
 
     found: dict[int, Any] = {}
 
@@ -118,7 +118,7 @@ def load_hf_config_model(
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+    from transformers.models.auto import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
     entries = {**json.loads(file.read_text()), **overrides}
@@ -141,10 +141,10 @@ _BY_SUFFIX = (
 
 
 def _auto_class(config: Any) -> Any:
-    import transformers
+    from transformers.models import auto as classes
 
     for name in [n for end, n in _BY_SUFFIX for a in config.architectures or () if a.endswith(end)]:
-        auto = getattr(transformers, name)
+        auto = getattr(classes, name)
         if type(config) in auto._model_mapping:
             return auto
     order = ["AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification"]
@@ -153,7 +153,7 @@ def _auto_class(config: Any) -> Any:
     elif "masked" in str(config.architectures).lower() or not _is_decoder(config):
         order[:2] = reversed(order[:2])
     for name in order:
-        auto = getattr(transformers, name)
+        auto = getattr(classes, name)
         if type(config) in auto._model_mapping:
             return auto
     raise UsageError(
@@ -164,7 +164,7 @@ def _auto_class(config: Any) -> Any:
 
 
 def _is_decoder(config: Any) -> bool:
-    from transformers import AutoModelForMaskedLM
+    from transformers.models.auto import AutoModelForMaskedLM
 
     return type(config) not in AutoModelForMaskedLM._model_mapping
 

@@ -1,4 +1,5 @@
-"""Import transformers without what only checkpoints, distribution by hand or losses of detection need.
+"""Import transformers without what only checkpoints, distribution by hand or losses of detection need, and
+without the table of all its names (`late_names`).
 
 Modeling code takes a few functions from large modules when it is imported, and calls hardly any of them.
 While ``late_imports`` is entered, names taken from these modules stand for what is in them; the first use of
@@ -19,6 +20,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from autoshard.interop.late_names import TABLES, LateTables
 from autoshard.torch_adapters.late_module import LateModule, loaded
 
 #: modules of which importing modeling code uses nothing but names
@@ -32,6 +34,7 @@ _LATE = frozenset(
         "transformers.distributed.pipeline_parallel",
         "transformers.distributed.sharding_utils",
         "transformers.distributed.tensor_parallel",
+        "trio",
     }
 )
 
@@ -136,15 +139,21 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.tables: list[LateTables] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _LATE:
+        if fullname not in _LATE and fullname != TABLES:
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
             return None
+        if fullname == TABLES:
+            tables = LateTables(spec)
+            self.tables.append(tables)
+            spec.loader = tables
+            return spec
         self.found.append(fullname)
         late = ModuleSpec(fullname, _Put(spec), origin=spec.origin)
         late.submodule_search_locations = spec.submodule_search_locations
@@ -160,6 +169,8 @@ def late_imports() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
+        for tables in finder.tables:
+            tables.close()
         for name in finder.found:
             module = sys.modules.get(name)
             if isinstance(module, _Named):

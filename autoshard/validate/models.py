@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -58,24 +58,15 @@ def model_of(shape: Architecture) -> nn.Module:
     """The model in fp32, on the default device."""
     defer_unused()
     with late_imports():
-        import transformers
-
-        names = {
-            "gpt2": "GPT2LMHeadModel",
-            "llama": "LlamaForCausalLM",
-            "deepseek_v3": "DeepseekV3ForCausalLM",
-        }
-        config = {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
-        model: nn.Module = getattr(transformers, names[shape.kind])(config)
-    return model
+        return {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
 
 
-def _gpt2(shape: Architecture) -> Any:
-    from transformers import GPT2Config
+def _gpt2(shape: Architecture) -> nn.Module:
+    from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
     if shape.kv_heads != shape.heads:
         raise UsageError(f"a gpt2 with {shape.heads} heads and {shape.kv_heads} heads of keys and values")
-    return GPT2Config(
+    config = GPT2Config(
         n_layer=shape.layers,
         n_head=shape.heads,
         n_embd=shape.hidden,
@@ -90,12 +81,14 @@ def _gpt2(shape: Architecture) -> Any:
         eos_token_id=0,
         use_cache=False,
     )
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
 
 
-def _llama(shape: Architecture) -> Any:
-    from transformers import LlamaConfig
+def _llama(shape: Architecture) -> nn.Module:
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-    return LlamaConfig(
+    config = LlamaConfig(
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
@@ -106,13 +99,15 @@ def _llama(shape: Architecture) -> Any:
         tie_word_embeddings=False,
         use_cache=False,
     )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
 
 
-def _deepseek_v3(shape: Architecture) -> Any:
+def _deepseek_v3(shape: Architecture) -> nn.Module:
     """Sizes that are not of the architecture: DeepSeek-AI, DeepSeek-V3 Technical Report, section 4.2."""
-    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3 import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    return DeepseekV3Config(
+    config = DeepseekV3Config(
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
@@ -136,3 +131,5 @@ def _deepseek_v3(shape: Architecture) -> Any:
         v_head_dim=128,
         use_cache=False,
     )
+    model: nn.Module = DeepseekV3ForCausalLM(config)
+    return model
