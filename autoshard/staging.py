@@ -107,12 +107,19 @@ class Schedules:
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int, int, int, int], Schedule] = {}
+        #: identity of one of them -> most microbatches in flight, by stage
+        self._flying: dict[int, tuple[int, ...]] = {}
 
     def of(self, name: str, ranks: int, microbatches: int, chunks: int, slices: int = 1) -> Schedule:
         key = (name, ranks, microbatches, chunks, slices)
         if key not in self._known:
-            self._known[key] = make(*key)
+            made = self._known[key] = make(*key)
+            self._flying[id(made)] = tuple(-(-n // slices) for n in in_flight_of_stages(made))
         return self._known[key]
+
+    def flying(self, schedule: Schedule) -> tuple[int, ...]:
+        """The most microbatches that each stage of one of them holds at once."""
+        return self._flying[id(schedule)]
 
 
 @dataclass(frozen=True)
@@ -210,7 +217,8 @@ class Cutting:
                 asked = self.pipeline
                 schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
                 budget = None if self.budget is None else self.budget - self._spare
-                found = self._line.cut(schedule, chunks, budget)
+                ask = Ask(schedule.stages, self.microbatches, chunks, self.schedules.flying(schedule), budget)
+                found = self._line.cut(schedule, ask)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]
 
@@ -398,11 +406,9 @@ class _Slots:
     def most_stages(self) -> int:
         return len(self.places) + 1
 
-    def cut(self, schedule: Schedule, chunks: int, budget: float | None) -> _Trial | None:
+    def cut(self, schedule: Schedule, ask: Ask) -> _Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
-        edges = [0, *(p + 1 for p in self.places), self.count]
-        flying = tuple(-(-n // self.slices) for n in in_flight_of_stages(schedule))
-        ask = Ask(schedule.stages, schedule.microbatches, chunks, flying, budget)
+        budget, edges = ask.budget, [0, *(p + 1 for p in self.places), self.count]
         found = best_cuts(self._line(edges), ask)
         tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
         # the formula is not the simulation: what people do by hand is tried as well
@@ -417,7 +423,7 @@ class _Slots:
                 continue
             seconds = makespan(schedule, costs)
             if best is None or seconds < best.seconds:
-                best = _Trial(schedule, chunks, tuple(ends), costs, seconds)
+                best = _Trial(schedule, ask.chunks, tuple(ends), costs, seconds)
         return best
 
     def pipeline(self, trial: _Trial) -> Pipeline:

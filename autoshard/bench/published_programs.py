@@ -22,6 +22,9 @@ from autoshard.planning import Planned, Question
 from autoshard.search.choose import Ask
 from autoshard.search.rebatch import NotRebatchable, rebatched
 
+#: how often a published plan is placed again with less room, and by how much more than what it held too much
+_ROUNDS, _MORE = 4, 1.03
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -60,12 +63,11 @@ def simulate(rows: Sequence[Published], progress: Callable[[str], None]) -> Iter
         where = ours.settled.configuration
         for row in asked.rows:
             try:
-                peak = _published(asked, row, cluster)
+                peak, fits = _published(asked, row, cluster)
             except (NotRebatchable, AutoshardError) as error:
                 yield Skipped(row.id, row.study, f"its plan is no program: {error}")
                 continue
             assert peak.step is not None  # there is no limit that it could miss
-            fits = peak.bytes <= usable_memory(cluster.device)
             yield Programs(row, peak.step, fits, ours.peak.step, name_of(where), where.microbatches)
 
 
@@ -86,11 +88,30 @@ def _ours(asked: Asked, cluster: Cluster) -> Planned:
     return question.planned_from(asked.source, asked.many)
 
 
-def _published(asked: Asked, row: Published, cluster: Cluster) -> Peak:
-    """The fullest rank of the published plan's program, and its step; in any memory."""
+def _published(asked: Asked, row: Published, cluster: Cluster) -> tuple[Peak, bool]:
+    """The fullest rank of the published plan's program, with its step, and whether that fits.
+
+    Placements that fill the memory as the search counts it hold more as a program, so others are looked for
+    in less room, as for our plan. What never fits is what the search took for the best.
+    """
     analysis = asked.analysis(row)
-    settled, _ = settle(rebatched(analysis.model, row.micro), row, cluster, usable_memory(cluster.device))
-    anywhere = Ask(batch=row.batch, recipe=MIXED)
-    fitter = Fitter(analysis, cluster, anywhere, fixed=True, progress=lambda _: None)
-    staging = fitter.cutting(settled).best(fixed=True) if row.pipe.ranks > 1 else None
-    return fitter.peak(settled, staging)
+    model, budget = rebatched(analysis.model, row.micro), usable_memory(cluster.device)
+    fitter = Fitter(
+        analysis, cluster, Ask(batch=row.batch, recipe=MIXED), fixed=True, progress=lambda _: None
+    )
+    first: Peak | None = None
+    room = float(budget)
+    for _ in range(_ROUNDS):
+        settled, counted = settle(model, row, cluster, room)
+        if first is not None and not counted:
+            break
+        staging = fitter.cutting(settled).best(fixed=True) if row.pipe.ranks > 1 else None
+        peak = fitter.peak(settled, staging)
+        if peak.bytes <= budget:
+            return peak, True
+        first = first or peak
+        if not counted:
+            break
+        room -= _MORE * (peak.bytes - budget)
+    assert first is not None
+    return first, False
