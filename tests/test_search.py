@@ -19,10 +19,10 @@ from autoshard.search import (
 )
 from autoshard.search.direct import Orders, least
 from autoshard.search.dive import dive, widen
-from autoshard.search.eliminate import find_order
 from autoshard.search.improve import descend, measure
 from autoshard.search.milp import solve_milp
 from autoshard.search.minimise import minimise_pruned
+from autoshard.search.order import find_order
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.search.reduced import Reduction
 from autoshard.search.solve import least_cost, proven_seconds

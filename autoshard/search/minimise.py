@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.branch import Criterion, MiniBuckets, depth_first, mini_buckets
+from autoshard.search.core import Core
 from autoshard.search.dive import dive, widen
-from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.improve import descend, measure
 from autoshard.search.milp import entries, solve_milp
 from autoshard.search.network import Limits
+from autoshard.search.order import Order, find_order
 from autoshard.search.prune import Residual, prune
 
 #: the method that is exact whatever the limits
@@ -61,6 +63,16 @@ def minimise_pruned(net: Residual, limits: Limits) -> Found:
 
 
 def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
+    """What is wide about a network, once the rest of it is eliminated; see `_minimise_core`."""
+    core = Core.of(net, order)
+    if not core.numbers:
+        return Found(core.whole(()), core.seconds, ELIMINATED)
+    found = _minimise_core(core.net, core.order, limits, milp=entries(net) <= limits.milp)
+    states = None if found.states is None else core.whole(found.states)
+    return Found(states, core.seconds + found.lower_bound, found.method)
+
+
+def _minimise_core(net: Residual, order: Order, limits: Limits, *, milp: bool) -> Found:
     """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
     Complete branch and bound if nothing finite was found.
@@ -76,7 +88,7 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
     if states is not None:
         states = descend(net, states)
     seconds = np.inf if states is None else measure(net, states)[0]
-    if seconds - lower > ROUNDING * abs(seconds) and entries(net) <= limits.milp:
+    if milp and seconds - lower > ROUNDING * abs(seconds):
         outcome = solve_milp(net, scale=seconds)
         if outcome is not None:
             lower = max(lower, outcome.lower_bound)

@@ -10,7 +10,6 @@ from time import perf_counter
 from autoshard.search.budget import minimise_within
 from autoshard.search.conflict import find_conflict
 from autoshard.search.direct import Orders, least, least_seconds
-from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
 from autoshard.search.minimise import ELIMINATED, ROUNDING, bound, minimise
 from autoshard.search.network import (
@@ -21,6 +20,7 @@ from autoshard.search.network import (
     SearchStats,
     Solution,
 )
+from autoshard.search.order import Order, find_order
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 from autoshard.search.reduced import Reduced, Reduction
 
