@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from autoshard.search.eliminate import Elimination
 from autoshard.search.improve import Meter
 from autoshard.search.network import Array, Limits
-from autoshard.search.order import find_order_beside
+from autoshard.search.order import Order, order_beside
 from autoshard.search.prune import Residual
 
 Mask = NDArray[np.bool_]
 #: choices taken back before `dive` gives up
 _FAILURES = 2000
 #: neighbourhoods tried, and those in a row that gain nothing after which it ends
-_ROUNDS, _IDLE = 12, 2
+_ROUNDS, _IDLE = 16, 4
 #: entries of the largest table of one neighbourhood, and how many times as many in all
-_TABLE, _ALL = 300_000, 20
+_TABLE, _ALL = 1_000_000, 20
 
 
 @dataclass
@@ -104,7 +104,7 @@ def dive(net: Residual, path: Sequence[int]) -> list[int] | None:
     return [s for s in states if s is not None]
 
 
-def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
+def widen(net: Residual, order: Order, states: Sequence[int], limits: Limits) -> list[int]:
     """The assignment improved by solving neighbourhoods exactly, until a few of them gain nothing."""
     best, meter = list(states), Meter(net)
     seconds = meter.of(best)[0]
@@ -113,8 +113,8 @@ def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
     idle = 0
     for _ in range(_ROUNDS):
         eagerness = rng.uniform(0.2, 1.0, len(best)).tolist()
-        order, held = find_order_beside(net.sizes, net.rows, eagerness, table, _ALL * table)
-        _, tried = Elimination(_holding(net, best, held), order).solve()
+        small, held = order_beside(order, net.sizes, net.rows, eagerness, table, _ALL * table)
+        _, tried = Elimination(_holding(net, best, held), small).solve()
         for v in held:
             tried[v] = best[v]
         now = meter.of(tried)[0]

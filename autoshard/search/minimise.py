@@ -14,7 +14,7 @@ from autoshard.search.improve import descend, measure
 from autoshard.search.milp import entries, solve_milp
 from autoshard.search.network import Limits
 from autoshard.search.order import Order, find_order
-from autoshard.search.prune import Residual, prune
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 #: the method that is exact whatever the limits
 ELIMINATED = "eliminated"
@@ -45,34 +45,48 @@ def minimise(net: Residual, order: Order, limits: Limits) -> Found:
     return Found(states if np.isfinite(value) else None, value, ELIMINATED)
 
 
-def bound(net: Residual, order: Order, limits: Limits) -> float:
-    """Seconds that no assignment goes below: the least itself where the order allows that."""
-    if fits(order, limits):
-        return Elimination(net, order).solve()[0]
-    return _buckets(net, order, limits).value
+@dataclass(frozen=True, eq=False)
+class Narrowed:
+    """What decides a network: net: its core, pruned. order: of the elimination of that."""
+
+    core: Core
+    net: Residual
+    order: Order
+
+    @staticmethod
+    def of(net: Residual) -> Narrowed | None:
+        """Of a network that is arc consistent, whose bytes are ignored; None if nothing is finite."""
+        core = Core.of(net)
+        small = core.net
+        try:
+            make_consistent(small)
+        except Contradiction:
+            return None
+        if not np.isfinite(core.seconds):
+            return None
+        prune(small)
+        return Narrowed(core, small, find_order(small.sizes, small.rows))
+
+    def minimise(self, limits: Limits) -> Found:
+        """The least seconds, with states in the numbering of the whole network."""
+        found = minimise(self.net, self.order, limits)
+        states = None if found.states is None else self.core.whole(self.net.original(found.states))
+        return Found(states, self.core.seconds + found.lower_bound, found.method)
+
+    def bound(self, limits: Limits) -> float:
+        """Seconds that no assignment goes below: the least itself where the order allows that."""
+        if fits(self.order, limits):
+            return self.core.seconds + Elimination(self.net, self.order).sweep().value
+        return self.core.seconds + _buckets(self.net, self.order, limits).value
 
 
 def minimise_pruned(net: Residual, limits: Limits) -> Found:
-    """The same after pruning a copy, with states in the numbering of ``net``."""
-    small = net.copy()
-    small.kept = [np.arange(len(u)) for u in net.unary]
-    prune(small)
-    found = minimise(small, find_order(small.sizes, small.rows), limits)
-    states = None if found.states is None else list(small.original(found.states))
-    return Found(states, found.lower_bound, found.method)
+    """The same of a network that is not pruned, which stays as it is."""
+    small = Narrowed.of(net)
+    return Found(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
 
 
 def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
-    """What is wide about a network, once the rest of it is eliminated; see `_minimise_core`."""
-    core = Core.of(net, order)
-    if not core.numbers:
-        return Found(core.whole(()), core.seconds, ELIMINATED)
-    found = _minimise_core(core.net, core.order, limits, milp=entries(net) <= limits.milp)
-    states = None if found.states is None else core.whole(found.states)
-    return Found(states, core.seconds + found.lower_bound, found.method)
-
-
-def _minimise_core(net: Residual, order: Order, limits: Limits, *, milp: bool) -> Found:
     """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
     Complete branch and bound if nothing finite was found.
@@ -88,7 +102,7 @@ def _minimise_core(net: Residual, order: Order, limits: Limits, *, milp: bool) -
     if states is not None:
         states = descend(net, states)
     seconds = np.inf if states is None else measure(net, states)[0]
-    if milp and seconds - lower > ROUNDING * abs(seconds):
+    if seconds - lower > ROUNDING * abs(seconds) and entries(net) <= limits.milp:
         outcome = solve_milp(net, scale=seconds)
         if outcome is not None:
             lower = max(lower, outcome.lower_bound)
@@ -99,7 +113,7 @@ def _minimise_core(net: Residual, order: Order, limits: Limits, *, milp: bool) -
                 return Found(states, seconds, "HiGHS")
             method = "HiGHS, stopped early"
     if states is not None and seconds - lower > ROUNDING * abs(seconds):
-        states = widen(net, states, limits)
+        states = widen(net, order, states, limits)
         seconds = measure(net, states)[0]
     if states is None:
         tried = depth_first(order, [Criterion(bounds)])

@@ -58,59 +58,44 @@ def find_small_order(
     return None
 
 
-def find_order_beside(
+def order_beside(
+    order: Order,
     sizes: Sequence[int],
     neighbours: Sequence[Collection[int]],
     eagerness: Sequence[float],
     largest: int,
     total: int,
 ) -> tuple[Order, tuple[int, ...]]:
-    """A greedy order, and variables whose state is held so that tables stay within the limits.
+    """The same order with some variables held in one state, so that tables stay within the limits; and these.
 
     Where a table would be too large, that of its variables is held which has most neighbours left, each
-    counted with its ``eagerness``: what is held ties nothing together. The held come first in the order.
+    counted with its ``eagerness``: what is held ties nothing together. The held come first.
     """
     graph = [set(n) for n in neighbours]
-    by_fill = len(graph) <= _FILL_CORE
-    scores = {v: _score(v, graph, sizes, by_fill) for v in range(len(graph))}
-    heap = list(scores.values())
-    heapq.heapify(heap)
-    held: list[int] = []
-    variables: list[int] = []
+    held: dict[int, None] = {}
     around: list[set[int]] = [set()] * len(graph)
     room = total
-    while heap:
-        score = heapq.heappop(heap)
-        v = score[2]
-        if scores.get(v) != score:
-            continue
-        table = sizes[v] * prod([sizes[w] for w in graph[v]])
-        if graph[v] and table > min(largest, room // _SHARE):
-            most = max((v, *graph[v]), key=lambda w: (len(graph[w]) * eagerness[w], w))
-            held.append(most)
-            del scores[most]
-            changed = sorted(graph[most])
-            graph[most] = set()
-            for w in changed:
-                graph[w].discard(most)
-        else:
+    for v in order.variables:
+        while v not in held:
+            near = graph[v]
+            table = sizes[v] * prod([sizes[w] for w in near])
+            if near and table > min(largest, room // _SHARE):
+                most = max((v, *near), key=lambda w: (len(graph[w]) * eagerness[w], w))
+                held[most] = None
+                for w in graph[most]:
+                    graph[w].discard(most)
+                graph[most] = set()
+                continue
             room -= table
-            del scores[v]
-            variables.append(v)
-            around[v] = graph[v]
-            changed = _remove(v, graph, wide=by_fill)
-        for w in changed:
-            new = _score(w, graph, sizes, by_fill)
-            if scores[w] != new:
-                scores[w] = new
-                heapq.heappush(heap, new)
-        if scores.get(v) == score:
-            heapq.heappush(heap, score)
-    left, without = list(sizes), set(held)
-    for v in held:
-        left[v] = 1
+            around[v] = near
+            for w in near:
+                graph[w] |= near
+                graph[w] -= {v, w}
+            break
+    left = [1 if v in held else size for v, size in enumerate(sizes)]
     # some went before what they were tied to was held
-    return _finish(left, [*held, *variables], [near - without for near in around]), tuple(held)
+    around = [near - held.keys() for near in around]
+    return _finish(left, [*held, *[v for v in order.variables if v not in held]], around), tuple(held)
 
 
 def _greedy(
