@@ -25,9 +25,9 @@ Mask = NDArray[np.bool_]
 #: choices taken back before `dive` gives up
 _FAILURES = 2000
 #: neighbourhoods tried, and those in a row that gain nothing after which it ends
-_ROUNDS, _IDLE = 16, 4
+_ROUNDS, _IDLE = 16, 3
 #: entries of the largest table of one neighbourhood, and how many times as many in all
-_TABLE, _ALL = 1_000_000, 20
+_TABLE, _ALL = 500_000, 20
 
 
 @dataclass

@@ -37,10 +37,10 @@ def fits(order: Order, limits: Limits) -> bool:
     return order.largest <= limits.table and order.total <= limits.total
 
 
-def minimise(net: Residual, order: Order, limits: Limits) -> Found:
+def minimise(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
     """Least seconds of a residual, whose bytes are ignored; in whatever way its order allows."""
     if not fits(order, limits):
-        return minimise_wide(net, order, limits)
+        return minimise_wide(net, order, limits, moves=moves)
     value, states = Elimination(net, order).solve()
     return Found(states if np.isfinite(value) else None, value, ELIMINATED)
 
@@ -67,9 +67,9 @@ class Narrowed:
         prune(small)
         return Narrowed(core, small, find_order(small.sizes, small.rows))
 
-    def minimise(self, limits: Limits) -> Found:
-        """The least seconds, with states in the numbering of the whole network."""
-        found = minimise(self.net, self.order, limits)
+    def minimise(self, limits: Limits, *, moves: bool = True) -> Found:
+        """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
+        found = minimise(self.net, self.order, limits, moves=moves)
         states = None if found.states is None else self.core.whole(self.net.original(found.states))
         return Found(states, self.core.seconds + found.lower_bound, found.method)
 
@@ -86,10 +86,11 @@ def minimise_pruned(net: Residual, limits: Limits) -> Found:
     return Found(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
 
 
-def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
+def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
     """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
-    Complete branch and bound if nothing finite was found.
+    Complete branch and bound if nothing finite was found. moves: whether neighbourhoods are looked at, which
+    say nothing about the bound.
     """
     bounds = _buckets(net, order, limits)
     # one way down to the last variable takes as many nodes, and is a far better start than any other
@@ -112,7 +113,7 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
             if outcome.complete and (other < np.inf or outcome.lower_bound == np.inf):
                 return Found(states, seconds, "HiGHS")
             method = "HiGHS, stopped early"
-    if states is not None and seconds - lower > ROUNDING * abs(seconds):
+    if moves and states is not None and seconds - lower > ROUNDING * abs(seconds):
         states = widen(net, order, states, limits)
         seconds = measure(net, states)[0]
     if states is None:

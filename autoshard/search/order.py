@@ -41,9 +41,8 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     assert first is not None
     if first.largest <= 100_000:
         return first
-    other = _greedy(sizes, neighbours, by_fill=False)
-    assert other is not None
-    return min(first, other, key=lambda order: (order.total, order.largest))
+    other = _greedy(sizes, neighbours, by_fill=False, most=first.total, total=first.total)
+    return first if other is None else min(first, other, key=lambda order: (order.total, order.largest))
 
 
 def find_small_order(

@@ -102,9 +102,11 @@ def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
 
 def proven_seconds(network: CostNetwork, limits: Limits | None, orders: Orders) -> float:
     """The same, but where the network is wide as much is made of it as limits allow."""
-    value = least_seconds(network, limits or Limits(), orders)
+    limits = limits or Limits()
+    value = least_seconds(network, limits, orders)
     if value is None:
-        return solve(network, limits=limits, orders=orders).lower_bound
+        small = Narrowed.of(_whole(network))
+        value = inf if small is None else small.minimise(limits, moves=False).lower_bound
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
     return value
