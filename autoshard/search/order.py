@@ -41,7 +41,7 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     assert first is not None
     if first.largest <= 100_000:
         return first
-    other = _greedy(sizes, neighbours, by_fill=False, most=first.total, total=first.total)
+    other = _greedy(sizes, neighbours, by_fill=False, most=first.largest, total=first.total)
     return first if other is None else min(first, other, key=lambda order: (order.total, order.largest))
 
 
