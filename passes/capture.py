@@ -21,6 +21,7 @@ from autoshard.interop import huggingface
 from autoshard.ir import Joint, Port
 from autoshard.passes.capture_function import Differentiate, Function
 from autoshard.passes.capture_inputs import Inputs, Leaf, inputs_of, state_of
+from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
 from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
@@ -53,6 +54,7 @@ def capture(
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
         stack.enter_context(_unchanged(model))
+        stack.enter_context(sets_in_order(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
         try:
             joint = _whole(model, inputs, differentiate)

@@ -24,8 +24,9 @@ from autoshard.bench.cuts_table import print_cuts
 from autoshard.bench.planning import PlanningRow, compile_package, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
 from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
+from autoshard.bench.published_programs import Programs, simulate
 from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
-from autoshard.bench.published_table import print_comparisons
+from autoshard.bench.published_table import print_comparisons, print_programs
 from autoshard.bench.quality import Small, quality_of, recomputations
 from autoshard.bench.quality_table import print_quality
 from autoshard.bench.rings import Stack, row_of
@@ -205,6 +206,24 @@ def test_published_pipelines_are_priced_as_the_search_prices_them(tmp_path: Path
     busy = busiest(chain_of(theirs.posed, theirs.placed), published.pipe)
     assert busy > 1
     assert result.published_s == pytest.approx(theirs.placed.seconds * busy, rel=1e-6)
+
+
+def test_published_plans_as_programs(tmp_path: Path) -> None:
+    """With a pipeline and without; a device of 40 kB holds no plan of ours."""
+    flat = row(n_gpus=2, t=2, d=1, mbs=1, gbs=4, layers=2, recompute="none")
+    staged = {**flat, "id": "a-2", "t": 1, "p": 2}
+    found, _ = read_rows(written(tmp_path, [flat, staged, {**flat, "id": "a-3", "gpu_mem_gb": 4e-5}]))
+    results = list(simulate(found, lambda _: None))
+    both = {r.row.id: r for r in results if isinstance(r, Programs)}
+    (alone,) = (r for r in results if isinstance(r, Skipped))
+    assert sorted(both) == ["a-1", "a-2"] and alone.id == "a-3" and "we find no plan" in alone.why
+    assert both["a-1"].fits and both["a-1"].ours_s == both["a-2"].ours_s > 0
+    # every program that there could be was looked at
+    assert all(not p.slower and 0 < p.ratio <= 1 + 1e-9 for p in both.values())
+    slow = replace(both["a-1"], ours_s=2 * both["a-1"].published_s)
+    assert slow.slower and not replace(slow, fits=False).slower
+    text = shown(lambda console: print_programs(console, [slow, both["a-2"]], [alone]))
+    assert "2.000 SLOWER" in text and "1 of 2 at most 1" in text and "skipped 1" in text
 
 
 def test_simulated_cuts_and_interleaving() -> None:

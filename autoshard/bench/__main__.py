@@ -105,13 +105,28 @@ def published(args: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m autoshard.bench published")
     parser.add_argument("path", type=Path, help="measurements, a JSON list of objects")
     parser.add_argument("--study", default="", help="only the runs of this study")
+    parser.add_argument(
+        "--programs", type=int, metavar="K", help="make programs of every K-th, and simulate them"
+    )
     given = parser.parse_args(args)
     from autoshard.bench.published import Comparison, compare
+    from autoshard.bench.published_programs import Programs, simulate
     from autoshard.bench.published_rows import Skipped, read_rows
-    from autoshard.bench.published_table import print_comparisons
+    from autoshard.bench.published_table import print_comparisons, print_programs
+
+    def say(text: str) -> None:
+        PROGRESS.print(text, markup=False, highlight=False)
 
     rows, skipped = read_rows(given.path, given.study)
-    found = list(compare(rows, lambda text: PROGRESS.print(text, markup=False, highlight=False)))
+    if given.programs is not None:
+        if given.programs < 1:
+            parser.error("--programs takes 1 for all rows, or more to leave some out")
+        chosen = sorted(rows, key=lambda r: (r.study, r.id))[:: given.programs]
+        pairs = list(simulate(chosen, say))
+        without = [s for s in pairs if isinstance(s, Skipped)]
+        print_programs(CONSOLE, [p for p in pairs if isinstance(p, Programs)], [*skipped, *without])
+        return
+    found = list(compare(rows, say))
     unpriced = [s for s in found if isinstance(s, Skipped)]
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 

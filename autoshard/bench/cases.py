@@ -57,6 +57,11 @@ DEPTH = (
     Case("96 layers", GPT3_175B, 1024, 1536, 2048),
     Case("12 layers", gpt(12, 12288, 96), 1024, 1536, 2048),
 )
+#: the same layers where memory does not decide: more of a model then only is more of the same
+DEPTH_GIVEN = (
+    Case("96 layers, mesh given", GPT3_175B, 128, 16, 2048, mesh="dp=16,tp=8"),
+    Case("12 layers, mesh given", gpt(12, 12288, 96), 128, 16, 2048, mesh="dp=16,tp=8"),
+)
 DEPTH_GOAL = 1.3
 WIDTH = (
     Case("8,192 GPUs", GPT3_175B, 8192, 8192, 2048),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.cases import CASES, DEPTH, DEPTH_GOAL, WIDTH, WIDTH_GOAL, Case
+from autoshard.bench.cases import CASES, DEPTH, DEPTH_GIVEN, DEPTH_GOAL, WIDTH, WIDTH_GOAL, Case
 from autoshard.bench.planning import PlanningRow, median_of
 from autoshard.report.units import seconds_text
 
@@ -49,7 +49,11 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
 
 def print_scaling(console: Console, measure: Measure = median_of) -> None:
     """How seconds grow with layers and with devices."""
-    for name, pair, goal in (("depth", DEPTH, DEPTH_GOAL), ("width", WIDTH, WIDTH_GOAL)):
+    for name, pair, goal in (
+        ("depth", DEPTH, DEPTH_GOAL),
+        ("depth", DEPTH_GIVEN, DEPTH_GOAL),
+        ("width", WIDTH, WIDTH_GOAL),
+    ):
         for line in scaling_lines(name, pair, [measure(c) for c in pair], goal):
             console.print(line)
 

@@ -13,6 +13,7 @@ from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.passes.capture import capture
+from autoshard.planning import Source
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.configuration import Configuration, Staged, data_ways
 from autoshard.search.network import InfeasibleNetwork
@@ -74,14 +75,45 @@ def compare(
 
     Raises what capturing raises.
     """
+    for asked in questions(rows, progress):
+        yield from _compare(asked, progress)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Rows of one model, batch and machine. source: the model as it was captured for all batches, analysed as
+    many; one: for microbatches of one sequence."""
+
+    rows: tuple[Published, ...]
+    source: Source
+    many: Analysis
+    one: Analysis
+
+    def analysis(self, row: Published) -> Analysis:
+        """The one that a row's microbatches are priced with."""
+        return self.one if row.micro == 1 else self.many
+
+    @property
+    def first(self) -> Published:
+        """A row; all have the machine, the number of devices and the batch of this one."""
+        return self.rows[0]
+
+
+def questions(rows: Sequence[Published], progress: Callable[[str], None]) -> Iterator[Asked]:
+    """The rows by what our plan depends on; every model is captured when its first rows are asked for."""
     ordered = sorted(rows, key=lambda r: (repr(r.model), r.seq, _question(r), r.id))
-    for (model, _), alike in groupby(ordered, key=lambda r: (r.model, r.seq)):
+    for (model, seq), alike in groupby(ordered, key=lambda r: (r.model, r.seq)):
         same = list(alike)
         progress(f"capturing {model.kind} of {model.layers} layers, hidden {model.hidden}")
-        many = _analysed(same[0], _CAPTURED)
-        one = _analysed(same[0], 1) if any(r.micro == 1 for r in same) else many
+        whole, inputs = on_meta(model, _CAPTURED, seq)
+        source = Source(whole, (), inputs)
+        many = analyse(capture(whole, (), inputs))
+        one = many
+        if any(r.micro == 1 for r in same):
+            alone, inputs = on_meta(model, 1, seq)
+            one = analyse(capture(alone, (), inputs))
         for _, asked in groupby(same, key=_question):
-            yield from _compare(list(asked), many, one, progress)
+            yield Asked(tuple(asked), source, many, one)
 
 
 def _question(row: Published) -> tuple[str, int, int, int]:
@@ -89,15 +121,8 @@ def _question(row: Published) -> tuple[str, int, int, int]:
     return (row.cluster, row.memory, row.devices, row.batch)
 
 
-def _analysed(row: Published, batch: int) -> Analysis:
-    model, inputs = on_meta(row.model, batch, row.seq)
-    return analyse(capture(model, (), inputs))
-
-
-def _compare(
-    rows: Sequence[Published], many: Analysis, one: Analysis, progress: Callable[[str], None]
-) -> Iterator[Comparison | Skipped]:
-    first = rows[0]
+def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparison | Skipped]:
+    first = asked.first
     cluster = machine(first)
     budget = usable_memory(cluster.device)
     progress(f"searching {first.devices} x {cluster.name}, batch {first.batch}")
@@ -105,13 +130,12 @@ def _compare(
     why = ""
     try:
         meshes = searched(cluster, first.devices, first.model.layers, first.batch, PipeAsk())
-        ours = choose(many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
+        ours = choose(asked.many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
     except AutoshardError as error:
         why = error.what
-    for row in rows:
+    for row in asked.rows:
         try:
-            base = rebatched((one if row.micro == 1 else many).model, row.micro)
-            theirs, fits = settle(base, row, cluster, budget)
+            theirs, fits = settle(rebatched(asked.analysis(row).model, row.micro), row, cluster, budget)
         except (NotRebatchable, UsageError) as error:
             yield Skipped(row.id, row.study, f"its plan cannot be priced: {error}")
             continue
@@ -119,7 +143,7 @@ def _compare(
             yield Comparison(row, _seconds(theirs), fits, None, why=why)
         else:
             found = ours.configuration
-            yield Comparison(row, _seconds(theirs), fits, _seconds(ours), _name(found), found.microbatches)
+            yield Comparison(row, _seconds(theirs), fits, _seconds(ours), name_of(found), found.microbatches)
 
 
 def _seconds(found: Settled) -> float:
@@ -127,7 +151,8 @@ def _seconds(found: Settled) -> float:
     return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
 
 
-def _name(found: Configuration) -> str:
+def name_of(found: Configuration) -> str:
+    """The whole mesh with its pipeline."""
     return str(found.mesh) if found.pipe.ranks == 1 else f"{found.pipe},{found.mesh}"
 
 

@@ -14,6 +14,7 @@ from autoshard.report.units import seconds_text
 
 if TYPE_CHECKING:
     from autoshard.bench.published import Comparison
+    from autoshard.bench.published_programs import Programs
     from autoshard.bench.published_rows import Skipped
 
 
@@ -53,6 +54,45 @@ def print_comparisons(console: Console, found: Sequence[Comparison], skipped: Se
         )
     for c in (c for c in found if c.slower):
         console.print(f"[red]slower than published[/]: {c.row.id} {c.row.name}, ours {c.mesh or c.why}")
+    _print_skipped(console, skipped)
+
+
+def programs_table(found: Sequence[Programs]) -> Table:
+    """One row per comparison of programs; ``*`` marks published plans whose programs do not fit."""
+    table = Table("run", "GPUs", "published plan", "simulated", "measured", "our plan", "simulated", "ratio")
+    for p in sorted(found, key=lambda p: p.row.id):
+        row = p.row
+        table.add_row(
+            row.id,
+            str(row.devices),
+            f"{row.name} x{row.batch // row.micro} {row.recompute}" + ("" if p.fits else " *"),
+            seconds_text(p.published_s),
+            seconds_text(row.seconds),
+            f"{p.mesh} x{p.microbatches}",
+            seconds_text(p.ours_s),
+            f"{p.ratio:.3f}" + (" SLOWER" if p.slower else ""),
+        )
+    return table
+
+
+def print_programs(console: Console, found: Sequence[Programs], skipped: Sequence[Skipped]) -> None:
+    """The table, its summary, and the counts of what was skipped by reason."""
+    console.print(programs_table(found))
+    ratios = [p.ratio for p in found if p.fits]
+    console.print(
+        f"both steps are simulations of programs; x: microbatches; *: its simulated peak is over the memory, "
+        f"which ours is not ({len(found) - len(ratios)} rows, not in the figures below)"
+    )
+    if ratios:
+        good = sum(not p.slower for p in found if p.fits)
+        console.print(
+            f"{len(ratios)} rows that fit: our step over the published one, median {median(ratios):.3f}, "
+            f"least {min(ratios):.3f}, most {max(ratios):.3f}; {good} of {len(ratios)} at most 1 (goal: all)"
+        )
+    _print_skipped(console, skipped)
+
+
+def _print_skipped(console: Console, skipped: Sequence[Skipped]) -> None:
     for why, count in Counter(s.why for s in skipped).most_common():
         studies = Counter(s.study for s in skipped if s.why == why)
         names = ", ".join(f"{name} {n}" for name, n in studies.most_common())

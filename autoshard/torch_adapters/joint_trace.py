@@ -24,7 +24,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -145,6 +145,37 @@ def _joint(
     return Traced(tracer.graph, tracer.root, tuple(inputs), tuple((kind, k) for kind, k, _ in ends))
 
 
+def recording() -> proxy_tensor.PythonKeyTracer | None:
+    """What records the graph of the trace that is going on, None outside of one."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else cast(proxy_tensor.PythonKeyTracer, mode.tracer)
+
+
+def recorded(
+    tracer: proxy_tensor.PythonKeyTracer,
+    op: torch._ops.OpOverload,
+    lists: Sequence[Sequence[torch.Tensor]],
+    text: str,
+    types: Sequence[tuple[str, tuple[int, ...]]],
+) -> list[torch.Tensor]:
+    """A node ``op(*lists, text)`` in the graph that is recorded, and tensors for the list that it gives.
+
+    lists: of tensors of the trace; what they are is not changed. types: (dtype, sizes) per result. No mode
+    sees the op, and autograd does not either.
+    """
+    with torch._C.DisableTorchFunction():
+        with _disable_current_modes():
+            inner = [[_inner(t) for t in tensors] for tensors in lists]
+            known = [[_proxy_of(tracer, t) for t in tensors] for tensors in inner]
+            first = inner[0][0]
+            assert isinstance(first, FakeTensor)
+            proxy = tracer.create_proxy("call_function", op, (*known, text), {}, name=op._opname)
+            with first.fake_mode:
+                made = [torch.empty(s, dtype=getattr(torch, d), device=first.device) for d, s in types]
+            proxy_tensor.track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+        return [FunctionalTensor.to_functional(t) for t in made]
+
+
 def _placeholder(tracer: proxy_tensor.PythonKeyTracer, name: str, tensor: torch.Tensor) -> None:
     """An argument of the graph, and ``tensor`` from now on its value."""
     proxy = tracer.create_proxy("placeholder", name, (), {})
@@ -243,9 +274,14 @@ def _inner(tensor: torch.Tensor) -> torch.Tensor:
     return torch._from_functional_tensor(tensor.elem)
 
 
-def _node_of(tracer: proxy_tensor.PythonKeyTracer, tensor: torch.Tensor) -> Any:
-    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda found: found.proxy.node)
+def _proxy_of(tracer: proxy_tensor.PythonKeyTracer, tensor: torch.Tensor) -> Any:
+    slot: Any = proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda found: found.proxy)
     return slot
+
+
+def _node_of(tracer: proxy_tensor.PythonKeyTracer, tensor: torch.Tensor) -> Any:
+    proxy = _proxy_of(tracer, tensor)
+    return proxy.node if isinstance(proxy, fx.Proxy) else proxy
 
 
 def _copy_to_backward(graph: fx.Graph) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from autoshard.torch_adapters.joint_trace import recorded, recording
 from autoshard.torch_adapters.op_library import LIBRARY
 
 REPEAT, REPEAT_BACKWARD = "autoshard.repeat.default", "autoshard.repeat_backward.default"
@@ -57,10 +57,11 @@ def repeated(tensors: Sequence[torch.Tensor], key: RepeatKey) -> list[torch.Tens
     """The results of a call: of the op while a graph is recorded.
 
     The runs before that only ask for types, and what has a gradient; tensors like the results say as much
-    for less than an op takes. Adapter: ``get_proxy_mode`` of ``torch.fx.experimental.proxy_tensor``.
+    for less than an op takes.
     """
-    if get_proxy_mode() is not None:
-        return list(torch.ops.autoshard.repeat(tensors, key.text()))
+    tracer = recording()
+    if tracer is not None:
+        return list(_Recorded.apply(tracer, key, *tensors))
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     return [
         tensors[0].new_empty(shape, dtype=getattr(torch, dtype)).requires_grad_(trained and k in key.tangents)
@@ -68,48 +69,45 @@ def repeated(tensors: Sequence[torch.Tensor], key: RepeatKey) -> list[torch.Tens
     ]
 
 
+class _Recorded(torch.autograd.Function):
+    """A call of the op and of its gradient, as nodes of the graph that is recorded.
+
+    What dispatching the op would do: it passes through every mode there is, which takes ten times as long,
+    once for each layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tracer: Any, key: RepeatKey, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.tracer, ctx.key = tracer, key
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        outs = recorded(tracer, torch.ops.autoshard.repeat.default, (tensors,), key.text(), key.outs)
+        ctx.mark_non_differentiable(*(t for k, t in enumerate(outs) if k not in key.tangents))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        tensors, key = ctx.saved_tensors, ctx.key
+        whole = tuple(
+            tensors[0].new_zeros(key.outs[k][1], dtype=getattr(torch, key.outs[k][0]))
+            if (grad := grads[k]) is None
+            else grad
+            for k in key.tangents
+        )
+        types = [(str(tensors[k].dtype).removeprefix("torch."), tuple(tensors[k].shape)) for k in key.grads]
+        op = torch.ops.autoshard.repeat_backward.default
+        made = recorded(ctx.tracer, op, (whole, tensors), key.text(), types)
+        found: list[torch.Tensor | None] = [None] * len(tensors)
+        for position, grad in zip(key.grads, made, strict=True):
+            found[position] = grad
+        return None, None, *found
+
+
 def _never(*args: Any) -> Any:
     raise AssertionError("a repeated layer stands only in graphs that are not run")
 
 
-def _repeat_fake(tensors: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
-    return [
-        tensors[0].new_empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in RepeatKey.parse(key).outs
-    ]
-
-
-def _backward_fake(
-    grads: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], key: str
-) -> list[torch.Tensor]:
-    return [tensors[k].new_empty(tensors[k].shape) for k in RepeatKey.parse(key).grads]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.key = inputs
-    ctx.save_for_backward(*tensors)
-    differentiable = set(RepeatKey.parse(ctx.key).tangents)
-    ctx.mark_non_differentiable(*(t for k, t in enumerate(output) if k not in differentiable))
-
-
-def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], None]:
-    tensors = list(ctx.saved_tensors)
-    key = RepeatKey.parse(ctx.key)
-    whole = [
-        tensors[0].new_zeros(key.outs[k][1], dtype=getattr(torch, key.outs[k][0]))
-        if grads[k] is None
-        else grads[k]
-        for k in key.tangents
-    ]
-    made = torch.ops.autoshard.repeat_backward(whole, tensors, ctx.key)
-    found: list[torch.Tensor | None] = [None] * len(tensors)
-    for position, grad in zip(key.grads, made, strict=True):
-        found[position] = grad
-    return found, None
-
-
 LIBRARY.define("repeat(Tensor[] tensors, str key) -> Tensor[]")
 LIBRARY.define("repeat_backward(Tensor[] grads, Tensor[] tensors, str key) -> Tensor[]")
-for _name, _fake in (("repeat", _repeat_fake), ("repeat_backward", _backward_fake)):
+for _name in ("repeat", "repeat_backward"):
     LIBRARY.impl(_name, _never, "CPU")
-    torch.library.register_fake(f"autoshard::{_name}", _fake, lib=LIBRARY)
-torch.library.register_autograd("autoshard::repeat", _backward, setup_context=_save, lib=LIBRARY)
