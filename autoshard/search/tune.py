@@ -31,6 +31,8 @@ _ROUNDS, _QUICK_ROUNDS = 3, 2
 #: sums of the same bytes in another order differ by less than this share
 _ROUNDING = 1e-9
 QUICK = Limits(total=200_000_000, down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
+#: for bounds of whole shapes, which tell what is hopeless
+ROUGH = replace(QUICK, total=20_000_000)
 
 
 def tune(
