@@ -55,20 +55,27 @@ _ROUNDING = 1e-9
 class Staging:
     """A pipeline, cut.
 
-    timeline: of its simulated step, collectives of parameters left out. costs: of its stages. tried: schedule
-    -> seconds of a step with the best cuts for it, None where nothing fits. equal: seconds with the same
-    number of layers in every stage, None where there are too few layers.
+    schedule: of the whole step. costs: of its stages. seconds: of its simulated step, collectives of
+    parameters left out. tried: schedule -> seconds of a step with the best cuts for it, None where nothing
+    fits. layers: costs of stages with the same number of layers in each, None where there are too few layers.
     """
 
     pipeline: Pipeline
+    schedule: Schedule
     costs: StageCosts
-    timeline: Timeline
+    seconds: float
     tried: dict[str, float | None]
-    equal: float | None = None
+    layers: StageCosts | None = None
 
-    @property
-    def seconds(self) -> float:
-        return self.timeline.makespan
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of the simulated step."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def equal(self) -> float | None:
+        """Seconds with the same number of layers in every stage, None where there are too few layers."""
+        return None if self.layers is None else makespan(self.schedule, self.layers)
 
 
 def bare_seconds(placed: Placement) -> float:
@@ -192,9 +199,8 @@ class Cutting:
             f"{name} x {chunks}" if chunks > 1 else name: None if trial is None else trial.seconds
             for (name, chunks), trial in found.items()
         }
-        timeline = simulate(best.schedule, best.costs)
-        pipeline = self._line.pipeline(best)
-        return Staging(pipeline, best.costs, timeline, tried, self._line.equal(best.schedule))
+        pipeline, layers = self._line.pipeline(best), self._line.equal(best.schedule)
+        return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers)
 
     def _trial(self, name: str, chunks: int) -> _Trial | None:
         """The best cuts for one schedule; None if nothing fits."""
@@ -493,10 +499,10 @@ class _Slots:
             return []
         return [layers[len(layers) * k // stages - 1] for k in range(1, stages)]
 
-    def equal(self, schedule: Schedule) -> float | None:
-        """Seconds of a step with equally many layers in every stage, None where there are too few."""
+    def equal(self, schedule: Schedule) -> StageCosts | None:
+        """Of stages with equally many layers, None where there are too few."""
         ends = self._alike(schedule.stages)
-        return makespan(schedule, self.costs(schedule, ends)) if ends else None
+        return self.costs(schedule, ends) if ends else None
 
 
 def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from autoshard.schedules.schedule import Kind
 from autoshard.simulate.kept import Held
 from autoshard.simulate.pipeline import in_flight_bytes
 from autoshard.simulate.stage_costs import StagePrices
@@ -32,29 +32,25 @@ class Peaks:
         always there.
         """
         prices = self.prices
-        state = prices.states[rank]
+        state, row = prices.states[rank], self.schedule.actions[rank]
         missing = {} if prices.behaviour.gradient_buffers else dict(prices.gradients_of[rank])
         most, level, absent = -inf, state.total, 0.0
+        base = before = state.total
         without = sum(missing.values())
-        for before, rise, done in self._parts(rank, state.total):
+        rises: dict[tuple[int, Kind], float] = {}
+        for action, after in zip(row, in_flight_bytes(self.schedule, row, prices.held), strict=True):
+            stage, kind = action.stage, action.kind
+            rise = rises.get((stage, kind))
+            if rise is None:
+                rise = rises[stage, kind] = self.transients.of(stage, kind)
             if before - without + rise > most:
                 most, level, absent = before - without + rise, before, without
-            if done in missing:
-                del missing[done]
+            if stage in missing and kind in "BW":
+                del missing[stage]
                 without = sum(missing.values())
+            before = base + after
+        for rise in (self.transients.end(rank), prices.behaviour.step_bytes * prices.updated(rank)):
+            if before - without + rise > most:
+                most, level, absent = before - without + rise, before, without
         held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
         return held, most
-
-    def _parts(self, rank: int, base: float) -> Iterator[tuple[float, float, int | None]]:
-        """(bytes before, how far it rises, the stage that has gradients from then on) of every action."""
-        row, before = self.schedule.actions[rank], base
-        flying = in_flight_bytes(self.schedule, row, self.prices.held)
-        for action, after in zip(row, flying, strict=True):
-            yield (
-                before,
-                self.transients.of(action.stage, action.kind),
-                action.stage if action.kind in "BW" else None,
-            )
-            before = base + after
-        yield before, self.transients.end(rank), None
-        yield before, self.prices.behaviour.step_bytes * self.prices.updated(rank), None

@@ -335,31 +335,44 @@ def _play(
     clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
     blocked = bytearray(schedule.ranks)
     queue = list(range(schedule.ranks))
-    ready_of, seconds_of, made_of = wires.ready, wires.seconds, wires.made
+    # what `Wires` does one by one, since schedules have up to a million actions
+    there, over, free, spent, messages = wires.there, wires.over, wires.free, wires.spent, wires.messages
     while queue:
         rank = queue.pop()
         blocked[rank] = 0
         row, k, now = steps[rank], at[rank], clock[rank]
         mine = starts[rank] if starts is not None else None
         until = through[rank] if through is not None else None
-        while k < len(row):
-            step = row[k]
-            ready = ready_of(step)
-            if ready < 0.0:
+        count = len(row)
+        while k < count:
+            costs_at, needs, behind, done, gives, receiver, pair, link, action = row[k]
+            start = there[needs]
+            if start < 0.0 or not over[behind]:
                 break
-            start = ready if ready > now else now
-            now = start + seconds_of(step)
+            if start < now:
+                start = now
+            now = start + spent[costs_at]
             if mine is not None:
                 mine.append(start)
             if until is not None:
                 until.append(now)
             k += 1
-            other = made_of(step, now)
-            if other >= 0 and blocked[other]:
-                blocked[other] = 0
-                queue.append(other)
+            over[done] = 1
+            if receiver < 0:
+                if gives >= 0:
+                    there[gives] = now
+                continue
+            leaves = free[pair]
+            if leaves < now:
+                leaves = now
+            there[gives] = free[pair] = arrives = leaves + messages[link]
+            if sends is not None:
+                sends.append(Send(action, rank, receiver, leaves, arrives))
+            if blocked[receiver]:
+                blocked[receiver] = 0
+                queue.append(receiver)
         at[rank], clock[rank] = k, now
-        blocked[rank] = k < len(row)
+        blocked[rank] = k < count
     _check_done(schedule, at)
     return [end + update for end, update in zip(clock, costs.update, strict=True)]
 

@@ -23,7 +23,9 @@ class Wires:
     """What is there and what is over, by the numbers of `schedules.steps`.
 
     seconds: of actions, as `Step.costs` counts them. messages: seconds of these, as `Step.link` counts them;
-    those from one rank to another take turns. sends: gets every message, None to forget them.
+    those from one rank to another take turns. sends: gets every message, None to forget them. there: seconds
+    at which what has a number is there, below zero while that is not known. over: what is over. free: seconds
+    at which the messages of a pair of ranks are through.
     """
 
     def __init__(
@@ -35,34 +37,34 @@ class Wires:
     ) -> None:
         m = schedule.microbatches * schedule.slices
         every = schedule.stages * m
-        self._seconds, self._messages, self._sends = seconds, messages, sends
+        self.spent, self.messages, self.sends = seconds, messages, sends
         # seconds; below zero: not known yet. The first stage and the loss have nothing to wait for.
-        self._there = [-1.0] * (2 * every) + [0.0]
-        self._there[:m] = self._there[2 * every - m : 2 * every] = [0.0] * m
-        self._over = bytearray(2 * every) + b"\1"
+        self.there = [-1.0] * (2 * every) + [0.0]
+        self.there[:m] = self.there[2 * every - m : 2 * every] = [0.0] * m
+        self.over = bytearray(2 * every) + b"\1"
         self._ranks = schedule.ranks
-        self._free = [0.0] * self._ranks**2  # when the sends from one rank to another are through
+        self.free = [0.0] * self._ranks**2  # when the sends from one rank to another are through
 
     def seconds(self, step: Step) -> float:
         """Of computing an action."""
-        return self._seconds[step.costs]
+        return self.spent[step.costs]
 
     def ready(self, step: Step) -> float:
         """Seconds at which what an action needs is there, below zero while that is not known."""
-        return self._there[step.needs] if self._over[step.behind] else -1.0
+        return self.there[step.needs] if self.over[step.behind] else -1.0
 
     def made(self, step: Step, now: float) -> int:
         """Told of what has ended, and when; the other rank that gets something of it, -1 if none does."""
         _, _, _, over, gives, receiver, pair, link, action = step
-        self._over[over] = 1
+        self.over[over] = 1
         if receiver < 0:
             if gives >= 0:
-                self._there[gives] = now
+                self.there[gives] = now
             return -1
-        leaves = self._free[pair]
+        leaves = self.free[pair]
         if leaves < now:
             leaves = now
-        self._there[gives] = self._free[pair] = arrives = leaves + self._messages[link]
-        if self._sends is not None:
-            self._sends.append(Send(action, pair // self._ranks, receiver, leaves, arrives))
+        self.there[gives] = self.free[pair] = arrives = leaves + self.messages[link]
+        if self.sends is not None:
+            self.sends.append(Send(action, pair // self._ranks, receiver, leaves, arrives))
         return receiver
