@@ -19,10 +19,10 @@ from autoshard.search import (
 )
 from autoshard.search.direct import Orders, least
 from autoshard.search.dive import dive, widen
-from autoshard.search.eliminate import find_order
 from autoshard.search.improve import descend, measure
 from autoshard.search.milp import solve_milp
 from autoshard.search.minimise import minimise_pruned
+from autoshard.search.order import find_order
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.search.reduced import Reduction
 from autoshard.search.solve import least_cost, proven_seconds
@@ -492,7 +492,7 @@ def test_dive_finds_an_assignment_if_there_is_one(network: CostNetwork) -> None:
         return
     assert states is not None
     first = measure(net, states)[0]
-    better = measure(net, widen(net, states, Limits()))[0]
+    better = measure(net, widen(net, find_order(net.sizes, net.rows), states, Limits()))[0]
     assert np.isfinite(first)
     assert truth.seconds - 1e-9 <= better <= first + 1e-9
 
@@ -504,7 +504,9 @@ def test_neighbourhoods_solve_what_fits_at_once() -> None:
     states = dive(net, list(range(60)))
     assert states is not None
     best = solve(network).seconds
-    assert measure(net, widen(net, states, Limits()))[0] <= best * 1.02 + 1e-12
+    assert (
+        measure(net, widen(net, find_order(net.sizes, net.rows), states, Limits()))[0] <= best * 1.02 + 1e-12
+    )
 
 
 @settings(few, max_examples=40)

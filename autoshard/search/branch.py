@@ -13,8 +13,9 @@ from math import prod
 
 import numpy as np
 
-from autoshard.search.eliminate import Factor, Order, column
+from autoshard.search.eliminate import Factor, column
 from autoshard.search.network import Array
+from autoshard.search.order import Order
 from autoshard.search.prune import Residual
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.search.branch import Criterion, depth_first, mini_buckets
-from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.improve import Meter, blend, descend, squeeze
 from autoshard.search.milp import entries, solve_milp
 from autoshard.search.minimise import ROUNDING, Found, fits, minimise, minimise_pruned
 from autoshard.search.network import InfeasibleNetwork, Limits
+from autoshard.search.order import Order, find_order
 from autoshard.search.pareto import close_gap
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.search.branch import Criterion, depth_first, mini_buckets
-from autoshard.search.eliminate import Elimination, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.minimise import fits
 from autoshard.search.network import Array, CostNetwork, Limits
+from autoshard.search.order import find_order
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 

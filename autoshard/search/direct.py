@@ -12,9 +12,10 @@ from math import inf, isnan
 
 import numpy as np
 
-from autoshard.search.eliminate import Elimination, Order, find_small_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.minimise import fits
 from autoshard.search.network import Array, CostNetwork, Limits
+from autoshard.search.order import Order, find_small_order
 
 #: entries of all tables up to which pruning first takes longer
 _ENTRIES = 4_000_000

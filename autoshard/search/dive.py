@@ -15,18 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.search.eliminate import Elimination, find_small_order
-from autoshard.search.improve import measure
+from autoshard.search.eliminate import Elimination
+from autoshard.search.improve import Meter
 from autoshard.search.network import Array, Limits
+from autoshard.search.order import Order, order_beside
 from autoshard.search.prune import Residual
 
 Mask = NDArray[np.bool_]
 #: choices taken back before `dive` gives up
 _FAILURES = 2000
 #: neighbourhoods tried, and those in a row that gain nothing after which it ends
-_ROUNDS, _IDLE = 12, 2
-#: table entries of one neighbourhood
-_TABLE = 2_000_000
+_ROUNDS, _IDLE = 16, 3
+#: entries of the largest table of one neighbourhood, and how many times as many in all
+_TABLE, _ALL = 500_000, 20
 
 
 @dataclass
@@ -103,53 +104,36 @@ def dive(net: Residual, path: Sequence[int]) -> list[int] | None:
     return [s for s in states if s is not None]
 
 
-def widen(net: Residual, states: Sequence[int], limits: Limits) -> list[int]:
+def widen(net: Residual, order: Order, states: Sequence[int], limits: Limits) -> list[int]:
     """The assignment improved by solving neighbourhoods exactly, until a few of them gain nothing."""
-    best = list(states)
-    seconds = measure(net, best)[0]
+    best, meter = list(states), Meter(net)
+    seconds = meter.of(best)[0]
     rng = np.random.default_rng(0)
-    degrees = np.array([len(r) for r in net.rows], dtype=np.float64)
-    count = max(1, len(best) // 64)
+    table = min(limits.table, _TABLE)
     idle = 0
     for _ in range(_ROUNDS):
-        scores = degrees * rng.uniform(0.2, 1.0, len(degrees))
-        tried, held = _solve_beside(net, best, np.argsort(-scores, kind="stable"), count, limits)
-        # the next neighbourhood takes about as many
-        count = max(1, held * 2 // 3)
-        now = measure(net, tried)[0]
+        eagerness = rng.uniform(0.2, 1.0, len(best)).tolist()
+        small, held = order_beside(order, net.sizes, net.rows, eagerness, table, _ALL * table)
+        _, tried = Elimination(_holding(net, best, held), small).solve()
+        for v in held:
+            tried[v] = best[v]
+        now = meter.of(tried)[0]
         idle = 0 if now < seconds else idle + 1
         if now < seconds:
             best, seconds = tried, now
-        if idle == _IDLE:
+        if idle == _IDLE or not held:
             break
     return best
 
 
-def _solve_beside(
-    net: Residual, states: Sequence[int], first: NDArray[np.int64], count: int, limits: Limits
-) -> tuple[list[int], int]:
-    """The best assignment that agrees with ``states`` on as few of the first variables as are needed, from
-    ``count`` on, and how many these are."""
-    table = min(limits.table, _TABLE)
-    while True:
-        held = set(int(v) for v in first[:count])
-        part = _holding(net, states, held)
-        order = find_small_order(part.sizes, part.rows, table, 20 * table)
-        if order is not None:
-            _, found = Elimination(part, order).solve()
-            return [states[v] if v in held else found[v] for v in range(len(states))], count
-        count = min(len(states), count * 3 // 2 + 1)
-
-
-def _holding(net: Residual, states: Sequence[int], held: set[int]) -> Residual:
+def _holding(net: Residual, states: Sequence[int], held: Sequence[int]) -> Residual:
     """The network with one state left of every held variable, whose costs lie with those around it."""
     part = net.copy()
     for v in held:
         s = states[v]
         part.unary[v], part.memory[v] = part.unary[v][s : s + 1], part.memory[v][s : s + 1]
         for j, table in part.rows[v].items():
-            part.rows[j].pop(v)
-            if j not in held:
-                part.unary[j] = part.unary[j] + table[s]
+            del part.rows[j][v]
+            part.unary[j] = part.unary[j] + table[s]
         part.rows[v].clear()
     return part

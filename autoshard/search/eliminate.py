@@ -7,8 +7,7 @@ tables give the optimal states. A second pass down the same tree of buckets give
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -17,6 +16,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from autoshard.search.network import Array
+from autoshard.search.order import Order
 
 #: a table over variables in order of elimination
 Factor: TypeAlias = tuple[tuple[int, ...], Array]
@@ -27,150 +27,6 @@ _CHUNK = 500_000
 _IN_PLACE = 10_000
 #: what parts of a bucket are sorted by: the last of their axes
 _axes: Callable[[tuple[int, Array]], int] = itemgetter(0)
-#: above this many variables in the core, and above this degree, fill edges are not counted
-_FILL_CORE = 1500
-_FILL_DEGREE = 48
-#: tables of this many entries and more are all the same
-_HUGE = 10**18
-
-
-@dataclass(frozen=True)
-class Order:
-    """In which order to eliminate, and what that takes.
-
-    variables: first to last. later: per variable, its neighbours when it goes, in order. width: most of
-    them. largest, total: entries of the largest table and of all.
-    """
-
-    variables: tuple[int, ...]
-    later: tuple[tuple[int, ...], ...]
-    width: int
-    largest: int
-    total: int
-
-
-def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> Order:
-    """A greedy order: who has at most two neighbours goes first, which is safe; then who adds least fill."""
-    first = _greedy(sizes, neighbours, by_fill=True)
-    assert first is not None
-    if first.largest <= 100_000:
-        return first
-    other = _greedy(sizes, neighbours, by_fill=False)
-    assert other is not None
-    return min(first, other, key=lambda order: (order.total, order.largest))
-
-
-def find_small_order(
-    sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
-) -> Order | None:
-    """A greedy order with no table larger than ``largest`` and no more than ``total`` entries in all; None if
-    neither way to choose gives one."""
-    for by_fill in (True, False):
-        found = _greedy(sizes, neighbours, by_fill=by_fill, most=largest, total=total)
-        if found is not None:
-            return found
-    return None
-
-
-def _greedy(
-    sizes: Sequence[int],
-    neighbours: Sequence[Collection[int]],
-    *,
-    by_fill: bool,
-    most: int = 0,
-    total: int = 0,
-) -> Order | None:
-    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit."""
-    graph = [set(n) for n in neighbours]
-    # most variables are alone by now: they come first, in order, as they would out of the heap
-    variables = [v for v, n in enumerate(graph) if not n]
-    if most and max((sizes[v] for v in variables), default=0) > most:
-        return None
-    room = total - sum([sizes[v] for v in variables])
-    if most and room < 0:
-        return None
-    scores: dict[int, tuple[int, int, int]] = {
-        v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2
-    }
-    heap = list(scores.values())
-    heapq.heapify(heap)
-    core_scored = False
-    gone = [not n for n in graph]
-    around: list[set[int]] = [set()] * len(graph)
-    while len(variables) < len(graph):
-        if not heap:
-            assert not core_scored
-            core = [v for v in range(len(graph)) if not gone[v]]
-            by_fill = by_fill and len(core) <= _FILL_CORE
-            core_scored = True
-            scores = {v: _score(v, graph, sizes, by_fill) for v in core}
-            heap = list(scores.values())
-            heapq.heapify(heap)
-        score = heapq.heappop(heap)
-        v = score[2]
-        if gone[v] or scores.get(v) != score:
-            continue
-        if most:
-            table = sizes[v] * prod([sizes[w] for w in graph[v]])
-            room -= table
-            if table > most or room < 0:
-                return None
-        gone[v] = True
-        variables.append(v)
-        around[v] = graph[v]
-        for changed in _remove(v, graph, wide=core_scored and by_fill):
-            if core_scored:
-                new = _score(changed, graph, sizes, by_fill)
-            elif len(graph[changed]) <= 2:
-                new = (len(graph[changed]), 0, changed)
-            else:
-                scores.pop(changed, None)
-                continue
-            if scores.get(changed) != new:
-                scores[changed] = new
-                heapq.heappush(heap, new)
-    return _finish(sizes, variables, around)
-
-
-def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -> tuple[int, int, int]:
-    near = graph[v]
-    degree = len(near)
-    if degree <= 2:
-        return (degree - 3, 0, v)
-    if degree > _FILL_DEGREE:
-        return (degree * degree if by_fill else _HUGE + degree, 0, v)
-    table = min(prod([sizes[w] for w in near]) * sizes[v], _HUGE)
-    if not by_fill:
-        return (table, 0, v)
-    missing = sum([degree - 1 - len(near & graph[w]) for w in near]) // 2
-    return (missing, table, v)
-
-
-def _remove(v: int, graph: list[set[int]], *, wide: bool) -> list[int]:
-    """Take v out and join its neighbours; the variables whose score may have changed."""
-    joined = graph[v]
-    near = sorted(joined)
-    wide = wide and 2 <= len(near) <= _FILL_DEGREE
-    new = [(w, b) for w in near for b in joined - graph[w] if b > w] if wide else []
-    for w in near:
-        graph[w] |= joined
-        graph[w] -= {v, w}
-    if not wide:
-        return near
-    if any(len(graph[w]) > _FILL_DEGREE for w in near):
-        return sorted(set(near).union(*(graph[w] for w in near if len(graph[w]) <= _FILL_DEGREE)))
-    # of the others, only those that see both ends of a new edge have a pair less to join
-    return sorted(set(near).union(*(graph[a] & graph[b] for a, b in new))) if new else near
-
-
-def _finish(sizes: Sequence[int], variables: list[int], around: list[set[int]]) -> Order:
-    at = [0] * len(variables)
-    for position, v in enumerate(variables):
-        at[v] = position
-    later = tuple([tuple(sorted(n, key=at.__getitem__)) if n else () for n in around])
-    tables = [sizes[v] * prod([sizes[w] for w in n]) for v, n in enumerate(later)]
-    width = max((len(n) for n in later), default=0)
-    return Order(tuple(variables), later, width, max(tables, default=0), sum(tables))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.search.eliminate import Elimination, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.minimise import minimise_pruned
 from autoshard.search.network import Array, CostNetwork, Indices, Limits, Marginals
+from autoshard.search.order import find_order
 from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent
 
 

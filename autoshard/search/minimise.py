@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.search.branch import Criterion, MiniBuckets, depth_first, mini_buckets
+from autoshard.search.core import Core
 from autoshard.search.dive import dive, widen
-from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.improve import descend, measure
 from autoshard.search.milp import entries, solve_milp
 from autoshard.search.network import Limits
-from autoshard.search.prune import Residual, prune
+from autoshard.search.order import Order, find_order
+from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 
 #: the method that is exact whatever the limits
 ELIMINATED = "eliminated"
@@ -35,35 +37,60 @@ def fits(order: Order, limits: Limits) -> bool:
     return order.largest <= limits.table and order.total <= limits.total
 
 
-def minimise(net: Residual, order: Order, limits: Limits) -> Found:
+def minimise(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
     """Least seconds of a residual, whose bytes are ignored; in whatever way its order allows."""
     if not fits(order, limits):
-        return minimise_wide(net, order, limits)
+        return minimise_wide(net, order, limits, moves=moves)
     value, states = Elimination(net, order).solve()
     return Found(states if np.isfinite(value) else None, value, ELIMINATED)
 
 
-def bound(net: Residual, order: Order, limits: Limits) -> float:
-    """Seconds that no assignment goes below: the least itself where the order allows that."""
-    if fits(order, limits):
-        return Elimination(net, order).solve()[0]
-    return _buckets(net, order, limits).value
+@dataclass(frozen=True, eq=False)
+class Narrowed:
+    """What decides a network: net: its core, pruned. order: of the elimination of that."""
+
+    core: Core
+    net: Residual
+    order: Order
+
+    @staticmethod
+    def of(net: Residual) -> Narrowed | None:
+        """Of a network that is arc consistent, whose bytes are ignored; None if nothing is finite."""
+        core = Core.of(net)
+        small = core.net
+        try:
+            make_consistent(small)
+        except Contradiction:
+            return None
+        if not np.isfinite(core.seconds):
+            return None
+        prune(small)
+        return Narrowed(core, small, find_order(small.sizes, small.rows))
+
+    def minimise(self, limits: Limits, *, moves: bool = True) -> Found:
+        """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
+        found = minimise(self.net, self.order, limits, moves=moves)
+        states = None if found.states is None else self.core.whole(self.net.original(found.states))
+        return Found(states, self.core.seconds + found.lower_bound, found.method)
+
+    def bound(self, limits: Limits) -> float:
+        """Seconds that no assignment goes below: the least itself where the order allows that."""
+        if fits(self.order, limits):
+            return self.core.seconds + Elimination(self.net, self.order).sweep().value
+        return self.core.seconds + _buckets(self.net, self.order, limits).value
 
 
 def minimise_pruned(net: Residual, limits: Limits) -> Found:
-    """The same after pruning a copy, with states in the numbering of ``net``."""
-    small = net.copy()
-    small.kept = [np.arange(len(u)) for u in net.unary]
-    prune(small)
-    found = minimise(small, find_order(small.sizes, small.rows), limits)
-    states = None if found.states is None else list(small.original(found.states))
-    return Found(states, found.lower_bound, found.method)
+    """The same of a network that is not pruned, which stays as it is."""
+    small = Narrowed.of(net)
+    return Found(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
 
 
-def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
+def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
     """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
-    Complete branch and bound if nothing finite was found.
+    Complete branch and bound if nothing finite was found. moves: whether neighbourhoods are looked at, which
+    say nothing about the bound.
     """
     bounds = _buckets(net, order, limits)
     # one way down to the last variable takes as many nodes, and is a far better start than any other
@@ -86,8 +113,8 @@ def minimise_wide(net: Residual, order: Order, limits: Limits) -> Found:
             if outcome.complete and (other < np.inf or outcome.lower_bound == np.inf):
                 return Found(states, seconds, "HiGHS")
             method = "HiGHS, stopped early"
-    if states is not None and seconds - lower > ROUNDING * abs(seconds):
-        states = widen(net, states, limits)
+    if moves and states is not None and seconds - lower > ROUNDING * abs(seconds):
+        states = widen(net, order, states, limits)
         seconds = measure(net, states)[0]
     if states is None:
         tried = depth_first(order, [Criterion(bounds)])

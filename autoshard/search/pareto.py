@@ -12,8 +12,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from autoshard.search.eliminate import Elimination, Order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.network import Array, Indices
+from autoshard.search.order import Order
 from autoshard.search.prune import Residual
 
 #: seconds closer than this share of the incumbent are equal when fronts are thinned

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoshard.search.budget import Begun
-from autoshard.search.eliminate import Order, find_order
+from autoshard.search.order import Order, find_order
 from autoshard.search.prune import Residual
 
 

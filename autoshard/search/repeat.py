@@ -17,9 +17,10 @@ from math import prod
 import numpy as np
 
 from autoshard.search.chain import Chain, Pair, Tables, reduced
-from autoshard.search.eliminate import Elimination, Order, find_order
+from autoshard.search.eliminate import Elimination
 from autoshard.search.min_plus import Squares
 from autoshard.search.network import Array, CostNetwork, Limits, NoFiniteAssignment
+from autoshard.search.order import Order, find_order
 from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent, prune
 from autoshard.search.solve import solve
 

@@ -21,7 +21,7 @@ from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import least_cost
 from autoshard.search.terms import Bytes, compose
-from autoshard.search.tune import FINAL, QUICK
+from autoshard.search.tune import FINAL, ROUGH
 from autoshard.search.uneven import chain_of
 
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
@@ -139,7 +139,7 @@ class Shapes:
             return 0.0 if key.kind in OF_STATE else setting.bytes_weight(key)
 
         network = compose(posed.problem.terms, lambda key: 0.0, weight, posed.allowed)
-        return least_cost(network.at_price(1.0), QUICK, posed.problem.known.orders)
+        return least_cost(network.at_price(1.0), ROUGH, posed.problem.known.orders)
 
 
 def _between_layers(model: Model) -> float:
@@ -162,4 +162,4 @@ def _least_seconds(posed: Posed) -> float:
         lambda key: 0.0,
         posed.allowed,
     )
-    return least_cost(network, QUICK, posed.problem.known.orders)
+    return least_cost(network, ROUGH, posed.problem.known.orders)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from time import perf_counter
 
 from autoshard.search.budget import minimise_within
 from autoshard.search.conflict import find_conflict
 from autoshard.search.direct import Orders, least, least_seconds
-from autoshard.search.eliminate import Order, find_order
 from autoshard.search.marginals import min_marginals
-from autoshard.search.minimise import ELIMINATED, ROUNDING, bound, minimise
+from autoshard.search.minimise import ELIMINATED, ROUNDING, Narrowed
 from autoshard.search.network import (
     CostNetwork,
     InfeasibleNetwork,
@@ -21,6 +20,7 @@ from autoshard.search.network import (
     SearchStats,
     Solution,
 )
+from autoshard.search.order import Order
 from autoshard.search.prune import Contradiction, Residual, make_consistent, prune
 from autoshard.search.reduced import Reduced, Reduction
 
@@ -93,8 +93,8 @@ def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
     """
     value = least_seconds(network, limits, orders)
     if value is None:
-        net = _pruned(_whole(network).weighted(0.0))
-        value = bound(net, find_order(net.sizes, net.rows), limits)
+        small = Narrowed.of(_whole(network))
+        value = inf if small is None else small.bound(limits)
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
     return value
@@ -102,9 +102,11 @@ def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
 
 def proven_seconds(network: CostNetwork, limits: Limits | None, orders: Orders) -> float:
     """The same, but where the network is wide as much is made of it as limits allow."""
-    value = least_seconds(network, limits or Limits(), orders)
+    limits = limits or Limits()
+    value = least_seconds(network, limits, orders)
     if value is None:
-        return solve(network, limits=limits, orders=orders).lower_bound
+        small = Narrowed.of(_whole(network))
+        value = inf if small is None else small.minimise(limits, moves=False).lower_bound
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
     return value
@@ -128,12 +130,13 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
             raise NoFiniteAssignment(find_conflict(network))
         left = sum(len(u) for u in network.unary)
         return _Answer(direct.states, direct.cost, ELIMINATED, direct.order, left)
-    net = _pruned(_whole(network).weighted(0.0))
-    order = find_order(net.sizes, net.rows)
-    found = minimise(net, order, limits)
-    if found.states is None:
+    whole = _whole(network)
+    small = Narrowed.of(whole)
+    found = None if small is None else small.minimise(limits)
+    if small is None or found is None or found.states is None:
         raise NoFiniteAssignment(find_conflict(network))
-    return _Answer(net.original(found.states), found.lower_bound, found.method, order, sum(net.sizes))
+    states = whole.original(found.states)
+    return _Answer(states, found.lower_bound, found.method, small.order, sum(small.net.sizes))
 
 
 def _within(

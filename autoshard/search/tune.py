@@ -18,7 +18,9 @@ from autoshard.search.settle import Networks, Placed, place, placed_at
 #: no recomputation is tried if without any the step is this close to the best without a memory limit
 _ENOUGH = 1e-3
 #: work for what is kept, and less for what only has to show which way to go; exposures tried in each
-FINAL = Limits(down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=15_000, steps=25)
+FINAL = Limits(
+    total=200_000_000, down=20_000_000, pareto=1_000_000, labels=5_000, nodes=500, milp=7_000, steps=25
+)
 #: placements found with less work are looked at once more if they are so near the best
 _NEAR = 0.02
 #: of the price of a byte where little runs again, what it is worth to ask for where more does
@@ -28,7 +30,9 @@ _SMALL = 2_200
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 #: sums of the same bytes in another order differ by less than this share
 _ROUNDING = 1e-9
-QUICK = Limits(down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
+QUICK = Limits(total=200_000_000, down=4_000_000, pareto=0, labels=0, nodes=0, milp=0, steps=10)
+#: for bounds of whole shapes, which tell what is hopeless
+ROUGH = replace(QUICK, total=20_000_000)
 
 
 def tune(
