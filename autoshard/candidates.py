@@ -10,7 +10,7 @@ from autoshard.errors import UsageError
 from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.configuration import Staged, data_ways
 from autoshard.search.pipe import Pipe, pipes_of
-from autoshard.staging import pipe_link
+from autoshard.stage_link import pipe_link
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from autoshard.simulate.ops import Ops
 from autoshard.simulate.rings import alone
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import pricer
-from autoshard.staging import in_parts, pipe_link
+from autoshard.stage_link import in_parts, pipe_link
 
 
 @dataclass(frozen=True)

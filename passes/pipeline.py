@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autoshard.cost.reshard import ReshardCost
@@ -36,6 +36,7 @@ from autoshard.passes.recompute import recompute
 from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
+from autoshard.passes.shorten import Gap, shorten
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
@@ -111,6 +112,17 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     _watched("040_insert_collectives", lowered, watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     return _watched("045_recompute", lowered, watch)
+
+
+def shortened(
+    folded: Folded, how: Lowering, *, more: int = 0
+) -> tuple[tuple[Folded, Lowering], tuple[Gap, ...]] | None:
+    """The model without most of its equal layers and how to place it, with what is missing; None if it is
+    not so deep. more: see `shorten`."""
+    short = shorten(folded, how.flow, how.plan, more=more)
+    if short is None:
+        return None
+    return (short.folded, replace(how, flow=short.flow, plan=short.plan)), short.gaps
 
 
 def check_slices(folded: Folded, how: Lowering, slices: int) -> None:

@@ -42,7 +42,7 @@ from autoshard.search.pipe import Pipe
 from autoshard.search.plan import Recompute
 from autoshard.search.rebatch import rebatched
 from autoshard.search.uneven import busiest, chain_of
-from autoshard.staging import pipe_link
+from autoshard.stage_link import pipe_link
 from autoshard.validate.models import Architecture, on_meta
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)

@@ -11,6 +11,7 @@ from autoshard.cluster import load_cluster
 from autoshard.fitting import Fitter
 from autoshard.passes.capture import capture
 from autoshard.passes.stage_ends import stage_ends
+from autoshard.passes.stage_places import places_apart
 from autoshard.planning import Planned
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make
@@ -107,7 +108,10 @@ def test_what_waits_is_counted() -> None:
 @pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=2,fsdp=2"])
 def test_no_two_cuts_end_up_at_one_place(mesh: str) -> None:
     """A cut slides over collectives: behind every place that is offered there is a stage of its own."""
-    line = cutting_of(plan("gpt2-deep", mesh, "1f1b"))._line
-    cuts = [line._cut(slot) for slot in line.places]
-    ends = stage_ends(line.whole, cuts, line.how.mesh)
+    planned = plan("gpt2-deep", mesh, "1f1b")
+    cutting = cutting_of(planned)
+    cuts = [cutting.slots.cut_behind(slot) for slot in cutting.slots.places]
+    assert planned.settled is not None
+    whole = places_apart(cutting.uncut, planned.settled.posed.model.folded.joint).uncut.whole
+    ends = stage_ends(whole, cuts, cutting.how.mesh)
     assert len(set(ends)) == len(cuts) > 8

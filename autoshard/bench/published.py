@@ -25,7 +25,7 @@ from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
 from autoshard.search.uneven import uneven_seconds
-from autoshard.staging import pipe_link
+from autoshard.stage_link import pipe_link
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
 

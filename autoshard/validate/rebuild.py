@@ -30,7 +30,7 @@ from autoshard.search.problems import Posed, layer_calls, pose
 from autoshard.search.setting import Setting
 from autoshard.search.settle import place
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.staging import in_parts, pipe_link
+from autoshard.stage_link import in_parts, pipe_link
 from autoshard.validate.architecture import Known, architecture_of
 from autoshard.validate.captured import Captures, Scaled
 from autoshard.validate.frameworks import Framework, behaviour_of, framework_of
