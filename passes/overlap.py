@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.comm import axes_of, is_message, is_ring
@@ -109,16 +110,23 @@ class _Scheduling:
                 users[need].append(k)
         left = [len(n) for n in needs]
         clock, order = _Clock(), []
-        waiting = {k for k, n in enumerate(left) if not n}
-        while waiting:
-            chosen = min(waiting, key=lambda k: (clock.begin(nodes[k]), urgency[k], k))
-            waiting.discard(chosen)
+        # what the clock has passed, most urgent first; and what waits for a value, soonest first
+        ready: list[tuple[float, int]] = []
+        later: list[tuple[float, float, int]] = []
+        free = [k for k, n in enumerate(left) if not n]
+        while free or ready or later:
+            for k in free:
+                heappush(later, (clock.begin(nodes[k]), urgency[k], k))
+            now = clock.free[""] if ready else max(clock.free[""], later[0][0])
+            while later and later[0][0] <= now:
+                _, urgent, k = heappop(later)
+                heappush(ready, (urgent, k))
+            _, chosen = heappop(ready)
             clock.run(nodes[chosen], self.costs[chosen])
             order.append(chosen)
             for user in users[chosen]:
                 left[user] -= 1
-                if not left[user]:
-                    waiting.add(user)
+            free = [user for user in users[chosen] if not left[user]]
         return order
 
     def _needs(self) -> list[set[int]]:

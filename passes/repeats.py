@@ -112,8 +112,10 @@ def _token(value: object) -> Hashable:
         return value
     if isinstance(value, tuple | list):
         return type(value), tuple(v if _is_number(v) else _token(v) for v in value)
-    if isinstance(value, dict | set) and not value:
+    if isinstance(value, dict) and not value:
         return type(value)
+    if isinstance(value, set | frozenset) and all(isinstance(v, str) for v in value):
+        return type(value), frozenset(value)
     if isinstance(value, MethodType):
         return value.__func__, "method"
     if type(value) is partial and not value.__dict__:

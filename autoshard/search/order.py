@@ -93,7 +93,7 @@ def order_beside(
             break
     left = [1 if v in held else size for v, size in enumerate(sizes)]
     # some went before what they were tied to was held
-    around = [near - held.keys() for near in around]
+    around = [{w for w in near if w not in held} if near else near for near in around]
     return _finish(left, [*held, *[v for v in order.variables if v not in held]], around), tuple(held)
 
 
