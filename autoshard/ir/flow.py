@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from autoshard.ir.folded import Folded
@@ -43,6 +44,14 @@ class Flow:
     classes: dict[Place, PortClass]
     class_of: dict[str, Place]
     results: tuple[tuple[Place, str, str], ...]
+
+    @cached_property
+    def targets(self) -> Mapping[Place, tuple[Place, ...]]:
+        """Where each value goes, by the place that makes it."""
+        found: dict[Place, list[Place]] = {}
+        for source, target in self.edges:
+            found.setdefault(source, []).append(target)
+        return {source: tuple(targets) for source, targets in found.items()}
 
 
 def flow_of(folded: Folded) -> Flow:

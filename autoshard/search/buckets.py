@@ -32,7 +32,7 @@ def shares_of(flow: Flow) -> dict[Place, Shares]:
     """Of every class of parameters. Layouts are not known yet: all are taken to be split alike."""
     params = {key: group for key, group in flow.classes.items() if group.first.kind == "param"}
     nbytes = {key: float(group.first.type.nbytes) for key, group in params.items()}
-    users = {key: {target[0] for source, target in flow.edges if source == key} for key in params}
+    users = {key: {name for name, _ in flow.targets.get(key, ())} for key in params}
     used: defaultdict[str, float] = defaultdict(float)
     made: defaultdict[str, float] = defaultdict(float)
     for key, group in params.items():

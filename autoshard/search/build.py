@@ -20,7 +20,7 @@ import numpy as np
 
 from autoshard.cluster.axes import AxisMeaning
 from autoshard.errors import UsageError
-from autoshard.ir import TensorType, refs_of
+from autoshard.ir import TensorType
 from autoshard.ir.flow import Place, PortClass
 from autoshard.placement import (
     Layout,
@@ -32,13 +32,15 @@ from autoshard.placement import (
     shard_of_digit,
 )
 from autoshard.rules.core import Factored
-from autoshard.rules.states import Digit, OpState, op_states
+from autoshard.rules.states import OpState, op_states
 from autoshard.search.axes import SearchAxes
 from autoshard.search.buckets import Shares
 from autoshard.search.entries import Busy, Call, Entry, Exchanged, Fixed, Held, Joined, Laid, Pricing, Way
 from autoshard.search.inline import reduce_chains
+from autoshard.search.kinds import batch_dims
 from autoshard.search.known import Known
-from autoshard.search.lives import SENT, lives_of
+from autoshard.search.lives import SENT, Lives, lives_of
+from autoshard.search.merge_entries import merged
 from autoshard.search.prices import Prices
 from autoshard.search.problem import MORE, Blueprint, Model, Problem, batch_of
 from autoshard.search.terms import Bytes, Time
@@ -79,26 +81,25 @@ class _Builder:
         self.entries: list[Entry] = []
         self.splits = tuple((m.allows(False), m.allows(True)) for m in axes.meanings)
         self.index: dict[object, int] = {}
+        self.others: dict[int, list[NodeVar | ValueVar]] = {}
         self.counts = model.folded.counts()
         self.backward = model.folded.is_backward()
         self.types = {name: g.types() for name, g in model.folded.segments.items()}
         self.producer: dict[Place, tuple[int, int]] = {}
+        #: the op that makes a value, and which of its values that is
+        self.makers: dict[Place, tuple[int, int]] = {}
         #: layouts of values in the states of variables, once for all that are alike
         self.laid: dict[object, Laid] = {}
         #: reshards and calls that many edges and calls share
         self.ways: dict[tuple[TensorType, bool, Laid, Laid], Way] = {}
         self.calls: dict[object, Call] = {}
         self.growing: dict[Place, bool] = {}
-        self.scalable = True
+        self.lives: dict[object, Lives] = {}
+        self.scalable = not model.kinds.twice
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
         self.kept = model.kept
-        self.refs = {n: [tuple(refs_of(x)) for x in g.nodes] for n, g in model.folded.segments.items()}
-        self.users: dict[Place, list[tuple[str, int]]] = {}
-        for name, nodes in self.refs.items():
-            for number, refs in enumerate(nodes):
-                for ref in refs:
-                    self.users.setdefault((name, ref), []).append((name, number))
+        self.kinds, self.users = model.kinds.ops, model.kinds.users
 
     # -- variables ---------------------------------------------------------------------------------
 
@@ -121,13 +122,20 @@ class _Builder:
                 self._hold(key, place, count)
         blueprint = Blueprint(
             tuple(len(v.states) for v in self.variables),
-            tuple(self.entries),
+            tuple(merged(self.entries) if self.others else self.entries),
             Pricing(self.cost, self.sizes),
             self._batch() if self.scalable else 0,
         )
         choices, known = sum(blueprint.states), Known(self.model.orders)
         return Problem(
-            self.axes, blueprint.terms(), tuple(self.variables), self.index, choices, known, blueprint
+            self.axes,
+            blueprint.terms(),
+            tuple(self.variables),
+            self.index,
+            choices,
+            known,
+            blueprint,
+            others=self.others,
         )
 
     def _batch(self) -> int:
@@ -142,11 +150,7 @@ class _Builder:
         """Whether a value holds the batch, and so grows with it."""
         found = self.growing.get(place)
         if found is None:
-            batch, values = self.model.digits.batch, self.model.digits.values
-            dims = sum(
-                any(cls in batch for _, _, cls in values.get((*place, dim), ()))
-                for dim in range(len(type_.shape))
-            )
+            dims = batch_dims(self.model.digits, place, type_)
             self.scalable &= dims < 2
             found = self.growing[place] = dims > 0
         return found
@@ -190,6 +194,37 @@ class _Builder:
         self.index[key] = number
         return number
 
+    def _add_node(self, name: str, number: int, states: tuple[OpState, ...]) -> int:
+        """The variable of an op: that of one which it may decide with, if that has the very same states."""
+        variable = NodeVar(name, number, states)
+        first = self.model.alike.ops.get((name, number))
+        found = None if first is None else self.index.get(("node", *first))
+        if found is None or self.variables[found].states != states:
+            return self._add(("node", name, number), variable)
+        return self._join(("node", name, number), variable, found)
+
+    def _add_value(self, place: Place, layouts: tuple[Layout, ...]) -> int:
+        """The same of a value, whose layouts may be in another order."""
+        found = self.index.get(self._first_value(place))
+        if found is None or set(self.variables[found].states) != set(layouts):
+            return self._add(place, ValueVar(place, layouts))
+        return self._join(place, ValueVar(place, layouts), found)
+
+    def _first_value(self, place: Place) -> Place | None:
+        """What a value may decide with: the same value of the op that its own decides with."""
+        if place not in self.makers:
+            return self.model.alike.inputs.get(place)
+        name, (number, position) = place[0], self.makers[place]
+        first = self.model.alike.ops.get((name, number))
+        if first is None or self.index["node", *first] != self.index["node", name, number]:
+            return None
+        return first[0], self.model.folded.segments[first[0]].nodes[first[1]].outs[position]
+
+    def _join(self, key: object, variable: NodeVar | ValueVar, number: int) -> int:
+        self.index[key] = number
+        self.others.setdefault(number, []).append(variable)
+        return number
+
     def _allowed(self, axis: int, classes: frozenset[int]) -> bool:
         return self.meanings[axis].allows(bool(classes & self.model.digits.batch))
 
@@ -199,17 +234,13 @@ class _Builder:
         return [self.strict and (m.splits_batch or (m.divides_products and inside)) for m in self.meanings]
 
     def _nodes(self, name: str) -> None:
-        graph = self.model.folded.segments[name]
-        types = self.types[name]
-        for number, node in enumerate(graph.nodes):
+        for number, node in enumerate(self.model.folded.segments[name].nodes):
             rule = self.model.rules[name, number]
-            ins = [types[r] for r in self.refs[name][number]]
-            digits = self.model.digits.factors[name, number]
             free = ("node", name, number) in self.loose
             must = [False] * len(self.sizes) if free else self._must_divide(name, rule)
-            states = self._states(rule, tuple(ins), node.types, digits, tuple(must))
-            call = self._call(name, number, tuple(ins), states)
-            var = self._add(("node", name, number), NodeVar(name, number, states))
+            states = self._states(name, number, tuple(must))
+            call = self._call(name, number, states)
+            var = self._add_node(name, number, states)
             again = self.kept.again([(name, number)])
             if rule.exchange:
                 talk = Time("talk", self.backward[name], *again)
@@ -218,35 +249,27 @@ class _Builder:
             self.entries.append(Busy(work, var, self.counts[name], call))
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
+                self.makers[name, out] = (number, position)
 
-    def _states(
-        self,
-        rule: Factored,
-        ins: tuple[TensorType, ...],
-        outs: tuple[TensorType | None, ...],
-        digits: tuple[tuple[Digit, ...], ...],
-        must: tuple[bool, ...],
-    ) -> tuple[OpState, ...]:
+    def _states(self, name: str, number: int, must: tuple[bool, ...]) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
-        key = (rule.division, ins, outs, digits, must, self.sizes, self.splits)
-        known = self.model.ways
+        kind, known = self.kinds[name, number], self.model.ways
+        key = (kind.divided, must, self.sizes, self.splits)
         if key not in known:
-            known[key] = tuple(op_states(rule, ins, outs, digits, self.sizes, self._allowed, must))
+            rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
+            digits = self.model.digits.factors[name, number]
+            known[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must))
         return known[key]
 
-    def _call(self, name: str, number: int, ins: tuple[TensorType, ...], states: tuple[OpState, ...]) -> Call:
+    def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> Call:
         """A call in its states; many calls are alike."""
-        rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
-        values = [*zip(self.refs[name][number], ins, strict=True), *zip(node.outs, node.types, strict=True)]
-        grow = tuple([t is not None and self._grows((name, v), t) for v, t in values])
-        batch = self.model.digits.batch
-        factors = self.model.digits.factors[name, number]
-        grows = any(cls in batch for factor in factors for _, _, cls in factor)
+        kind = self.kinds[name, number]
         # the model keeps the states of all calls, so that their identity stays theirs
-        key = (rule.kind, rule.flops, rule.inputs, rule.outputs, ins, node.types, grow, grows, id(states))
+        key = (kind.costs, id(states))
         known = self.calls.get(key)
         if known is None:
-            known = self.calls[key] = Call(rule, ins, node.types, states, grow, grows)
+            rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
+            known = self.calls[key] = Call(rule, kind.ins, node.types, states, kind.grow, kind.grows)
         return known
 
     def _values(self, name: str) -> None:
@@ -257,7 +280,7 @@ class _Builder:
         for number in range(len(graph.nodes)):
             var = self.variables[self.index["node", name, number]]
             assert isinstance(var, NodeVar)
-            for position, ref in enumerate(self.refs[name][number]):
+            for position, ref in enumerate(self.kinds[name, number].refs):
                 uses[ref] = uses.get(ref, 0) + 1
                 wanted.setdefault(ref, {}).update((s.inputs[position], None) for s in var.states)
         for out in set(graph.outputs):
@@ -274,12 +297,12 @@ class _Builder:
             if value not in inputs:
                 layouts = tuple(dict.fromkeys([*layouts, *self._produced(name, value)]))
             place = (name, value)
-            var_number = self._add(place, ValueVar(place, layouts))
+            var_number = self._add_value(place, layouts)
+            offered = self._source(var_number, 0)
             if value not in inputs:
                 made, position = self.producer[place]
                 talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
-                laid = self._laid(layouts)
-                self._connect(talk, made, position, var_number, laid, place, type_, self.counts[name])
+                self._connect(talk, made, position, var_number, offered, place, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
     def _produced(self, name: str, value: str) -> list[Layout]:
@@ -333,22 +356,27 @@ class _Builder:
     def _param(self, group: PortClass) -> None:
         uses: dict[Layout, None] = dict.fromkeys([(R,) * len(self.sizes)])
         phases: set[bool] = set()
-        for source, target in self.model.flow.edges:
-            if source == group.key:
-                var = self.variables[self.index[target]]
-                assert isinstance(var, ValueVar)
-                phases.add(self.backward[target[0]])
-                uses.update(
-                    dict.fromkeys(u for u in var.states if not any(isinstance(p, Partial) for p in u))
-                )
-        share = self.model.shares.get(group.key, Shares()).gather
-        stored = self._stored_layouts(group)
-        lives = lives_of(group, stored, list(uses), phases, self.axes, self.prices, share)
+        for target in self.model.flow.targets.get(group.key, ()):
+            var = self.variables[self.index[target]]
+            assert isinstance(var, ValueVar)
+            phases.add(self.backward[target[0]])
+            uses.update(dict.fromkeys(u for u in var.states if not _is_partial(u)))
+        lives = self._lives(group, tuple(uses), frozenset(phases))
         number = self._add(group.key, ParamVar(group.key, lives.states))
         for key, seconds in lives.seconds.items():
             self.entries.append(Fixed(key, number, None, seconds))
         for kind, held in lives.held.items():
             self.entries.append(Fixed(kind, number, None, held))
+
+    def _lives(self, group: PortClass, uses: tuple[Layout, ...], phases: frozenset[bool]) -> Lives:
+        """How a parameter may live; many are alike."""
+        share = self.model.shares.get(group.key, Shares()).gather
+        stored = tuple(self._stored_layouts(group))
+        port, trained = group.first, bool(group.grads)
+        key = (port.kind, port.type, trained, len(group.ports), stored, uses, phases, share)
+        if key not in self.lives:
+            self.lives[key] = lives_of(group, stored, uses, phases, self.axes, self.prices, share)
+        return self.lives[key]
 
     def _stored_layouts(self, group: PortClass) -> list[Layout]:
         """Layouts over the mesh that a parameter may have between steps."""
@@ -371,7 +399,7 @@ class _Builder:
 
     def _is_matrix(self, group: PortClass) -> bool:
         """Whether it is a weight matrix of a layer."""
-        uses = (t[0] for s, t in self.model.flow.edges if s == group.key)
+        uses = (name for name, _ in self.model.flow.targets.get(group.key, ()))
         return len(group.first.type.shape) > 1 and any(name in self.layers for name in uses)
 
     def _representable(self, place: Place, type_: TensorType, axes: Sequence[bool]) -> list[Layout]:
@@ -461,7 +489,8 @@ class _Builder:
         self._connect(kind, source, position, target, wanted, place, type_, count)
 
     def _edges_inside(self, name: str) -> None:
-        for number, refs in enumerate(self.refs[name]):
+        for number in range(len(self.model.folded.segments[name].nodes)):
+            refs = self.kinds[name, number].refs
             kind = Time("talk", self.backward[name], *self.kept.again([(name, number)]))
             target = self.index["node", name, number]
             var = self.variables[target]

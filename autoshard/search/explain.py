@@ -74,11 +74,12 @@ def explain(
         pipeline=_pipeline(where.pipe),
     )
     marginals = min_marginals(placed.network, chosen=placed.states) if reasons else None
-    for number, (variable, state) in enumerate(zip(problem.variables, placed.states, strict=True)):
-        key = _record(plan, variable, state, problem.axes)
-        if marginals is not None:
-            costs = marginals.costs[number]
-            plan.why[key] = _why(variable, state, costs, mesh, problem.axes, marginals.exact)
+    for number, state in enumerate(placed.states):
+        for variable in problem.together(number):
+            key = _record(plan, variable, state, problem.axes)
+            if marginals is not None:
+                costs = marginals.costs[number]
+                plan.why[key] = _why(variable, state, costs, mesh, problem.axes, marginals.exact)
     if reasons and settled.rejected:
         plan.why["mesh"] = _why_mesh(settled)
     return plan

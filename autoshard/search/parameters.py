@@ -74,7 +74,7 @@ def parameters_of(posed: Posed, placed: Placed) -> Parameters:
             continue
         life = variable.states[state]
         type_ = group.first.type
-        phases = {backward[t[0]] for s, t in posed.model.flow.edges if s == variable.place}
+        phases = {backward[name] for name, _ in posed.model.flow.targets.get(variable.place, ())}
         off_data = _off_data(life.stored, posed)
         shares.append(known[variable.place])
         shapes.append(held_shape(type_.shape, off_data, axes.mesh_sizes))

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 
 from autoshard.search.known import Known
-from autoshard.search.network import Array, CostNetwork, Indices
+from autoshard.search.network import Array, CostNetwork
 from autoshard.search.problem import Problem
 from autoshard.search.prune import Contradiction, Residual, make_consistent
-from autoshard.search.variables import Variable
+from autoshard.search.variables import with_states
 
 
 def possible(
@@ -28,7 +27,7 @@ def possible(
     """
     sizes = problem.terms.states
     zeros = tuple(np.zeros(n) for n in sizes)
-    net = Residual.of(CostNetwork(zeros, zeros, problem.terms.hard))
+    net = Residual.of(CostNetwork(problem.terms.walls_of(), zeros, problem.terms.hard))
     try:
         make_consistent(net)
     except Contradiction:
@@ -37,7 +36,8 @@ def possible(
     if not kept:
         return problem, tuple(allowed)
     variables = tuple(
-        _with(variable, kept[v]) if v in kept else variable for v, variable in enumerate(problem.variables)
+        with_states(variable, tuple(variable.states[k] for k in kept[v])) if v in kept else variable
+        for v, variable in enumerate(problem.variables)
     )
     masks = (m if m is None or v not in kept else m[kept[v]] for v, m in enumerate(allowed))
     fewer = replace(
@@ -48,9 +48,3 @@ def possible(
         kept=kept,
     )
     return fewer, tuple(masks)
-
-
-def _with(variable: Variable, keep: Indices) -> Variable:
-    """The variable with these of its states."""
-    found: Variable = replace(cast("Any", variable), states=tuple(variable.states[k] for k in keep))
-    return found

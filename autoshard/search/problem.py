@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
 
 from autoshard.ir import Folded
 from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
 from autoshard.rules.states import OpState
+from autoshard.search.alike import Alike
 from autoshard.search.axes import SearchAxes
 from autoshard.search.buckets import Shares, shares_of
 from autoshard.search.direct import Orders
 from autoshard.search.entries import Entry, Pricing
 from autoshard.search.kept import Kept, kept_activations
+from autoshard.search.kinds import Kinds
 from autoshard.search.known import Known
-from autoshard.search.network import Indices
+from autoshard.search.network import Array, Indices
 from autoshard.search.terms import Terms
-from autoshard.search.variables import Variable
+from autoshard.search.variables import NodeVar, ValueVar, Variable, with_states
 
 #: bytes that differ by less are the same, but for uneven parts
 MORE = 1.01
@@ -42,6 +46,16 @@ class Model:
     def kept(self) -> Kept:
         """What backward reads of forward; the same on every mesh."""
         return kept_activations(self.folded, self.flow, self.rules)
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Ops and values that may decide together."""
+        return Alike.of(self.folded)
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """What of its ops is the same on every mesh."""
+        return Kinds.of(self.folded, self.rules, self.digits)
 
     @cached_property
     def shares(self) -> dict[Place, Shares]:
@@ -103,7 +117,8 @@ class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network).
 
     choices: states of all variables, those that turned out impossible among them (see `search.possible`).
-    known: its solutions so far. kept: which states of a variable were possible, where not all.
+    known: its solutions so far. kept: which states of a variable were possible, where not all. others: what
+    decides with a variable, whatever states they are written with (see `search.alike`).
     """
 
     axes: SearchAxes
@@ -114,6 +129,30 @@ class Problem:
     known: Known = field(default_factory=Known, compare=False, repr=False)
     blueprint: Blueprint | None = field(default=None, compare=False, repr=False)
     kept: Mapping[int, Indices] = field(default_factory=dict, compare=False, repr=False)
+    others: Mapping[int, Sequence[NodeVar | ValueVar]] = field(default_factory=dict, repr=False)
+
+    def together(self, number: int) -> Iterator[Variable]:
+        """A variable and all that decide with it, in its states."""
+        variable = self.variables[number]
+        yield variable
+        for other in self.others.get(number, ()):
+            yield with_states(other, variable.states)
+
+    def masks(self, of: Callable[[Variable], Array | None]) -> list[Array | None]:
+        """Per variable 0 or inf for each state, as all that decide together want it; None for all states.
+
+        of: what each wants. Where all together want none of the states, the later ones are not heard.
+        """
+        found: list[Array | None] = []
+        for number in range(len(self.variables)):
+            both: Array | None = None
+            for variable in self.together(number):
+                mask = of(variable)
+                if mask is not None:
+                    more = mask if both is None else both + mask
+                    both = more if np.isfinite(more).any() or both is None else both
+            found.append(both)
+        return found
 
     def grows_to(self, batch: int) -> bool:
         """Whether microbatches of ``batch`` sequences leave the same to decide."""

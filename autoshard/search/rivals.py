@@ -21,7 +21,7 @@ from autoshard.search.problems import Posed
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.tune import QUICK
-from autoshard.search.variables import NodeVar, ValueVar
+from autoshard.search.variables import NodeVar, ValueVar, Variable
 
 #: (mesh) -> its configurations
 Ranking = Callable[[Mesh], Nearest]
@@ -161,8 +161,7 @@ def _whole_between_layers(posed: Posed) -> list[Array | None]:
                     return False
         return True
 
-    found: list[Array | None] = []
-    for variable in posed.problem.variables:
+    def mask(variable: Variable) -> Array | None:
         if isinstance(variable, ValueVar):
             ok = [fine(variable.place, layout) for layout in variable.states]
         elif isinstance(variable, NodeVar):
@@ -172,10 +171,10 @@ def _whole_between_layers(posed: Posed) -> list[Array | None]:
                 for s in variable.states
             ]
         else:
-            found.append(None)
-            continue
-        found.append(None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf))
-    return found
+            return None
+        return None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf)
+
+    return posed.problem.masks(mask)
 
 
 def _inside_layers(meaning: AxisMeaning) -> bool:

@@ -162,7 +162,10 @@ def _frozen(before: Posed, placed: Placed, now: Posed, axes: Sequence[int]) -> l
         variable = now.problem.variables[number]
         ok = [_face(variable, k, now.problem.axes, axes) == chosen[key] for k in range(len(variable.states))]
         if any(ok) and not all(ok):
-            found[number] = np.where(ok, 0.0, np.inf)
+            mask = np.where(ok, 0.0, np.inf)
+            # what decides together now may have decided apart before
+            both = mask if (known := found[number]) is None else known + mask
+            found[number] = both if np.isfinite(both).any() else found[number]
     return found
 
 

@@ -65,6 +65,8 @@ class Terms:
     bytes: dict[Bytes, dict[int, Array]] = field(default_factory=dict)
     #: pairs of states that cannot be: 0 or inf
     hard: dict[tuple[int, int], Array] = field(default_factory=dict)
+    #: states that cannot be: 0 or inf
+    walls: dict[int, Array] = field(default_factory=dict)
     _laid: _Laid | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -85,7 +87,13 @@ class Terms:
         table[variable] = table[variable] + held if variable in table else held
 
     def join(self, key: Time, source: int, target: int, matrix: Array) -> None:
-        """Seconds [source states, target states]; inf where the two cannot go together."""
+        """Seconds [source states, target states]; inf where the two cannot go together.
+
+        Source and target are one where a variable decides for two ops, of which one uses the other's value.
+        """
+        if source == target:
+            self._alone(key, source, matrix.diagonal())
+            return
         pair = (source, target)
         if source > target:
             pair, matrix = (target, source), matrix.T
@@ -96,6 +104,17 @@ class Terms:
             matrix = np.where(infinite, 0.0, matrix)
         table = self.pairs.setdefault(key, {})
         table[pair] = table[pair] + matrix if pair in table else matrix
+
+    def _alone(self, key: Time, variable: int, seconds: Array) -> None:
+        infinite = np.isinf(seconds)
+        if infinite.any():
+            wall = np.where(infinite, np.inf, 0.0)
+            self.walls[variable] = self.walls[variable] + wall if variable in self.walls else wall
+        self.add(key, variable, np.where(infinite, 0.0, seconds))
+
+    def walls_of(self) -> tuple[Array, ...]:
+        """Per variable, 0 or inf of each of its states."""
+        return tuple([self.walls[v] if v in self.walls else np.zeros(n) for v, n in enumerate(self.states)])
 
     def only(self, kept: Mapping[int, Indices]) -> Terms:
         """The terms of these states; variables that are not named keep all."""
@@ -108,6 +127,7 @@ class Terms:
             {key: _matrices(table, kept) for key, table in self.pairs.items()},
             {key: _vectors(table, kept) for key, table in self.bytes.items()},
             {pair: m for pair, m in _matrices(self.hard, kept).items() if m.any()},
+            {v: wall for v, wall in _vectors(self.walls, kept).items() if wall.any()},
         )
 
 
@@ -177,6 +197,8 @@ def compose(
     """The network of a weighted sum. allowed: per variable 0 or inf for each state, None for all."""
     laid = terms.laid
     unary, memory = laid.total(laid.alone, seconds), laid.total(laid.bytes, held)
+    for variable, wall in terms.walls.items():
+        unary[variable] = unary[variable] + wall
     edges = dict(terms.hard)
     for key, matrices in terms.pairs.items():
         weight = seconds(key)

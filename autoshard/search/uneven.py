@@ -40,9 +40,11 @@ def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
                 work[variable] = work.get(variable, 0.0) + float(costs[placed.states[variable]])
     counts = folded.counts()
     seconds: dict[tuple[str, int], float] = {}
-    for number, node in enumerate(posed.problem.variables):
-        if isinstance(node, NodeVar):
-            seconds[node.segment, node.number] = work.get(number, 0.0) / counts[node.segment]
+    for number, seconds_of_all in work.items():
+        nodes = [v for v in posed.problem.together(number) if isinstance(v, NodeVar)]
+        calls_of_all = sum(counts[node.segment] for node in nodes)
+        for node in nodes:
+            seconds[node.segment, node.number] = seconds_of_all / calls_of_all
     calls = [c.segment for c in folded.calls if not c.backward]
     crossing = {name: _crossing(posed.model, name) for name in dict.fromkeys(calls)}
     chosen = set(places_of([crossing[name] for name in calls]))
@@ -50,7 +52,7 @@ def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
     so_far = 0.0
     for call, name in enumerate(calls):
         for number in range(len(crossing[name])):
-            so_far += seconds[name, number]
+            so_far += seconds.get((name, number), 0.0)
             if (call, number) in chosen:
                 parts.append(so_far)
                 so_far = 0.0

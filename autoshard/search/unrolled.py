@@ -199,8 +199,8 @@ def _type(model: Model, place: Place) -> TensorType:
 
 def _offered(model: Model, variable: Variable, place: Place) -> list[Layout | None]:
     if isinstance(variable, NodeVar):
-        node = model.folded.segments[variable.segment].nodes[variable.number]
-        position = node.outs.index(place[1])
+        nodes = model.folded.segments[place[0]].nodes
+        position = next(node.outs.index(place[1]) for node in nodes if place[1] in node.outs)
         return [state.outputs[position] for state in variable.states]
     if isinstance(variable, ParamVar):
         return [life.use for life in variable.states]
@@ -209,6 +209,8 @@ def _offered(model: Model, variable: Variable, place: Place) -> list[Layout | No
 
 def unroll(posed: Posed, run: Run) -> Unrolled:
     """Take one run of layers of a problem apart. Raises NotAChain where that is not possible."""
+    if posed.model.alike.across:
+        raise NotAChain("layers that differ in numbers decide together")
     return _Unrolling(posed, run).done()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar, cast
 
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout
@@ -69,3 +69,11 @@ class ResultVar:
 
 
 Variable: TypeAlias = NodeVar | ValueVar | ParamVar | PortVar | ResultVar
+
+V = TypeVar("V", bound=Variable)
+
+
+def with_states(variable: V, states: tuple[Any, ...]) -> V:
+    """The variable with other states."""
+    found: V = replace(cast("Any", variable), states=states)
+    return found

@@ -92,7 +92,7 @@ class _Masks:
         self.ends = self._ends()
 
     def run(self) -> Masks:
-        allowed = tuple(self._variable(v) for v in self.posed.problem.variables)
+        allowed = tuple(self.posed.problem.masks(self._variable))
         return Masks(allowed, tuple(dict.fromkeys(self.notes)))
 
     # -- classes of dims ---------------------------------------------------------------------------
