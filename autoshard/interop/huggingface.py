@@ -15,6 +15,8 @@ from torch import nn
 
 from autoshard.errors import UsageError
 from autoshard.interop import experts
+from autoshard.interop.hf_inputs import Asked, Made
+from autoshard.interop.hf_tasks import task_of
 from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
 from autoshard.torch_adapters.late import defer_unused
@@ -105,16 +107,35 @@ def load_hf_config_model(
     only. overrides: config entries to change first. dtype: of the weights, else what the config says.
     Returns (model in training mode, keyword arguments of its forward, labels included).
     """
+    model, made = load_hf_config(
+        config_path, batch, seq, device=device, seed=seed, dtype=dtype, overrides=overrides
+    )
+    return model, made.inputs
+
+
+def load_hf_config(
+    config_path: str | Path,
+    batch: int,
+    seq: int,
+    *,
+    device: str = "meta",
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> tuple[nn.Module, Made]:
+    """As `load_hf_config_model`, with notes on the inputs."""
     defer_unused()
     options = {} if dtype is None else {"dtype": dtype}
     with late_imports():
         config = _read_config(Path(config_path), overrides or {})
-        auto = _auto_class(config)
+        from transformers.models import auto as classes
+
+        task = task_of(config)
         with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
             torch.manual_seed(seed)
-            model: nn.Module = auto.from_config(config, **options)
-            inputs = _example_inputs(auto.__name__, config, batch, seq, next(model.parameters()).dtype)
-    return model.train(), inputs
+            model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
+            made = task.inputs(Asked(model, config, batch, seq))
+    return model.train(), made
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
@@ -128,55 +149,3 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(kind, **entries)
     config.architectures = config.architectures or []  # auto classes with a choice iterate over it
     return config
-
-
-#: end of an architecture's name -> the auto class that builds it
-_BY_SUFFIX = (
-    ("ForMaskedLM", "AutoModelForMaskedLM"),
-    ("ForImageClassification", "AutoModelForImageClassification"),
-    ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-    ("ForCausalLM", "AutoModelForCausalLM"),
-    ("LMHeadModel", "AutoModelForCausalLM"),
-)
-
-
-def _auto_class(config: Any) -> Any:
-    from transformers.models import auto as classes
-
-    for name in [n for end, n in _BY_SUFFIX for a in config.architectures or () if a.endswith(end)]:
-        auto = getattr(classes, name)
-        if type(config) in auto._model_mapping:
-            return auto
-    order = ["AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification"]
-    if getattr(config, "is_encoder_decoder", False):
-        order.insert(0, "AutoModelForSeq2SeqLM")
-    elif "masked" in str(config.architectures).lower() or not _is_decoder(config):
-        order[:2] = reversed(order[:2])
-    for name in order:
-        auto = getattr(classes, name)
-        if type(config) in auto._model_mapping:
-            return auto
-    raise UsageError(
-        f"no model with a loss is known for the model type {config.model_type!r}",
-        why="neither a causal, masked or sequence-to-sequence language model nor an image classifier",
-        hint="build the model yourself and call capture",
-    )
-
-
-def _is_decoder(config: Any) -> bool:
-    from transformers.models.auto import AutoModelForMaskedLM
-
-    return type(config) not in AutoModelForMaskedLM._model_mapping
-
-
-def _example_inputs(auto: str, config: Any, batch: int, seq: int, dtype: torch.dtype) -> dict[str, Any]:
-    if auto == "AutoModelForImageClassification":
-        size = getattr(config, "image_size", None) or 224  # some models take images of any size
-        height, width = (size, size) if isinstance(size, int) else size
-        pixels = torch.rand((batch, config.num_channels, height, width), dtype=dtype)
-        return {"pixel_values": pixels, "labels": torch.randint(0, config.num_labels, (batch,))}
-    vocabulary = config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, (batch, seq))
-    if auto == "AutoModelForSeq2SeqLM":
-        return {"input_ids": tokens, "labels": torch.randint(0, vocabulary, (batch, seq))}
-    return {"input_ids": tokens, "labels": tokens.clone()}

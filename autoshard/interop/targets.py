@@ -90,18 +90,18 @@ def _from_config(path: Path, options: dict[str, int], device: str, seed: int) ->
             f"there is no config {path}", hint="give the path of a config.json, or of its folder"
         )
     try:
-        from autoshard.interop.huggingface import load_hf_config_model
+        from autoshard.interop.huggingface import load_hf_config
     except ImportError as error:
         raise UsageError(
             "hf: targets need transformers", why=str(error), hint="install autoshard[hf]"
         ) from None
     try:
-        model, inputs = load_hf_config_model(path, options["batch"], options["seq"], device=device, seed=seed)
+        model, made = load_hf_config(path, options["batch"], options["seq"], device=device, seed=seed)
     except AutoshardError:
         raise
     except Exception as error:
         raise _failed(f"hf:{path}", error) from error
-    return Built(model, inputs)
+    return Built(model, made.inputs, made.notes)
 
 
 def find_callable(target: str) -> Callable[[], Any]:

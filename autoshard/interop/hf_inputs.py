@@ -1,0 +1,81 @@
+"""Batches of text for models of transformers, and what all batches are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model that needs a batch of so many examples, of ``seq`` tokens (or frames of sound) each."""
+
+    model: nn.Module
+    config: Any
+    batch: int
+    seq: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary that the labels are taken from."""
+        return int(self.config.get_text_config(decoder=True).vocab_size)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Keyword arguments of the forward, labels included, and what the reader has to know of them."""
+
+    inputs: dict[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+
+def setting(config: Any, *names: str, default: Any = None) -> Any:
+    """The first of these entries that a config, or the part of it about images or sounds, has."""
+    parts = ("vision_config", "audio_config", "encoder_config", "encoder", "text_config")
+    for part in (config, *(getattr(config, p, None) for p in parts)):
+        for name in names:
+            found = None if part is None else getattr(part, name, None)
+            if found is not None:
+                return found
+    return default
+
+
+def tokens(asked: Asked) -> torch.Tensor:
+    """[batch, seq]."""
+    vocabulary = int(asked.config.get_text_config().vocab_size)
+    return torch.randint(0, vocabulary, (asked.batch, asked.seq))
+
+
+def classes(asked: Asked, *shape: int) -> torch.Tensor:
+    """The class of each example, or of each part of it."""
+    return torch.randint(0, int(asked.config.num_labels), (asked.batch, *shape))
+
+
+def text(asked: Asked) -> Made:
+    ids = tokens(asked)
+    return Made({"input_ids": ids, "labels": ids.clone()})
+
+
+def two_texts(asked: Asked) -> Made:
+    labels = torch.randint(0, asked.vocabulary, (asked.batch, asked.seq))
+    return Made({"input_ids": tokens(asked), "labels": labels})
+
+
+def classified_text(asked: Asked) -> Made:
+    return Made({"input_ids": tokens(asked), "labels": classes(asked)})
+
+
+def tagged_text(asked: Asked) -> Made:
+    return Made({"input_ids": tokens(asked), "labels": classes(asked, asked.seq)})
+
+
+def spans(asked: Asked) -> Made:
+    ends = [torch.randint(0, asked.seq, (asked.batch,)) for _ in range(2)]
+    return Made({"input_ids": tokens(asked), "start_positions": ends[0], "end_positions": ends[1]})
