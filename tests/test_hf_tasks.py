@@ -154,6 +154,17 @@ def test_images_are_part_of_the_sequence(tmp_path: Path) -> None:
     assert made.notes == (f"sequences of {8 + count} tokens, {count} of them an image",)
 
 
+def test_every_step_does_the_same(tmp_path: Path) -> None:
+    """Layers left out and sounds hidden by chance are not, with a note; the model is captured."""
+    entries = {**CONFIGS["Wav2Vec2ForCTC"], "layerdrop": 0.1, "apply_spec_augment": True}
+    model, made = load_hf_config(written(tmp_path, entries, "Wav2Vec2ForCTC"), 4, 16)
+    assert made.notes == (
+        "every step does the same: layerdrop is taken as 0.0",
+        "every step does the same: apply_spec_augment is taken as False",
+    )
+    capture(model, (), made.inputs)
+
+
 def test_what_has_no_loss_is_refused(tmp_path: Path) -> None:
     """With what to do instead."""
     path = written(tmp_path, {"model_type": "detr"}, "DetrForObjectDetection")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,17 @@ from autoshard.interop.hf_tasks import task_of
 from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
 from autoshard.torch_adapters.late import defer_unused
+
+#: what makes a model leave out whole layers of a step, or hide parts of sounds, by numbers drawn in Python
+_CHANCES: Mapping[str, float | bool] = MappingProxyType(
+    {
+        "layerdrop": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "speech_encoder_layerdrop": 0.0,
+        "apply_spec_augment": False,
+    }
+)
 
 
 @contextmanager
@@ -76,6 +88,11 @@ def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
 
 def _configs(model: nn.Module) -> list[Any]:
     """All configs of a model, nested ones included, each once."""
+    return _parts(*(module.__dict__.get("config") for module in model.modules()))
+
+
+def _parts(*configs: Any) -> list[Any]:
+    """Configs and those inside them, each once."""
     from transformers.configuration_utils import PreTrainedConfig
 
     found: dict[int, Any] = {}
@@ -86,8 +103,8 @@ def _configs(model: nn.Module) -> list[Any]:
             for inner in value.__dict__.values():
                 add(inner)
 
-    for module in model.modules():
-        add(module.__dict__.get("config"))
+    for config in configs:
+        add(config)
     return list(found.values())
 
 
@@ -130,12 +147,23 @@ def load_hf_config(
         config = _read_config(Path(config_path), overrides or {})
         from transformers.models import auto as classes
 
-        task = task_of(config)
+        task, notes = task_of(config), _same_every_step(config)
         with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
             torch.manual_seed(seed)
             model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
             made = task.inputs(Asked(model, config, batch, seq))
-    return model.train(), made
+    return model.train(), Made(made.inputs, (*notes, *made.notes))
+
+
+def _same_every_step(config: Any) -> tuple[str, ...]:
+    """Have a model do the same in every step, as a program does, and say so."""
+    found: dict[str, None] = {}
+    for part in _parts(config):
+        for name, value in _CHANCES.items():
+            if getattr(part, name, None):
+                setattr(part, name, value)
+                found[f"every step does the same: {name} is taken as {value}"] = None
+    return tuple(found)
 
 
 def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
