@@ -165,6 +165,17 @@ def test_every_step_does_the_same(tmp_path: Path) -> None:
     capture(model, (), made.inputs)
 
 
+def test_infinity_is_a_number(tmp_path: Path) -> None:
+    """A config as transformers writes it, for instance of Mamba 2."""
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 8}
+    config = transformers.Mamba2Config(vocab_size=96, num_hidden_layers=2, **small)
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    model, _ = load_hf_config(tmp_path, 4, 16)
+    assert list(model.config.time_step_limit) == [0.0, float("inf")]
+
+
 def test_what_has_no_loss_is_refused(tmp_path: Path) -> None:
     """With what to do instead."""
     path = written(tmp_path, {"model_type": "detr"}, "DetrForObjectDetection")

@@ -170,10 +170,15 @@ def _read_config(path: Path, overrides: dict[str, Any]) -> Any:
     from transformers.models.auto import AutoConfig
 
     file = path / "config.json" if path.is_dir() else path
-    entries = {**json.loads(file.read_text()), **overrides}
+    entries = {**json.loads(file.read_text(), object_hook=_number), **overrides}
     kind = entries.pop("model_type", None)
     if kind is None:
         raise UsageError("the config has no model_type", where=str(file), hint='add "model_type": "llama"')
     config = AutoConfig.for_model(kind, **entries)
     config.architectures = config.architectures or []  # auto classes with a choice iterate over it
     return config
+
+
+def _number(entries: dict[str, Any]) -> Any:
+    """What transformers writes for infinity and the like, which JSON has no number for."""
+    return float(entries["__float__"]) if entries.keys() == {"__float__"} else entries
