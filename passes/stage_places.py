@@ -270,6 +270,13 @@ class _Deciding:
         forward = [self.stages_of[v] for v in statement.uses if v in self.stages_of]
         if owners is not None:
             open_ = [s for s in owners if s <= stage]
+            if not open_:
+                raise UsageError(
+                    "a gradient of a parameter that stages share cannot be made in any of them",
+                    where=statement.node.origin.source,
+                    why="what it is made of is only at hand below all stages that use the parameter",
+                    hint="recompute all layers that share parameters or none, or choose other cuts",
+                )
             near = [s for s in open_ if all(s in have for have in forward)]
             return max(near or open_)
         moved = True
