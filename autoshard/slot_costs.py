@@ -16,6 +16,7 @@ from autoshard.cost.recipe import Recipe
 from autoshard.ir import Call, Folded
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.pipeline import Lowering, place, shortened
+from autoshard.passes.shorten import Gap
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.passes.stage_ends import stays
 from autoshard.passes.stage_places import places_apart
@@ -40,20 +41,18 @@ def _filled(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ran
     less, more = (shortened(folded, how, more=k) for k in (0, 1))
     if less is None or more is None:
         return None
-    few = _Pricing(*less[0], cluster, recipe, ranks).slots()
-    for gap in less[1]:
-        one = few.filled(gap.of(1))
-        if one is None:
-            return None
-        few = one
-    found = _Pricing(*more[0], cluster, recipe, ranks).slots()
-    if not found.equals(few):
+    few = _with_all(_Pricing(*less[0], cluster, recipe, ranks).slots(), [gap.of(1) for gap in less[1]])
+    if few is None:
         return None
-    for gap in more[1]:
-        all_ = found.filled(gap)
-        if all_ is None:
-            return None
-        found = all_
+    found = _Pricing(*more[0], cluster, recipe, ranks).slots()
+    return _with_all(found, more[1]) if found.equals(few) else None
+
+
+def _with_all(slots: Slots, gaps: Iterable[Gap]) -> Slots | None:
+    """With the layers of all gaps; None if those at one of them do not look as these would."""
+    found: Slots | None = slots
+    for gap in gaps:
+        found = None if found is None else found.filled(gap)
     return found
 
 

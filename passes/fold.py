@@ -13,7 +13,8 @@ import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autoshard.ir import Arg, Call, CallSite, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir import Call, CallSite, Folded, Graph, Joint, Node, Ref, TensorType, refs_of
+from autoshard.ir.graph import form_of
 from autoshard.ir.names import free_name
 
 DROPOUT = "autoshard.dropout.default"
@@ -116,20 +117,16 @@ def _canonical(run: _Run, users: set[str]) -> tuple[tuple[str, ...], tuple[str, 
     base = min((int(n.args[SITE_ARG]) for n in run.nodes if n.op == DROPOUT), default=0)
     body: list[Hashable] = [run.backward]
 
-    def canon(arg: Arg) -> Hashable:
-        if type(arg) is Ref:
-            if arg.name not in number:
-                number[arg.name] = len(number)
-                if arg.name not in made:
-                    inputs.append(arg.name)
-            return ("ref", number[arg.name])
-        if type(arg) is tuple:
-            return tuple([canon(a) for a in arg])
-        return (type(arg), arg)
+    def canon(name: str) -> Hashable:
+        if name not in number:
+            number[name] = len(number)
+            if name not in made:
+                inputs.append(name)
+        return ("ref", number[name])
 
     for node in run.nodes:
-        args = _relative_site(node, base).args
-        entry = (node.op, tuple([canon(a) for a in args]), tuple([(k, canon(v)) for k, v in node.kwargs]))
+        args = form_of(_relative_site(node, base).args, canon)
+        entry = (node.op, args, tuple([(k, form_of(v, canon)) for k, v in node.kwargs]))
         for out in node.outs:
             number.setdefault(out, len(number))
         leaving = tuple(out in users for out in node.outs)

@@ -96,6 +96,8 @@ class _Layers:
                 users.setdefault(value, set()).add(-1 if layer is None else layer)
         self.users = users
         self.results = {r.value: r for r in folded.joint.results}
+        #: identities of the calls that backward computes again
+        self.again = self._run_again()
 
     def gaps(self, more: int) -> list[tuple[int, int, int]]:
         """(first layer left out, how many, of how many a block is)."""
@@ -124,14 +126,12 @@ class _Layers:
 
     def _looks(self) -> list[_Look]:
         """What each layer does; equal for layers that are."""
-        again = self._run_again()
         return [
-            tuple(self._look(layer, call, id(call) in again) for call in calls)
+            tuple(self._look(layer, call, id(call) in self.again) for call in calls)
             for layer, calls in enumerate(self.calls)
         ]
 
     def _run_again(self) -> set[int]:
-        """Identities of the calls that backward computes again."""
         left = {name: choice.calls for name, choice in self.recompute.items()}
         found: set[int] = set()
         for call in self.folded.calls:
@@ -228,8 +228,7 @@ class _Shortening:
     def _recompute(self) -> dict[str, Recompute]:
         """The same calls of those that are left."""
         layers = self.layers
-        again = layers._run_again()
-        gone = [c for k in self.gap_of for c in layers.calls[k] if id(c) in again]
+        gone = [c for k in self.gap_of for c in layers.calls[k] if id(c) in layers.again]
         return {
             name: replace(choice, calls=choice.calls - sum(c.segment == name for c in gone))
             for name, choice in self.plan.recompute.items()

@@ -494,7 +494,7 @@ def family(
     pytest.importorskip("transformers")
     import json
 
-    from autoshard.interop.huggingface import load_hf_config_model
+    from autoshard.interop.huggingface import load_hf_config
 
     entries, drops = FAMILIES[name]
     config = {"model_type": name, **entries, **dict.fromkeys(drops, dropout)}
@@ -503,7 +503,8 @@ def family(
     if name in ARCHITECTURES:
         config["architectures"] = [ARCHITECTURES[name]]
     (folder / "config.json").write_text(json.dumps(config))
-    return load_hf_config_model(folder / "config.json", 2, 12, device=device, seed=3)
+    model, made = load_hf_config(folder / "config.json", 2, 12, device=device, seed=3)
+    return model, made.inputs
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -8,44 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import GROUPED, PATCHES, WAVES
 
 from autoshard.analysis import analyse
 from autoshard.errors import UsageError
 from autoshard.interop.huggingface import load_hf_config
 from autoshard.passes.capture import capture
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-}
-SEEN: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "image_size": 16,
-    "patch_size": 4,
-}
+TEXT: dict[str, Any] = {**GROUPED, "vocab_size": 96, "max_position_embeddings": 64}
+SEEN: dict[str, Any] = {**PATCHES}
 BERT: dict[str, Any] = {"model_type": "bert", **TEXT, "num_labels": 3}
-WAVES: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "conv_dim": [8, 8],
-    "conv_kernel": [10, 3],
-    "conv_stride": [5, 2],
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "layerdrop": 0.0,
-    "apply_spec_augment": False,
-}
+SOUND: dict[str, Any] = {**WAVES, "layerdrop": 0.0, "apply_spec_augment": False}
 
 #: architecture -> its config
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -73,8 +46,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "decoder_start_token_id": 2,
     },
-    "Wav2Vec2ForCTC": {"model_type": "wav2vec2", **WAVES, "vocab_size": 20},
-    "Wav2Vec2ForSequenceClassification": {"model_type": "wav2vec2", **WAVES},
+    "Wav2Vec2ForCTC": {"model_type": "wav2vec2", **SOUND, "vocab_size": 20},
+    "Wav2Vec2ForSequenceClassification": {"model_type": "wav2vec2", **SOUND},
     "ASTForAudioClassification": {
         "model_type": "audio-spectrogram-transformer",
         **SEEN,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
 import torch
 
-from autoshard.interop.hf_inputs import Asked, Made, classes, setting, tokens
+from autoshard.interop.hf_inputs import Asked, Made, classes, setting, text, tokens
 
 #: patches along each side of an image, where the model takes any number
 _PATCHES = 16
@@ -26,15 +27,14 @@ def segmented(asked: Asked) -> Made:
 def videos(asked: Asked) -> Made:
     frames = int(setting(asked.config, "num_frames", "frames_per_clip", default=16))
     name = getattr(asked.model, "main_input_name", "pixel_values")
-    pixels = _pixels(asked)
-    shape = (asked.batch, frames, *pixels.shape[1:])
+    shape = (asked.batch, frames, *_image(asked))
     return Made({name: torch.rand(shape, dtype=asked.dtype), "labels": classes(asked)})
 
 
 def pairs(asked: Asked) -> Made:
     """Images with their captions, of as many tokens as these may have."""
     most = setting(asked.config.get_text_config(), "max_position_embeddings", default=asked.seq)
-    ids = tokens(Asked(asked.model, asked.config, asked.batch, min(asked.seq, int(most))))
+    ids = tokens(replace(asked, seq=min(asked.seq, int(most))))
     return Made({"input_ids": ids, "pixel_values": _pixels(asked), "return_loss": True})
 
 
@@ -48,22 +48,13 @@ def image_text(asked: Asked) -> Made:
     try:
         sized = "image_grid_thw" in taken
         images, count = _sized(asked) if sized else _fixed(asked, None if token is None else int(token))
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as e:
-        ids = tokens(asked)
-        why = str(e).strip().split("\n")[0][:120]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).strip().split("\n")[0][:120]
         note = f"text alone: which images {type(asked.model).__name__} takes is not known ({why})"
-        return Made({"input_ids": ids, "labels": ids.clone()}, (note,))
+        return replace(text(asked), notes=(note,))
     # what follows an image is at least half of the sequence
     whole = asked.seq if 2 * count <= asked.seq else asked.seq + count
-    ids = tokens(Asked(asked.model, asked.config, asked.batch, whole))
+    ids = tokens(replace(asked, seq=whole))
     if token is not None:
         ids = torch.where(ids == int(token), 0 if token else 1, ids)
         ids[:, 1 : 1 + count] = int(token)
@@ -110,9 +101,14 @@ def _fixed(asked: Asked, token: int | None) -> tuple[dict[str, Any], int]:
 
 def _pixels(asked: Asked) -> torch.Tensor:
     """[batch, channels, height, width]."""
+    return torch.rand((asked.batch, *_image(asked)), dtype=asked.dtype)
+
+
+def _image(asked: Asked) -> tuple[int, int, int]:
+    """(channels, height, width)."""
     size = setting(asked.config, "image_size", default=224)  # some models take images of any size
     if isinstance(size, dict):
         size = size["height"], size["width"]
     height, width = (size, size) if isinstance(size, int) else size
     channels = setting(asked.config, "num_channels", "in_channels", "in_chans", default=3)
-    return torch.rand((asked.batch, int(channels), int(height), int(width)), dtype=asked.dtype)
+    return int(channels), int(height), int(width)

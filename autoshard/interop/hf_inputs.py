@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+#: what to do about a model for which no batch is known
+OWN_FUNCTION = "write a function that returns (model, example inputs), and name it as FILE.py:FUNCTION"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Made:
     """Keyword arguments of the forward, labels included, and what the reader has to know of them."""
 
     inputs: dict[str, Any]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def setting(config: Any, *names: str, default: Any = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoshard.errors import UsageError
-from autoshard.interop.hf_inputs import Asked, Made, classes, setting
+from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, classes, setting
 
 #: samples that a frame stands for: 20 ms of 16 kHz
 _SAMPLES = 320
@@ -51,6 +51,6 @@ def _sound(asked: Asked) -> dict[str, torch.Tensor]:
         raise UsageError(
             f"no sounds are known that {type(asked.model).__name__} takes",
             why=f"its main input is {name or 'unknown'}, and its config does not say of which sizes",
-            hint="write a function that returns (model, example inputs), and name it as FILE.py:FUNCTION",
+            hint=OWN_FUNCTION,
         )
     return {name: torch.rand((asked.batch, *shape), dtype=asked.dtype)}

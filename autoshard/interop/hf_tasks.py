@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from autoshard.errors import UsageError
 from autoshard.interop import hf_images, hf_inputs, hf_sounds
-from autoshard.interop.hf_inputs import Asked, Made
+from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made
 
 Maker: TypeAlias = Callable[[Asked], Made]
 
@@ -80,7 +80,7 @@ def task_of(config: Any) -> Task:
     raise UsageError(
         f"no model with a loss is known for the model type {config.model_type!r}",
         why="it is neither a language model nor one for images, videos or sounds that has one",
-        hint="write a function that returns (model, example inputs), and name it as FILE.py:FUNCTION",
+        hint=OWN_FUNCTION,
     )
 
 

@@ -108,28 +108,6 @@ def _parts(*configs: Any) -> list[Any]:
     return list(found.values())
 
 
-def load_hf_config_model(
-    config_path: str | Path,
-    batch: int,
-    seq: int,
-    *,
-    device: str = "meta",
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    overrides: dict[str, Any] | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
-    """A model with a loss, and example inputs, from a ``config.json`` (or its folder).
-
-    device: ``"meta"`` allocates nothing; ``"cpu"`` gives random weights and inputs that depend on ``seed``
-    only. overrides: config entries to change first. dtype: of the weights, else what the config says.
-    Returns (model in training mode, keyword arguments of its forward, labels included).
-    """
-    model, made = load_hf_config(
-        config_path, batch, seq, device=device, seed=seed, dtype=dtype, overrides=overrides
-    )
-    return model, made.inputs
-
-
 def load_hf_config(
     config_path: str | Path,
     batch: int,
@@ -140,7 +118,12 @@ def load_hf_config(
     dtype: torch.dtype | None = None,
     overrides: dict[str, Any] | None = None,
 ) -> tuple[nn.Module, Made]:
-    """As `load_hf_config_model`, with notes on the inputs."""
+    """A model with a loss, and example inputs, from a ``config.json`` (or its folder).
+
+    device: ``"meta"`` allocates nothing; ``"cpu"`` gives random weights and inputs that depend on ``seed``
+    only. overrides: config entries to change first. dtype: of the weights, else what the config says.
+    Returns (model in training mode, keyword arguments of its forward with notes on them).
+    """
     defer_unused()
     options = {} if dtype is None else {"dtype": dtype}
     with late_imports():

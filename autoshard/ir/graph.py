@@ -7,7 +7,7 @@ new graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -115,6 +115,18 @@ def _collect(args: tuple[Arg, ...], found: list[str]) -> None:
             found.append(arg.name)
         elif type(arg) is tuple:
             _collect(arg, found)
+
+
+def form_of(
+    arg: Arg, ref: Callable[[str], Hashable], number: Callable[[float], Hashable] | None = None
+) -> Hashable:
+    """Equal for equal arguments; 1, 1.0 and True are not. ref: what stands for a value. number: for a
+    fraction, if not the fraction itself."""
+    if type(arg) is Ref:
+        return ref(arg.name)
+    if type(arg) is tuple:
+        return tuple([form_of(item, ref, number) for item in arg])
+    return number(arg) if number is not None and type(arg) is float else (type(arg), arg)
 
 
 def _map(arg: Arg, fn: Callable[[str], Arg]) -> Arg:

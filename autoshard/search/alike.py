@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from autoshard.ir import Folded, Graph, refs_of
 from autoshard.ir.flow import Place
-from autoshard.ir.graph import Arg, Ref
+from autoshard.ir.graph import Arg, form_of
 
 K = TypeVar("K")
 #: segment and number of an op
@@ -90,11 +90,7 @@ def _shape(graph: Graph, *, numbers: bool = True) -> Hashable:
     at = {value: k for k, value in enumerate(values)}
 
     def form(arg: Arg) -> Hashable:
-        if type(arg) is Ref:
-            return "ref", at[arg.name]
-        if type(arg) is tuple:
-            return tuple([form(a) for a in arg])
-        return float if type(arg) is float and not numbers else (type(arg), arg)
+        return form_of(arg, lambda name: ("ref", at[name]), None if numbers else lambda _: float)
 
     nodes = tuple((n.op, form(n.args), form(n.kwargs), n.types, n.backward) for n in graph.nodes)
     return tuple(t for _, t in graph.inputs), nodes, tuple(at[v] for v in graph.outputs)

@@ -150,7 +150,8 @@ class _Builder:
         """Whether a value holds the batch, and so grows with it."""
         found = self.growing.get(place)
         if found is None:
-            dims = batch_dims(self.model.digits, place, type_)
+            dims = self.model.kinds.dims.get(place)
+            dims = batch_dims(self.model.digits, place, type_) if dims is None else dims
             self.scalable &= dims < 2
             found = self.growing[place] = dims > 0
         return found

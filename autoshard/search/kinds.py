@@ -30,11 +30,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Of a model. ops: every op's. users: who takes a value. twice: whether some value holds the batch in
-    more than one dim."""
+    """Of a model. ops: every op's. users: who takes a value. dims: in how many dims of a value the batch is,
+    of all values that ops make or take. twice: whether that is more than one for some value."""
 
     ops: Mapping[tuple[str, int], Kind]
     users: Mapping[Place, list[tuple[str, int]]]
+    dims: Mapping[Place, int]
     twice: bool
 
     @staticmethod
@@ -74,7 +75,7 @@ class Kinds:
                 )
                 for ref in refs:
                     users.setdefault((name, ref), []).append((name, number))
-        return Kinds(ops, users, any(n > 1 for n in dims.values()))
+        return Kinds(ops, users, dims, any(n > 1 for n in dims.values()))
 
 
 def batch_dims(digits: DigitTable, place: Place, type_: TensorType) -> int:

@@ -112,6 +112,12 @@ class Blueprint:
         return terms
 
 
+def heard(before: Array | None, mask: Array) -> Array:
+    """Two masks of 0 and inf together, the second left out where they leave no state."""
+    both = mask if before is None else before + mask
+    return both if before is None or np.isfinite(both).any() else before
+
+
 @dataclass(frozen=True)
 class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network).
@@ -148,9 +154,7 @@ class Problem:
             both: Array | None = None
             for variable in self.together(number):
                 mask = of(variable)
-                if mask is not None:
-                    more = mask if both is None else both + mask
-                    both = more if np.isfinite(more).any() or both is None else both
+                both = both if mask is None else heard(both, mask)
             found.append(both)
         return found
 

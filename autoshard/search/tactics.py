@@ -24,7 +24,7 @@ from autoshard.placement import Layout, Placement
 from autoshard.search.axes import SearchAxes, plain_axes
 from autoshard.search.network import Array
 from autoshard.search.pins import Pin, combined
-from autoshard.search.problem import Model
+from autoshard.search.problem import Model, heard
 from autoshard.search.problems import Posed, pose
 from autoshard.search.setting import Held, Setting
 from autoshard.search.settle import Placed
@@ -162,10 +162,8 @@ def _frozen(before: Posed, placed: Placed, now: Posed, axes: Sequence[int]) -> l
         variable = now.problem.variables[number]
         ok = [_face(variable, k, now.problem.axes, axes) == chosen[key] for k in range(len(variable.states))]
         if any(ok) and not all(ok):
-            mask = np.where(ok, 0.0, np.inf)
             # what decides together now may have decided apart before
-            both = mask if (known := found[number]) is None else known + mask
-            found[number] = both if np.isfinite(both).any() else found[number]
+            found[number] = heard(found[number], np.where(ok, 0.0, np.inf))
     return found
 
 

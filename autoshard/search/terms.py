@@ -92,25 +92,14 @@ class Terms:
         Source and target are one where a variable decides for two ops, of which one uses the other's value.
         """
         if source == target:
-            self._alone(key, source, matrix.diagonal())
+            self.add(key, source, _walled(self.walls, source, matrix.diagonal()))
             return
         pair = (source, target)
         if source > target:
             pair, matrix = (target, source), matrix.T
-        infinite = np.isinf(matrix)
-        if infinite.any():
-            wall = np.where(infinite, np.inf, 0.0)
-            self.hard[pair] = self.hard[pair] + wall if pair in self.hard else wall
-            matrix = np.where(infinite, 0.0, matrix)
+        matrix = _walled(self.hard, pair, matrix)
         table = self.pairs.setdefault(key, {})
         table[pair] = table[pair] + matrix if pair in table else matrix
-
-    def _alone(self, key: Time, variable: int, seconds: Array) -> None:
-        infinite = np.isinf(seconds)
-        if infinite.any():
-            wall = np.where(infinite, np.inf, 0.0)
-            self.walls[variable] = self.walls[variable] + wall if variable in self.walls else wall
-        self.add(key, variable, np.where(infinite, 0.0, seconds))
 
     def walls_of(self) -> tuple[Array, ...]:
         """Per variable, 0 or inf of each of its states."""
@@ -129,6 +118,16 @@ class Terms:
             {pair: m for pair, m in _matrices(self.hard, kept).items() if m.any()},
             {v: wall for v, wall in _vectors(self.walls, kept).items() if wall.any()},
         )
+
+
+def _walled(walls: dict[K, Array], key: K, costs: Array) -> Array:
+    """The finite costs; what is infinite is added to the walls."""
+    infinite = np.isinf(costs)
+    if not infinite.any():
+        return costs
+    wall = np.where(infinite, np.inf, 0.0)
+    walls[key] = walls[key] + wall if key in walls else wall
+    return np.where(infinite, 0.0, costs)
 
 
 #: costs of states of some variables: at which places of all states, and how much

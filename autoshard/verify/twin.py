@@ -19,7 +19,7 @@ from autoshard.api import compile_analysed
 from autoshard.api import plan as make_plan
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.interop.huggingface import load_hf_config_model
+from autoshard.interop.huggingface import load_hf_config
 from autoshard.interop.targets import is_config
 from autoshard.ir import Call
 from autoshard.planning import Planned
@@ -81,9 +81,10 @@ def verify_twin(
     batch = _batch(mesh, microbatches)
     say(f"a twin on {mesh}: {', '.join(f'{k}={v}' for k, v in overrides.items())}")
     try:
-        model, inputs = load_hf_config_model(
+        model, made = load_hf_config(
             path, batch, SEQ, device="cpu", seed=seed, dtype=torch.float32, overrides=overrides
         )
+        inputs = made.inputs
         planned = _planned(model, mesh, inputs, big, microbatches, say)
     except AutoshardError:
         raise
