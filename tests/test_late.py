@@ -198,6 +198,22 @@ assert pickle.loads(again) is LlamaForCausalLM
 """
 )
 
+HUB = """
+import sys
+from autoshard.interop.late_imports import LateName, late_imports
+with late_imports():
+    import transformers.utils.hub as hub
+assert type(hub._CACHED_NO_EXIST) is LateName and "HfApi" in str(hub.__annotations__["_hf_api"])
+assert hub.try_to_load_from_cache("some/model", "config.json", cache_dir=sys.argv[1]) is None
+import huggingface_hub.file_download as real
+assert hub._CACHED_NO_EXIST is real._CACHED_NO_EXIST and hub.hf_hub_download is real.hf_hub_download
+import huggingface_hub
+assert isinstance(hub.hf_api(), huggingface_hub.HfApi) and hub.HfApi is huggingface_hub.HfApi
+assert hub.cached_file(sys.argv[1], "config.json") is not None
+from transformers import AutoConfig
+assert AutoConfig.from_pretrained(sys.argv[1]).model_type == "llama"
+"""
+
 #: all that is in transformers, as a whole, on one line
 ALL = """
 import hashlib, json
@@ -217,6 +233,10 @@ assert type(transformers).__name__ == "LateNames"
 
 def test_names_of_transformers_are_found_when_they_are_wanted(tmp_path: Path) -> None:
     run(NAMES, str(_config(tmp_path)))
+
+
+def test_what_only_downloads_need_is_the_real_thing_once_it_is_used(tmp_path: Path) -> None:
+    run(HUB, str(_config(tmp_path)))
 
 
 def test_all_names_of_transformers_are_what_they_are_without_us() -> None:

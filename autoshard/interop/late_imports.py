@@ -3,9 +3,9 @@ without the table of all its names (`late_names`).
 
 Modeling code takes a few functions from large modules when it is imported, and calls hardly any of them.
 While ``late_imports`` is entered, names taken from these modules stand for what is in them; the first use of
-one loads its module and goes on with the real thing, so nothing is missing, and nothing happens where a
-module is loaded already or a version of transformers has no such module. Everybody else who imports one of
-the modules gets it as always.
+one loads its module, puts what is in it in the place of all names that modules took from it, and goes on with
+the real thing, so nothing is missing, and nothing happens where a module is loaded already or a version of
+transformers has no such module. Everybody else who imports one of the modules gets it as always.
 
 Run with transformers 5.23.
 """
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, ForwardRef, Union
 
 from autoshard.interop.late_names import TABLES, LateTables
 from autoshard.torch_adapters.late_module import LateModule, loaded
@@ -26,6 +26,12 @@ from autoshard.torch_adapters.late_module import LateModule, loaded
 #: modules of which importing modeling code uses nothing but names
 _LATE = frozenset(
     {
+        "huggingface_hub._commit_api",
+        "huggingface_hub._snapshot_download",
+        "huggingface_hub.file_download",
+        "huggingface_hub.hf_api",
+        "huggingface_hub.repocard",
+        "huggingface_hub.repocard_data",
         "scipy.optimize",
         "transformers.distributed.checkpoint",
         "transformers.distributed.expert_parallel",
@@ -63,10 +69,10 @@ class LateName:
         return (_real(self),)
 
     def __or__(self, other: Any) -> Any:
-        return _real(self) | other
+        return _either(self, other) if _is_type(other) else _real(self) | other
 
     def __ror__(self, other: Any) -> Any:
-        return other | _real(self)
+        return _either(other, self) if _is_type(other) else other | _real(self)
 
     def __getitem__(self, key: Any) -> Any:
         return _real(self)[key]
@@ -104,6 +110,20 @@ def _real(late: LateName) -> Any:
         raise ImportError(f"cannot import name {late._late_name!r} from {module.__name__!r}") from None
 
 
+def _is_type(value: object) -> bool:
+    """Whether ``name | value`` says of which types something may be."""
+    return value is None or isinstance(value, type | LateName)
+
+
+def _either(*types: Any) -> Any:
+    """One of them; a name that is not loaded yet is a reference to what it will be."""
+    return Union[tuple([_forward(t) if type(t) is LateName else t for t in types])]  # noqa: UP007
+
+
+def _forward(late: LateName) -> ForwardRef:
+    return ForwardRef(late._late_name, module=late._late_module.__name__)
+
+
 class _Named(LateModule):
     """open: whether names may still stand for what is in it."""
 
@@ -115,7 +135,13 @@ class _Named(LateModule):
         return LateName(self, name)
 
     def finish(self) -> None:
+        """Whoever imported a name has the real thing from here on: what is asked by identity is found."""
         del self.open
+        for holder in list(sys.modules.values()):
+            names = vars(holder) if isinstance(holder, ModuleType) else {}
+            for name, held in list(names.items()):
+                if type(held) is LateName and held._late_module is self:
+                    names[name] = getattr(self, held._late_name, held)
 
 
 class _Put(Loader):
