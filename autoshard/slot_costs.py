@@ -84,7 +84,7 @@ class _Pricing:
             held_weight,
             made,
             state,
-            update / self.cluster.device.memory_bandwidth,
+            update / self.cluster.device.traffic,
             seen,
             seen_back,
             self._steps(),

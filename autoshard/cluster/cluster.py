@@ -68,6 +68,11 @@ class Device:
         """FLOP/s in 16 bits, in 32 bits where there are no others."""
         return self.peak_flops.get("bf16", self.peak_flops.get("f16", self.peak_flops["f32"]))
 
+    @property
+    def traffic(self) -> float:
+        """Bytes/s that kernels reach which only read and write."""
+        return self.memory_bandwidth * self.kernels.traffic
+
 
 @dataclass(frozen=True)
 class Level:

@@ -30,16 +30,23 @@ def compute_seconds(
 def compute_seconds(
     flops: float | Array, bytes_moved: float | Array, dtype: str, device: Device, *, matmul: bool
 ) -> float | Array:
-    """Seconds of one op: launch overhead + max(flops / rate, bytes_moved / memory bandwidth).
+    """Seconds of one op: launch overhead + max(flops / rate, bytes_moved / reached memory bandwidth).
 
     flops: FLOP (a multiply-add counts two). bytes_moved: bytes read and written in device memory. Both may
     be arrays. An op that does neither (a view) costs nothing. Source: S. Williams, A. Waterman,
     D. Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009.
     """
     work, traffic = np.asarray(flops, dtype=np.float64), np.asarray(bytes_moved, dtype=np.float64)
-    busy = np.maximum(work / flop_rate(dtype, device, matmul=matmul), traffic / device.memory_bandwidth)
-    result = np.where(busy > 0, busy + device.launch_overhead, 0.0)
+    rate = flop_rate(dtype, device, matmul=matmul)
+    result = roofline(work, traffic, rate, device.traffic, device.launch_overhead)
     return result if isinstance(flops, np.ndarray) or isinstance(bytes_moved, np.ndarray) else float(result)
+
+
+def roofline(flops: Array, nbytes: Array, rate: float, bandwidth: float, start: float) -> Array:
+    """Seconds of ops that do so many FLOP at ``rate`` (FLOP/s) and move so many bytes at ``bandwidth``
+    (bytes/s), each after ``start`` seconds; 0 for one that does neither."""
+    busy = np.maximum(flops / rate, nbytes / bandwidth)
+    return np.where(busy > 0, busy + start, 0.0)
 
 
 def flop_rate(dtype: str, device: Device, *, matmul: bool) -> float:

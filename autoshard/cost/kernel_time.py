@@ -34,10 +34,15 @@ def product_seconds(
     aligned = _aligned(batch, columns, depth, dtype, device)
     rate *= aligned
     best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
-    filled = depth / (depth + aligned * _begin_and_end(dtype, device)) if depth else 1.0
-    work = 2.0 * batch * rows * columns * depth / (rate * best * filled) if best else 0.0
+    reached = rate * best * filled(depth, dtype, device, aligned)
+    work = 2.0 * batch * rows * columns * depth / reached if best else 0.0
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0
+
+
+def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> float:
+    """Part of its rate that a product reaches whose sums are so long; aligned: see `_aligned`."""
+    return depth / (depth + aligned * _begin_and_end(dtype, device)) if depth else 1.0
 
 
 def _begin_and_end(dtype: str, device: Device) -> float:
@@ -85,12 +90,17 @@ def attention_seconds(
 ) -> float:
     """Seconds of one fused attention kernel (Dao et al., FlashAttention, 2022): FLOP at the part of the peak
     that it reaches, or its traffic. native: whether it is written for the device."""
+    rate = attention_rate(dtype, backward, device, native=native)
+    busy = max(flop / rate, traffic_seconds(nbytes, device, launch=False))
+    return busy + device.kernels.attention_start + device.launch_overhead
+
+
+def attention_rate(dtype: str, backward: bool, device: Device, *, native: bool = True) -> float:
+    """FLOP/s of fused attention."""
     kernels = device.kernels
     part = kernels.attention_backward if backward else kernels.attention
     part *= 1.0 if native else kernels.attention_earlier
-    peak = device.peak_flops.get(dtype, device.peak_flops["f32"])
-    busy = max(flop / (peak * part * kernels.clock), traffic_seconds(nbytes, device, launch=False))
-    return busy + kernels.attention_start + device.launch_overhead
+    return device.peak_flops.get(dtype, device.peak_flops["f32"]) * part * kernels.clock
 
 
 def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> float:
@@ -102,7 +112,5 @@ def traffic_seconds(nbytes: float, device: Device, *, launch: bool = True) -> fl
         return 0.0
     kernels = device.kernels
     near = min(nbytes, kernels.cache)
-    busy = (nbytes - near + near / kernels.cached + kernels.small) / (
-        device.memory_bandwidth * kernels.traffic
-    )
+    busy = (nbytes - near + near / kernels.cached + kernels.small) / device.traffic
     return busy + (device.launch_overhead if launch else 0.0)

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
-from autoshard.cost.compute import compute_seconds
+from autoshard.cost.compute import compute_seconds, roofline
+from autoshard.cost.kernel_time import attention_rate, filled
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import TensorType
-from autoshard.ir.held import held_bytes
+from autoshard.ir.held import held_bytes, held_shape
 from autoshard.placement import Layout
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
@@ -21,7 +22,8 @@ from autoshard.rules.states import OpState
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute by roofline, reshards by latency and bandwidth."""
+    """Compute by roofline, where matrix products and attention have rates of their own; reshards by latency
+    and bandwidth."""
 
     device: Device
     reshard: ReshardCost
@@ -42,6 +44,7 @@ class CostModel:
     ) -> NDArray[np.float64]:
         """Seconds of computing of one call in each of its states, on the fullest rank; [states].
 
+        Its FLOP are done in the type of its first result: what attention keeps for its backward is wider.
         scale: times as much is computed. grow: as many times as large is each value, ins first.
         """
         if rule.kind == "view" or not states:
@@ -52,7 +55,7 @@ class CostModel:
             for number, (type_, layout) in enumerate(zip(outs, states[0].outputs, strict=True))
             if type_ is not None and layout is not None
         ]
-        dtype = next((type_.dtype for _, type_ in reversed(made) if type_.is_float), "f32")
+        dtype = next((type_.dtype for _, type_ in made if type_.is_float), "f32")
         moved = np.zeros(len(states))
         for number, type_ in enumerate(ins):
             times = grow[number] if grow else 1.0
@@ -61,7 +64,31 @@ class CostModel:
             times = grow[len(ins) + number] if grow else 1.0
             moved += times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
         flops = scale * rule.flops / np.array([s.ways for s in states], dtype=np.float64)
-        return compute_seconds(flops, moved, dtype, self.device, matmul=rule.kind == "matmul")
+        device = self.device
+        if rule.kernel == "product":
+            # what both matrices hold more of, and their product does not, is what is summed over
+            left, right, whole = grow[-3:] if grow else (1.0, 1.0, 1.0)
+            longer = left if left == right != whole else 1.0
+            flops /= self._filled(ins[-2], states, sizes, longer, dtype)
+        if rule.kernel in ("", "product"):
+            return compute_seconds(flops, moved, dtype, device, matmul=rule.kind == "matmul")
+        # torch's kernel, as for `simulate.behaviour.Behaviour`
+        rate = attention_rate(dtype, rule.kernel == "attention_backward", device, native=False)
+        start = device.kernels.attention_start + device.launch_overhead
+        return roofline(flops, moved, rate, device.traffic, start)
+
+    def _filled(
+        self, left: TensorType, states: Sequence[OpState], sizes: Sequence[int], longer: float, dtype: str
+    ) -> NDArray[np.float64]:
+        """Part of its rate that a product reaches in each state, for the length of its sum. left: its first
+        matrix. longer: as many times as long is the sum."""
+        known: dict[Layout | None, float] = {}
+        for state in states:
+            layout = state.inputs[-2]
+            if layout not in known:
+                depth = longer * held_shape(left.shape, layout, sizes)[-1]
+                known[layout] = filled(depth, dtype, self.device)
+        return np.array([known[state.inputs[-2]] for state in states])
 
     def _all_bytes(
         self, type_: TensorType, layouts: Sequence[Layout | None], sizes: Sequence[int]

@@ -16,7 +16,7 @@ def cost_model(cluster: Cluster, mesh: Mesh, order: RankOrder | None = None) -> 
     """Prices on a mesh whose rank r is the r-th device of the cluster, or the one that ``order`` says."""
     cluster = cluster if order is not None else cluster.used_by(mesh.world_size)
     links = tuple(link_of(cluster, mesh, axis, order) for axis in range(len(mesh.axes)))
-    return CostModel(cluster.device, ReshardCost(mesh.sizes, links, cluster.device.memory_bandwidth))
+    return CostModel(cluster.device, ReshardCost(mesh.sizes, links, cluster.device.traffic))
 
 
 @dataclass(frozen=True)

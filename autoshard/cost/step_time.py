@@ -81,7 +81,8 @@ class StepTime:
 class Overlap:
     """How a step of ``microbatches`` is pieced together.
 
-    share: of computing that hides parameter collectives (0: nothing overlaps). edge: share of the parameter
+    share: of the time in which parameter collectives and computing are under way at once that is gained by
+    it, as each slows the other (0: nothing overlaps). edge: share of the parameter
     collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
     pipeline ranks among which everything is divided. filling: microbatches that a rank could compute while it
     waits for others. hops: seconds that a microbatch is on its way between stages.
@@ -111,7 +112,8 @@ class Exposure:
 def step_time(sums: Sums, how: Overlap) -> StepTime:
     """Seconds of a step: m (work + talk), what communication is exposed, and the update.
 
-    A window of computing w hides at most ``share * w`` of the parameter collectives of the same phase.
+    Of the parameter collectives c beside computing w of the same phase, ``c - share * min(c, w)`` is exposed,
+    as in a simulated step (`simulate.streams`).
     """
     compute, exposed, hidden = _spent(sums, how)
     p = how.stages
@@ -135,23 +137,19 @@ def bubble_seconds(sums: Sums, stages: int, filling: float, hops: float) -> floa
 def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
     """(computing, communication that nothing hides, communication that computing hides) of all ranks."""
     m, others = how.microbatches, how.microbatches - 1
-    (ahead, room), (behind, room_back), (first, _), (last, _) = _windows(sums, how)
+    ahead, behind, first, last = _windows(sums, how)
     compute = m * (sums.work_forward + sums.work_backward)
     talk = m * (sums.talk_forward + sums.talk_backward)
-    moved = others * ahead + others * behind + first + last
-    bare = (
-        others * max(0.0, ahead - room)
-        + others * max(0.0, behind - room_back)
-        + max(0.0, first - room)
-        + max(0.0, last - room_back)
-    )
+    moved = others * (ahead[0] + behind[0]) + first[0] + last[0]
+    both = others * (min(ahead) + min(behind)) + min(first) + min(last)
+    bare = moved - how.share * both
     edges = how.edge / (1 - how.edge) * moved if how.edge < 1 else 0.0
     return compute, talk + bare + sums.once + edges, moved - bare
 
 
 def exposure_of(sums: Sums, how: Overlap) -> Exposure:
     """Which overlaps are bound by communication at these sums."""
-    forward, backward, first, last = (float(comm > room) for comm, room in _windows(sums, how))
+    forward, backward, first, last = (float(comm > work) for comm, work in _windows(sums, how))
     return Exposure(forward, backward, first, last)
 
 
@@ -161,39 +159,41 @@ def between(a: Exposure, b: Exposure) -> Exposure:
 
 
 def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
-    """(collectives, how much computing could hide) of forward, backward, first forward, last backward."""
+    """(collectives, computing beside them) of forward, backward, first forward, last backward."""
     inner = 1 - how.edge
-    room_forward, room_backward = how.share * sums.work_forward, how.share * sums.work_backward
     ahead = inner * sums.gather_forward
     behind = inner * (sums.gather_backward + sums.reduce)
     return (
-        (ahead, room_forward),
-        (behind, room_backward),
-        (ahead + inner * sums.first, room_forward),
-        (behind + inner * sums.last, room_backward),
+        (ahead, sums.work_forward),
+        (behind, sums.work_backward),
+        (ahead + inner * sums.first, sums.work_forward),
+        (behind + inner * sums.last, sums.work_backward),
     )
 
 
 def weights(how: Overlap, bound: Exposure) -> Sums:
-    """The step as a weighted sum, with the four overlaps replaced by ``bound * (collectives - room)``.
+    """The step as a weighted sum, with what is exposed of collectives c beside computing w replaced by
+    ``bound * (c - share * w) + (1 - bound) * (1 - share) * c``.
 
-    For any exposure in [0, 1] that is at most the step itself, as max(0, z) >= bound * z, so the least
+    For any exposure in [0, 1] that is at most the step itself, which has the larger of the two, so the least
     weighted sum is a lower bound; it is equal to the step where the exposure is right (`exposure_of`).
     """
     m, others, inner = how.microbatches, how.microbatches - 1, 1 - how.edge
+    share, slow = how.share, 1 - how.share
     forward = others * bound.forward + bound.first
     backward = others * bound.backward + bound.last
     run, p = m + how.filling, how.stages
+    ahead, behind = m * slow + share * forward, m * slow + share * backward
     return Sums(
-        work_forward=(run - how.share * forward) / p,
-        work_backward=(run - how.share * backward) / p,
+        work_forward=(run - share * forward) / p,
+        work_backward=(run - share * backward) / p,
         talk_forward=run / p,
         talk_backward=run / p,
-        gather_forward=(m * how.edge + inner * forward) / p,
-        gather_backward=(m * how.edge + inner * backward) / p,
-        reduce=(m * how.edge + inner * backward) / p,
-        first=(how.edge + inner * bound.first) / p,
-        last=(how.edge + inner * bound.last) / p,
+        gather_forward=(m * how.edge + inner * ahead) / p,
+        gather_backward=(m * how.edge + inner * behind) / p,
+        reduce=(m * how.edge + inner * behind) / p,
+        first=(how.edge + inner * (slow + share * bound.first)) / p,
+        last=(how.edge + inner * (slow + share * bound.last)) / p,
         update=1.0 / p,
         once=1.0 / p,
     )

@@ -38,7 +38,8 @@ def sdpa(node: Node, ins: Sequence[TensorType]) -> Factored:
     build, q, k, v, out, lse, mask_dims, fixed = _laid(node, ins[:3], mask, causal)
     inputs = (q, k, v) if mask is None else (q, k, v, mask_dims)
     flop = flops(ins[0], ins[1], ins[2], causal)
-    return Factored(tuple(build.sizes), inputs, (out, lse), frozenset(fixed), kind="matmul", flops=flop)
+    sizes, whole = tuple(build.sizes), frozenset(fixed)
+    return Factored(sizes, inputs, (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
 
 
 def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -49,7 +50,17 @@ def sdpa_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     inputs = (out, q, k, v, out, lse) if mask is None else (out, q, k, v, out, lse, mask_dims)
     flop = 2.5 * flops(ins[1], ins[2], ins[3], causal)
     reduce = tuple((f, "sum") for f in q[2])
-    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), reduce, ((0,),), "matmul", flop)
+    return Factored(
+        tuple(build.sizes),
+        inputs,
+        (q, k, v),
+        frozenset(fixed),
+        reduce,
+        ((0,),),
+        "matmul",
+        flop,
+        kernel="attention_backward",
+    )
 
 
 def _tail_flops(q: TensorType, k: TensorType, v: TensorType) -> float:
@@ -62,7 +73,8 @@ def sdpa_tail(node: Node, ins: Sequence[TensorType]) -> Factored:
     """q [b, h, s, d], k [b, h, t, d], v [b, h, t, e] -> (out [b, h, s, e], lse [b, h, s])."""
     build, q, k, v, out, lse, _, fixed = _laid(node, ins, None, True)
     flop = _tail_flops(*ins)
-    return Factored(tuple(build.sizes), (q, k, v), (out, lse), frozenset(fixed), kind="matmul", flops=flop)
+    sizes, whole = tuple(build.sizes), frozenset(fixed)
+    return Factored(sizes, (q, k, v), (out, lse), whole, kind="matmul", flops=flop, kernel="attention")
 
 
 def sdpa_tail_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
@@ -70,7 +82,17 @@ def sdpa_tail_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     build, q, k, v, out, lse, _, fixed = _laid(node, ins[1:4], None, True)
     flop = 2.5 * _tail_flops(*ins[1:4])
     inputs = (out, q, k, v, out, lse)
-    return Factored(tuple(build.sizes), inputs, (q, k, v), frozenset(fixed), (), ((0,),), "matmul", flop)
+    return Factored(
+        tuple(build.sizes),
+        inputs,
+        (q, k, v),
+        frozenset(fixed),
+        (),
+        ((0,),),
+        "matmul",
+        flop,
+        kernel="attention_backward",
+    )
 
 
 RULES: Mapping[str, RuleFn] = MappingProxyType(

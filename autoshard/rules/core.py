@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Dim: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[Dim, ...]
 Kind: TypeAlias = Literal["matmul", "pointwise", "view", "create"]
+Kernel: TypeAlias = Literal["", "product", "attention", "attention_backward"]
 #: makes the call that a rank runs on its shards
 Localizer: TypeAlias = "Callable[[LocalCall], Node]"
 RuleFn: TypeAlias = "Callable[[Node, Sequence[TensorType]], Factored]"
@@ -53,6 +54,8 @@ class Factored:
         told its offset.
     exchange: pairs (rows, owners) of factors that one axis may split at once: each row is worked on by
         the rank that holds its owner, so that ``local`` must send rows there and results back.
+    kernel: what the call is on a device, if that has a rate of its own; a ``product`` is of the last two
+        inputs, [..., rows, depth] and [..., depth, columns].
     """
 
     sizes: tuple[int, ...]
@@ -66,6 +69,7 @@ class Factored:
     local: Localizer | None = None
     contiguous: frozenset[int] = frozenset()
     exchange: tuple[tuple[int, int], ...] = ()
+    kernel: Kernel = ""
 
     def exchanged(self, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> int | None:
         """The axis (its number) over which a call with these layouts exchanges rows, or None."""

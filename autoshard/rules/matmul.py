@@ -14,21 +14,16 @@ from autoshard.rules.local import LocalCall
 
 def mm(node: Node, ins: Sequence[TensorType]) -> Factored:
     (m, k), n = ins[0].shape, ins[1].shape[1]
-    return einsum(
-        "m k, k n -> m n", ins, node.types, linear=((0,), (1,)), kind="matmul", flops=2.0 * m * k * n
-    )
+    spec, flops = "m k, k n -> m n", 2.0 * m * k * n
+    rule = einsum(spec, ins, node.types, linear=((0,), (1,)), kind="matmul", flops=flops)
+    return replace(rule, kernel="product")
 
 
 def bmm(node: Node, ins: Sequence[TensorType]) -> Factored:
     (b, m, k), n = ins[0].shape, ins[1].shape[2]
-    return einsum(
-        "b m k, b k n -> b m n",
-        ins,
-        node.types,
-        linear=((0,), (1,)),
-        kind="matmul",
-        flops=2.0 * b * m * k * n,
-    )
+    spec, flops = "b m k, b k n -> b m n", 2.0 * b * m * k * n
+    rule = einsum(spec, ins, node.types, linear=((0,), (1,)), kind="matmul", flops=flops)
+    return replace(rule, kernel="product")
 
 
 def addmm(node: Node, ins: Sequence[TensorType]) -> Factored:

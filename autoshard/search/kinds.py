@@ -64,7 +64,17 @@ class Kinds:
                 )
                 grows = any(held for factor in parts for _, _, held in factor)
                 divided = rule.division, ins, node.types, parts
-                costs = rule.kind, rule.flops, rule.inputs, rule.outputs, ins, node.types, grow, grows
+                costs = (
+                    rule.kind,
+                    rule.kernel,
+                    rule.flops,
+                    rule.inputs,
+                    rule.outputs,
+                    ins,
+                    node.types,
+                    grow,
+                    grows,
+                )
                 ops[name, number] = Kind(
                     refs,
                     ins,

@@ -61,7 +61,7 @@ def lives_of(
     sums: list[float] = []
     updates: list[float] = []
     used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
-    sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.memory_bandwidth
+    sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
     for s in stored:
         own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
         row = table.seconds[table.index[s]]
@@ -143,7 +143,7 @@ def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> flo
     if not trained:
         return 0.0
     width = DTYPES[type_.dtype][1]
-    return own / width * prices.recipe.update_bytes(width) / prices.params.device.memory_bandwidth
+    return own / width * prices.recipe.update_bytes(width) / prices.params.device.traffic
 
 
 def _tie(type_: TensorType, stored: Layout, axes: SearchAxes, gathered: bool) -> float:

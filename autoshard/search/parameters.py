@@ -134,7 +134,7 @@ class Zero:
     """What parameters take on any mesh; what no mesh changes is worked out once. Arrays over classes."""
 
     def __init__(self, given: Parameters, cluster: Cluster, recipe: Recipe) -> None:
-        self.given, self.memory_bandwidth = given, cluster.device.memory_bandwidth
+        self.given, self.traffic = given, cluster.device.traffic
         self._part = given.base / given.split
         self._gather = np.array([s.gather.of("all_gather") for s in given.shares])
         self._scatter = np.array([s.reduce.of("all_gather") for s in given.shares])
@@ -145,7 +145,7 @@ class Zero:
         self._optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width
         self._touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * width
         self._resident = recipe.resident
-        self._packed = given.count * reduce_copies(given.whole, self.memory_bandwidth)
+        self._packed = given.count * reduce_copies(given.whole, self.traffic)
         self._shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
         self._divided: dict[int, Mask] = {}
 
@@ -194,7 +194,7 @@ class Zero:
         reduce = float((sum(scattered) + given.count * one("all_reduce", own, spread, self._reduce)).sum())
         last = {Time("last", True): reduce}
         elements = given.count * own / given.width
-        update = float((elements * self._touched).sum()) / self.memory_bandwidth
+        update = float((elements * self._touched).sum()) / self.traffic
         shards = given.count * own if self._resident else 0.0
         state = float((shards + elements * (self._grad + self._optimizer)).sum())
         sums = float((elements * (self._summed - self._grad)).sum())
@@ -206,9 +206,7 @@ class Zero:
         if not gathered.any():
             return [Profile({**fixed, **last, Time("once"): packed}, _held(state, sums))]
         (gather, bare), whole = sharded(self._gather), given.count * given.whole
-        unpacked = np.where(
-            gathered & self._shared, gather_copies(own, given.whole, self.memory_bandwidth), 0.0
-        )
+        unpacked = np.where(gathered & self._shared, gather_copies(own, given.whole, self.traffic), 0.0)
         bare = bare + given.count * unpacked
         copies = np.where(gathered, given.whole, 0.0)
         windows = float((np.minimum(given.count, GATHERED) * copies).sum())
