@@ -207,8 +207,8 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
     assert str(found.configuration.mesh) == "fsdp=32,tp=2"
     (rival,) = [r for r in found.rivals if r.name == "FSDP2"]
     assert rival.mesh == "fsdp=64" and not rival.why
-    # padded rows travel layer by layer, whole ones in one message a step
-    assert rival.seconds == pytest.approx(ours.free.lower_bound, rel=0.1)
+    # padded rows travel layer by layer, of which not all is hidden; whole ones in one message a step
+    assert 1 <= rival.seconds / ours.free.lower_bound < 1.2
 
 
 # -- what is said of what was not taken --------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _searched(stop_at: int = 0) -> Settled:
 
     machine = load_cluster("h100-dgx")
     meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4", "dp=4")]
-    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), say)
+    return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
 
 
 def _explained(settled: Settled) -> Plan:

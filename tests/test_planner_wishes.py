@@ -210,7 +210,7 @@ def _two_solved(say: Callable[[str], None]) -> Settled:
     """A search that solves two configurations."""
     machine = load_cluster("h100-dgx")
     meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4")]
-    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), say)
+    return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
