@@ -91,8 +91,11 @@ class Exact:
             while (estimated := left.pop()) is not None:
                 if not estimated.rough and estimated.configuration in race.seconds:
                     continue  # solved ahead of its turn
-                self._fit(race, estimated.seconds)
-                if self._leaves_out(race, estimated):
+                if self._fit(race, estimated.seconds) and out:
+                    # what had to wait for that comes before what is expected to take longer
+                    left.extend((*out, estimated))
+                    out.clear()
+                elif self._leaves_out(race, estimated):
                     out.append(estimated)
                 elif estimated.rough:
                     left.put(self._closer(estimated))
@@ -160,9 +163,12 @@ class Exact:
         else:
             race.solve(estimated, found, self.judged(found))
 
-    def _fit(self, race: Race, expected: float) -> None:
-        """Make programs of the solutions that take no more seconds than is expected of all others."""
+    def _fit(self, race: Race, expected: float) -> bool:
+        """Make programs of the solutions that take no more seconds than is expected of all others; returns
+        whether there were any."""
+        any_was = False
         while (first := race.next(expected)) is not None:
+            any_was = True
             found, judged = first
             measured, needed = None, race.needed(found.configuration)
             if judged < needed and self.judge is not None and not self.interrupted:
@@ -176,6 +182,7 @@ class Exact:
                     found, judged = fits, self.judged(fits)
                 measured = self.judge.measured(found)
             race.finish(found, judged, measured)
+        return any_was
 
     def judged(self, found: Settled) -> float:
         """Seconds by which a solved configuration is compared."""

@@ -170,7 +170,7 @@ class Race:
         what is not solved yet.
 
         One without a pipeline goes before one with that is about as fast: it is a program sooner, and what a
-        schedule piles up, which often does not fit, is not in the judgement.
+        schedule piles up, which may not fit, is not in the judgement.
         """
         first = min(self._waiting, key=_turn, default=None)
         if first is None or _turn(first) > _SAME * expected:
@@ -196,7 +196,7 @@ class Race:
 
 
 def _turn(waiting: _Solved) -> float:
-    return waiting.judged * (_MARGIN if _piped(waiting.found.configuration) else 1.0)
+    return waiting.judged * (_CLOSE if _piped(waiting.found.configuration) else 1.0)
 
 
 def _piped(where: Configuration) -> bool:
