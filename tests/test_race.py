@@ -16,7 +16,10 @@ from autoshard.errors import InfeasibleError
 from autoshard.search.choose import Ask, Settled, choose
 from autoshard.search.configuration import Configuration
 from autoshard.search.estimated import Estimated
+from autoshard.search.exact import Exact
+from autoshard.search.nearest import Nearest
 from autoshard.search.pipe import Pipe
+from autoshard.search.poses import Poses
 from autoshard.search.problem import experts_of
 from autoshard.search.race import Race
 from autoshard.search.setting import Setting
@@ -199,3 +202,27 @@ def test_pipelines_that_only_divide_the_data_ranks_otherwise_are_left_out() -> N
     race = _solved(where, 1.0, 1.0)
     assert race.leaves_out(_estimated("dp=4", 0.9, Pipe(2, "1f1b")))
     assert not race.leaves_out(_estimated("dp=2,tp=2", 0.9, Pipe(2, "1f1b")))
+
+
+class _Told(Exact):
+    """Solutions that take as long as estimated; notes in which order they were asked for."""
+
+    def __init__(self, judge: Programs) -> None:
+        super().__init__(cast(Poses, None), Ask(), cast(Setting, None), lambda _: None, judge)
+        self.order: list[str] = []
+
+    def _solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
+        where = estimated.configuration
+        self.order.append(str(where.mesh))
+        placed = SimpleNamespace(seconds=estimated.seconds)
+        posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
+        return cast(Settled, SimpleNamespace(configuration=where, placed=placed, posed=posed))
+
+
+def test_what_waited_for_a_program_comes_before_what_is_slower() -> None:
+    """Of two pipelines the second waits until the first is a program, which it only is made when the turn of
+    a third comes: the second is still the next."""
+    exact, pipe = _Told(Programs(lambda where: where.name != "pp=2,fsdp=4")), Pipe(2, "1f1b")
+    meshes = {"fsdp=4": 1.0, "fsdp=2,tp=2": 1.01, "tp=4": 1.1}
+    exact._run(Race(one_kind=False), Nearest(_estimated(mesh, at, pipe) for mesh, at in meshes.items()))
+    assert exact.order[:2] == ["fsdp=4", "fsdp=2,tp=2"]
