@@ -138,16 +138,16 @@ class Race:
         return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
-        """Whether those whose estimates err as this one's were so much slower than estimated: those much like
-        it if there are any, or else estimates with a pipeline err alike, and those without, as long as both
-        split tensors or neither does."""
+        """Whether those whose estimates err as this one's were all so much slower than estimated: those much
+        like it if there are any, or else estimates with a pipeline err alike, and those without, as long as
+        both split tensors or neither does."""
         where = estimated.configuration
         known = [s for s in self._standing.values() if self._err_alike(s, where)]
         near = [s for s in known if alike(s.found.configuration) == alike(where)]
-        if not isfinite(estimated.seconds):
+        if not known or not isfinite(estimated.seconds):
             return False
         far = (_MARGIN if near else _FAR) * self.needed(where)
-        return any(estimated.seconds * s.judged / s.estimated > far for s in near or known)
+        return estimated.seconds * min(s.judged / s.estimated for s in near or known) > far
 
     def _like(self, where: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; one failure is free."""
