@@ -197,7 +197,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
             "092_prefetch", prefetch(lowered, params, how.seconds if how.beside else None), watch
         )
         if how.plan.microbatches * slices == 1 and pipeline is None:
-            lowered = _watched("092b_early_reductions", early_reductions(lowered), watch)
+            lowered = _watched("092b_early_reductions", early_reductions(lowered, how.seconds), watch)
     if how.hosting is not None and (how.hosting.kinds.activations or how.hosting.kinds.parameters):
         grads, summed = _results(folded, lowered, "grad"), how.plan.microbatches * slices > 1
         lowered = offload(lowered, params, grads, how.hosting, summed=summed)

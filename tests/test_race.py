@@ -158,8 +158,8 @@ def test_the_last_word_is_what_programs_take() -> None:
     plain, piped = (Configuration(Mesh.parse("fsdp=8"), 8, 1, p) for p in (Pipe(), Pipe(2)))
     _finished(race, plain, 1.0, 1.2)
     assert race.reached == 1.2 and race.needed(plain) == pytest.approx(1.0)
-    # of the other kind nothing is known yet: it may err as much
-    assert race.needed(piped) == pytest.approx(1.0)
+    # of the other kind nothing is known yet: it may err as much, or be right
+    assert race.needed(piped) == pytest.approx(1.2)
     _finished(race, piped, 0.99, 1.08)
     assert race.best is not None and race.best.configuration == piped
     assert race.needed(plain) == pytest.approx(1.08 / 1.2) and race.needed(piped) == pytest.approx(0.99)

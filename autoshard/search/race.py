@@ -74,9 +74,10 @@ class Race:
 
     def needed(self, where: Configuration) -> float:
         """Seconds that a configuration has to be judged to take less than to be the best, by what was
-        measured of others: with a pipeline and without, judgements err alike."""
-        known = next(iter(self._off.values()), 1.0)
-        return self.reached / self._off.get(_piped(where), known)
+        measured of others: with a pipeline and without, judgements err alike. Of those with a pipeline, what
+        was measured of one without says little, nor the other way round: they may be judged right."""
+        least = min((1.0, *self._off.values()))
+        return self.reached / self._off.get(_piped(where), least)
 
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
