@@ -46,6 +46,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "decoder_start_token_id": 2,
     },
+    "T5ForConditionalGeneration": {
+        "model_type": "t5",
+        "vocab_size": 96,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
     "Wav2Vec2ForCTC": {"model_type": "wav2vec2", **SOUND, "vocab_size": 20},
     "Wav2Vec2ForSequenceClassification": {"model_type": "wav2vec2", **SOUND},
     "ASTForAudioClassification": {
@@ -136,6 +145,16 @@ def test_every_step_does_the_same(tmp_path: Path) -> None:
         "every step does the same: apply_spec_augment is taken as False",
     )
     capture(model, (), made.inputs)
+
+
+def test_a_decoder_begins_with_some_token(tmp_path: Path) -> None:
+    """Where the config does not say with which, which changes no shape: with a note."""
+    entries = CONFIGS["T5ForConditionalGeneration"]
+    _, made = load_hf_config(written(tmp_path, entries, "T5ForConditionalGeneration"), 4, 16)
+    assert made.notes == ("the config has no decoder_start_token_id: 0 is taken",)
+    named = {**entries, "decoder_start_token_id": 3}
+    _, made = load_hf_config(written(tmp_path, named, "T5ForConditionalGeneration"), 4, 16)
+    assert not made.notes
 
 
 def test_infinity_is_a_number(tmp_path: Path) -> None:

@@ -68,7 +68,18 @@ def text(asked: Asked) -> Made:
 
 def two_texts(asked: Asked) -> Made:
     labels = torch.randint(0, asked.vocabulary, (asked.batch, asked.seq))
-    return Made({"input_ids": tokens(asked), "labels": labels})
+    return Made({"input_ids": tokens(asked), "labels": labels}, begun(asked))
+
+
+def begun(asked: Asked) -> tuple[str, ...]:
+    """Have labels shifted by a model whose config does not say what its decoder begins with: a note for
+    each token that is then 0. Which token it is changes no shape."""
+    config: Any = asked.model.config
+    names = ("decoder_start_token_id", "pad_token_id") if config.is_encoder_decoder else ()
+    missing = [name for name in names if getattr(config, name, None) is None]
+    for name in missing:
+        setattr(config, name, 0)
+    return tuple(f"the config has no {name}: 0 is taken" for name in missing)
 
 
 def classified_text(asked: Asked) -> Made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoshard.errors import UsageError
-from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, classes, setting
+from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, begun, classes, setting
 
 #: samples that a frame stands for: 20 ms of 16 kHz
 _SAMPLES = 320
@@ -17,7 +17,7 @@ def transcribed(asked: Asked) -> Made:
     """Sounds with what is said in them; as many tokens as asked for, or as the decoder takes."""
     most = setting(asked.config, "max_target_positions", default=asked.seq)
     labels = torch.randint(0, asked.vocabulary, (asked.batch, min(asked.seq, int(most))))
-    return Made({**_sound(asked), "labels": labels})
+    return Made({**_sound(asked), "labels": labels}, begun(asked))
 
 
 def spelled(asked: Asked) -> Made:
