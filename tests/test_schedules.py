@@ -24,6 +24,7 @@ from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
 from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
 from autoshard.schedules.searched import Found, search
+from autoshard.search.pipe import Pipe
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.torch_adapters.pipelining import torch_schedule
 
@@ -232,6 +233,20 @@ def test_bubble_is_that_of_the_formula(
     timeline = simulate(make(name, ranks, microbatches, chunks), StageCosts.uniform(ranks, chunks, **kinds))
     assert timeline.makespan - microbatches * (f + i + w) == pytest.approx(ideal)
     assert timeline.bubble == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2), ("interleaved", 4), ("breadth-first", 2)],
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+def test_the_search_knows_how_long_equal_stages_wait(name: str, chunks: int, ranks: int) -> None:
+    """Also with fewer microbatches than ranks, when a schedule cannot fill them."""
+    costs = StageCosts.uniform(ranks, chunks)
+    for microbatches in (*range(1, 2 * ranks + 2), 4 * ranks):
+        step = makespan(make(name, ranks, microbatches, chunks), costs)
+        waits = Pipe(ranks, name, chunks).filling(microbatches)
+        assert 3 * (microbatches + waits) == pytest.approx(step), microbatches
 
 
 def test_zb_h1_has_the_bubble_of_its_paper() -> None:

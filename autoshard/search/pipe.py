@@ -44,20 +44,21 @@ class Pipe:
         """How often the first microbatch is sent, there and back."""
         return 2 * (self.ranks * self.chunks - 1)
 
-    @cached_property
-    def filling(self) -> float:
+    def filling(self, microbatches: int) -> float:
         """How many microbatches a rank could compute while it waits; see `autoshard.schedules.formulas`.
 
-        Stages are taken as alike, backward as twice forward and half of it for weights.
+        Stages are taken as alike, backward as twice forward and half of it for weights. With fewer
+        microbatches than a schedule needs to fill its ranks, the first has to come down through all stages
+        and the gradients of the last to go up again.
         """
-        waits = self.ranks - 1
+        waits, few = self.ranks - 1, self.ranks - microbatches
         match self.schedule:
             case "zb-h1":
-                return waits / 3
+                return max(waits, waits + few) / 3
             case "zb-v":
-                return waits / 6
+                return max(waits / 2, waits + few) / 3
             case "interleaved" | "breadth-first":
-                return waits / self.chunks
+                return max(waits / self.chunks, few + (microbatches - 1) / self.chunks)
             case "seq1f1b":
                 return waits / self.slices
         return float(waits)

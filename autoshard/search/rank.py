@@ -86,7 +86,7 @@ def _candidates(
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
-            runs = count + min(p.filling for p in staged.pipes)
+            runs = count + min(p.filling(count) for p in staged.pipes)
             bound = slack * runs * shape.seconds(each) / staged.ranks
             yield _Bounded(
                 mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, state, budget
@@ -149,7 +149,7 @@ class _Ways:
         """
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
-        waits = [(p.filling, p.legs * self._hop) for p in self._pipes]
+        waits = [(p.filling(self.count), p.legs * self._hop) for p in self._pipes]
         return [[b + bubble_seconds(s, how.stages, *wait) for s, b in busy] for wait in waits]
 
 

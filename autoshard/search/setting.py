@@ -49,8 +49,8 @@ class Setting:
     @cached_property
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
-        pipe = self.pipe
-        return Overlap(self.microbatches, self.overlap, edge, pipe.ranks, pipe.filling, pipe.hops)
+        waits = self.pipe.filling(self.microbatches)
+        return Overlap(self.microbatches, self.overlap, edge, self.pipe.ranks, waits, self.pipe.hops)
 
     @cached_property
     def apart(self) -> tuple[str, ...]:
