@@ -15,6 +15,11 @@ from autoshard.offload import Offload
 SUM_BYTES = 4
 
 
+def added_bytes(width: int) -> int:
+    """Moved per element of ``width`` bytes to add a gradient to a sum, which is read and written."""
+    return width + 2 * max(width, SUM_BYTES)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Copies that a trained parameter has, for Adam or AdamW.

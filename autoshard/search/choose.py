@@ -244,7 +244,7 @@ class _Search:
         seconds = self.exact.judged(found)
         asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
         first = min(asked, key=lambda s: s.placed.seconds, default=found)
-        if self.ask.pins or first.placed.seconds >= seconds:
+        if self.ask.pins or first.placed.seconds >= seconds or self._simulated_slower(first, found):
             return found
         name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
         proven = self.exact.proven(first.posed, first.placed)
@@ -255,6 +255,13 @@ class _Search:
             bound=min(found.bound, proven.lower_bound),
             rejected=(former, *others),
         )
+
+    def _simulated_slower(self, one: Settled, other: Settled) -> bool:
+        """Whether both were made programs, of which that of the first takes no less."""
+        if self.exact.judge is None:
+            return False
+        times = [self.exact.judge.measured(s) for s in (one, other)]
+        return times[0] is not None and times[1] is not None and times[0] >= times[1]
 
 
 def _divides_experts(mesh: Mesh) -> bool:

@@ -8,6 +8,7 @@ from math import isfinite
 
 import numpy as np
 
+from autoshard.cost.recipe import added_bytes
 from autoshard.cost.reshard import Share
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.flow import PortClass
@@ -59,6 +60,7 @@ def lives_of(
     held: list[float] = []
     windows: list[float] = []
     sums: list[float] = []
+    adding: list[float] = []
     updates: list[float] = []
     used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
     sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
@@ -82,6 +84,7 @@ def lives_of(
                 held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
                 windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
                 sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
+                adding.append(_adding(type_, whole if keep and late else own, trained) / bandwidth)
                 updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
     count = len(group.ports)
     costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
@@ -100,6 +103,7 @@ def lives_of(
         bytes_[Bytes("window")] = np.array(windows)
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
+        times[Time("sum")] = count * np.array(adding)
     return Lives(tuple(states), times, bytes_)
 
 
@@ -136,6 +140,12 @@ def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, p
     most = max(own, whole) if late else own
     summed, alone = prices.recipe.sum_bytes(width), prices.recipe.gradient_bytes(width)
     return count * (most * summed - own * alone) / width
+
+
+def _adding(type_: TensorType, gradient: float, trained: bool) -> float:
+    """Bytes moved to add a gradient of so many bytes to those of the microbatches before."""
+    width = DTYPES[type_.dtype][1]
+    return gradient / width * added_bytes(width) if trained else 0.0
 
 
 def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
-from autoshard.cost.recipe import Recipe
+from autoshard.cost.recipe import Recipe, added_bytes
 from autoshard.cost.reshard import StepKind
 from autoshard.ir import DTYPES
 from autoshard.ir.held import held_shape
@@ -142,6 +142,7 @@ class Zero:
         width = given.width
         self._grad = recipe.gradient_bytes(1) if recipe.gradient is not None else width
         self._summed = np.array([recipe.sum_bytes(int(w)) for w in width])
+        self._added = np.array([added_bytes(int(w)) for w in width])
         self._optimizer = recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width
         self._touched = recipe.update_bytes(1) if recipe.touched is not None else 7 * recipe.slower * width
         self._resident = recipe.resident
@@ -198,7 +199,8 @@ class Zero:
         shards = given.count * own if self._resident else 0.0
         state = float((shards + elements * (self._grad + self._optimizer)).sum())
         sums = float((elements * (self._summed - self._grad)).sum())
-        fixed = {Time("update"): update}
+        adding = float((elements * self._added).sum()) / self.traffic
+        fixed = {Time("update"): update, Time("sum"): adding}
         gathered = given.whole > MORE * own
         # gradients are sums of the batch's parts, and are packed, unless every rank has other parameters
         sums_up = gathered | (given.split < ways * prod(mesh.sizes[k] for k in spread))
@@ -216,7 +218,9 @@ class Zero:
         ahead = {Time("gather"): forward, Time("gather", True): backward, Time("inline"): bare_forward}
         first, each = {Time("first"): forward}, {Time("reduce", True): reduce}
         held = state + float((given.count * copies).sum())
-        whole_sums = float((np.where(gathered, whole / given.width - elements, 0.0) * self._summed).sum())
+        more = np.where(gathered, whole / given.width - elements, 0.0)
+        whole_sums = float((more * self._summed).sum())
+        whole_adding = adding + float((more * self._added).sum()) / self.traffic
         return [
             Profile(
                 {**fixed, **ahead, **each, Time("inline", True): bare_backward + packed},
@@ -227,7 +231,7 @@ class Zero:
                 _held(held, sums),
             ),
             Profile(
-                {**fixed, **first, **last, Time("once"): bare_forward + packed},
+                {**fixed, **first, **last, Time("sum"): whole_adding, Time("once"): bare_forward + packed},
                 _held(held, sums + whole_sums),
             ),
         ]

@@ -69,7 +69,7 @@ def _candidates(
         cut = staged.ranks > 1
         state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
         if (mesh, cut) not in lives:
-            lives[mesh, cut] = _Lives(shape, cut, mesh, zeros, setting)
+            lives[mesh, cut] = _Lives(shape, cut, mesh, zeros)
         of_mesh = lives[mesh, cut]
         if staged.pipes not in uneven:
             # alike for any microbatch
@@ -176,7 +176,7 @@ class _Bounded:
         Where something else fits, inf for what parameters do not fit in.
         """
         each, how = self.bare.each, self.ways[0]
-        sums = self.lives.sums(each, lean=False)
+        sums = self.lives.sums(each, how, lean=False)
         totals = self.ways.totals([self.bare.free_sums + extra for extra in sums])
         if self.budget is None:
             return totals
@@ -228,7 +228,7 @@ class _Bounded:
             filled = _best(self.bare.free, self.lives.at(each, lean=False), steps[k], ways[k], self.budget)
             if self.budget is not None and (filled is None or filled[0].recompute):
                 if of_lean is None:
-                    leaner = self.lives.sums(each, lean=True)
+                    leaner = self.lives.sums(each, ways[k], lean=True)
                     of_lean = ways.totals([self.bare.lean_sums + extra for extra in leaner])
                 lives = self.lives.at(each, lean=True)
                 other = _best(self.bare.lean, lives, of_lean[k], ways[k], self.budget)
@@ -280,35 +280,42 @@ class _Lives:
     sequences, and exchange rows for few), so what they take is interpolated as everything else is.
     """
 
-    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros, setting: Setting) -> None:
+    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros) -> None:
         self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
-        self._setting = setting
         self._links = cost_model(zeros.cluster, mesh).reshard.links
-        self._used: dict[str, tuple[list[Profile], list[Sums]]] = {}
+        self._used: dict[str, list[Profile]] = {}
+        self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
         self._at: dict[tuple[int, bool], list[Profile]] = {}
 
     def at(self, each: int, *, lean: bool) -> list[Profile]:
         """By stages of ZeRO. lean: of placements that hold less."""
         if (each, lean) not in self._at:
             low, high, t = self._shape.place(each)
-            low_stages, high_stages = _paired(self._of(low, lean)[0], self._of(high, lean)[0], t)
+            low_stages, high_stages = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
             self._at[each, lean] = [
                 a if a is b else between(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)
             ]
         return self._at[each, lean]
 
-    def sums(self, each: int, *, lean: bool) -> list[Sums]:
-        """The seconds among it."""
+    def sums(self, each: int, how: Setting, *, lean: bool) -> list[Sums]:
+        """The seconds among it, in a setting of which only matters whether there are several microbatches,
+        and a pipeline."""
         low, high, t = self._shape.place(each)
-        low_stages, high_stages = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
+        low_stages, high_stages = _paired(self._seconds(low, how, lean), self._seconds(high, how, lean), t)
         return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
 
-    def _of(self, end: End, lean: bool) -> tuple[list[Profile], list[Sums]]:
+    def _seconds(self, end: End, how: Setting, lean: bool) -> list[Sums]:
+        likeness, found = self._of(end, lean)
+        key = (likeness, how.apart, how.sums_up)
+        if key not in self._sums:
+            self._sums[key] = [how.sums(extra) for extra in found]
+        return self._sums[key]
+
+    def _of(self, end: End, lean: bool) -> tuple[str, list[Profile]]:
         used = (end.holding(self._staged) if lean else end.free).parameters
         if used.likeness not in self._used:
-            found = self._zeros.of(used).stages(self._mesh, self._links)
-            self._used[used.likeness] = found, [self._setting.sums(extra) for extra in found]
-        return self._used[used.likeness]
+            self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)
+        return used.likeness, self._used[used.likeness]
 
 
 class _Zeros:

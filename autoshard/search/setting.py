@@ -61,6 +61,12 @@ class Setting:
             return ("first", "last")
         return ("last",) if self.pipe.ranks > 1 else ()
 
+    @property
+    def sums_up(self) -> int:
+        """How often a microbatch adds to a gradient: once for each of its slices, if there are others."""
+        slices = self.pipe.slices
+        return slices if self.microbatches * slices > 1 else 0
+
     @cached_property
     def flight(self) -> float:
         """How much of what one microbatch keeps in the whole model the fullest rank holds."""
@@ -98,7 +104,7 @@ class Setting:
             # when those of activations are made and nothing is gathered any more
             return 0.0 if self.pipe.splits_backward else 1.0
         if key.kind == "sums":
-            return 1 / self.pipe.ranks if self.microbatches * self.pipe.slices > 1 else 0.0
+            return 1 / self.pipe.ranks if self.sums_up else 0.0
         if key.kind == "sent":
             return float(self.sending and self.pipe.ranks == 1)
         if key.kind == "waiting":
@@ -147,6 +153,8 @@ class Setting:
                     return w.talk_backward if key.backward else w.talk_forward
                 case "reduce":
                     return w.reduce
+                case "sum":
+                    return self.sums_up * w.work_backward
                 case "first":
                     return w.once if "first" in self.apart else w.first
                 case "last":
@@ -177,6 +185,8 @@ class Setting:
                     found["gather_backward" if key.backward else "gather_forward"] += seconds
                 elif kind == "inline":
                     found["talk_backward" if key.backward else "talk_forward"] += seconds
+                elif kind == "sum":
+                    found["work_backward"] += self.sums_up * seconds
                 elif kind in self.apart:
                     found["once"] += seconds
                 else:

@@ -17,7 +17,9 @@ import numpy as np
 from autoshard.search.network import Array, CostNetwork, Indices
 
 K = TypeVar("K")
-TimeKind: TypeAlias = Literal["work", "talk", "gather", "inline", "reduce", "first", "once", "last", "update"]
+TimeKind: TypeAlias = Literal[
+    "work", "talk", "gather", "inline", "reduce", "sum", "first", "once", "last", "update"
+]
 ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", "input", "waiting", "window"]
 
 
@@ -25,7 +27,8 @@ class Time(NamedTuple):
     """A kind of seconds.
 
     kind: as in `cost.step_time.Sums`. inline, once: what parameters take that nothing hides, in every
-    microbatch or once a step (`search.inline`). backward: the phase. segment: of work and talk
+    microbatch or once a step (`search.inline`). sum: adding gradients to those of the microbatches before, if
+    there are several. backward: the phase. segment: of work and talk
     that full recomputation would run again, else "". cheap: whether selective recomputation would, too.
     """
 

@@ -80,7 +80,7 @@ class Behaviour:
     recipe: Recipe = field(default=ADAMW)
     gradient_dtype: str = ""
     gradient_buffers: bool = False
-    sum_bytes: float | None = 0.0
+    sum_bytes: float | None = None
     whole_parameters: bool = False
     stand_ins: bool = False
     step_bytes: float = 0.0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Device
+from autoshard.cost.recipe import added_bytes
 from autoshard.ir import DTYPES, Call, refs_of
 from autoshard.ir.lowered import Instruction, Part, Phase
 from autoshard.passes.quantise_collectives import Weights
@@ -20,9 +21,6 @@ from autoshard.simulate.ops import AGAIN, placed_of
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
 from autoshard.simulate.work import Sheet, Traffic
-
-#: bytes of an element of a sum of gradients, at least
-_SUM_BYTES = 4
 
 
 class Parts:
@@ -145,7 +143,7 @@ class Parts:
         for value in made.intersection(accumulated(self.program, part.stage)):
             placed = lowered.values[value]
             width = DTYPES[placed.type.dtype][1]
-            own = width + 2 * max(width, _SUM_BYTES) if each is None else each
+            own = added_bytes(width) if each is None else each
             nbytes += self.sheets.ops.nbytes(placed) / width * own
         seconds = self.player.price(Traffic(nbytes))
         return replace(NOTHING, seconds=seconds, compute=seconds)
