@@ -17,6 +17,7 @@ from planned import analysed
 from typer.testing import CliRunner
 
 import autoshard
+from autoshard.candidates import PipeAsk, searched
 from autoshard.cli.folders import read_plan
 from autoshard.cli.main import app
 from autoshard.cli.output import Progress
@@ -173,6 +174,21 @@ def test_plans_are_the_same_byte_for_byte() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], env=env, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == text
+
+
+def test_megatron_has_a_pipeline_where_a_node_of_tensor_ranks_is_not_enough() -> None:
+    """With as few stages as fit, by a schedule that it has; without, where pipelines are not asked for."""
+    machine, model = load_cluster("h100-dgx"), analysed("llama-deep").model
+    meshes = searched(machine, 16, 4, 16, PipeAsk())
+    for budget, wanted in ((300_000, "dp=2,tp=8"), (180_000, "pp=2,tp=8")):
+        found = choose(model, meshes, machine, Ask(batch=16, rivals=True, budget=budget))
+        megatron = found.rivals[-1]
+        assert megatron.mesh == wanted and megatron.seconds is not None
+        assert megatron.seconds > found.placed.seconds
+    alone = choose(
+        model, mesh_candidates(machine, 16), machine, Ask(batch=16, rivals=True, budget=180_000)
+    ).rivals[-1]
+    assert alone.mesh == "dp=2,tp=8" and alone.seconds is None
 
 
 # -- stopping early ----------------------------------------------------------------------------------------

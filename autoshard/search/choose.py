@@ -202,9 +202,8 @@ class _Search:
         def pricing(poses: Poses, known: Sequence[Shape]) -> Pricing:
             shapes = Shapes(poses, ask, setting, self.total, self.progress)
 
-            def ranked(mesh: Mesh) -> Nearest:
-                alone = Staged(mesh)
-                shape = next((s for s in known if alone in s.meshes), None) or shapes.solved((alone,))
+            def ranked(alone: Staged) -> Nearest:
+                shape = next((s for s in known if _has(s, alone)), None) or shapes.solved((alone,))
                 return Nearest(shapes.ranked(replace(shape, meshes=(alone,))))
 
             return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
@@ -213,11 +212,9 @@ class _Search:
         stored = padded(self.model, devices)
         if stored is not self.model:
             sharded = pricing(Poses(stored, self.cluster, setting, ask.recipe, self.progress), ())
-        seen = {staged.mesh for shape in self.solved for staged in shape.meshes if staged.ranks == 1}
+        seen = [staged for shape in self.solved for staged in shape.meshes]
         reached = self.exact.judged(found)
-        return rivals(
-            devices, self.cluster, ask.budget, setting, plain, sharded, seen.__contains__, self._room, reached
-        )
+        return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached)
 
     def _room(self, where: Configuration, setting: Setting) -> Room | None:
         """What a plan of ours holds on the mesh of a rival if it is to fit; that plan is kept.
@@ -262,6 +259,11 @@ class _Search:
             return False
         times = [self.exact.judge.measured(s) for s in (one, other)]
         return times[0] is not None and times[1] is not None and times[0] >= times[1]
+
+
+def _has(shape: Shape, wanted: Staged) -> bool:
+    """Whether a mesh is one of a shape, whichever pipelines it may have."""
+    return any(s.mesh == wanted.mesh and s.ranks == wanted.ranks for s in shape.meshes)
 
 
 def _divides_experts(mesh: Mesh) -> bool:

@@ -13,7 +13,7 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout, Shard
-from autoshard.search.configuration import Configuration
+from autoshard.search.configuration import Configuration, Staged
 from autoshard.search.nearest import Nearest
 from autoshard.search.network import Array, InfeasibleNetwork, NoFiniteAssignment
 from autoshard.search.problem import Model
@@ -21,10 +21,11 @@ from autoshard.search.problems import Posed
 from autoshard.search.setting import Setting
 from autoshard.search.settle import Placed, place
 from autoshard.search.tune import QUICK
+from autoshard.search.uneven import uneven_seconds
 from autoshard.search.variables import NodeVar, ValueVar, Variable
 
-#: (mesh) -> its configurations
-Ranking = Callable[[Mesh], Nearest]
+#: (mesh, with its pipelines) -> its configurations
+Ranking = Callable[[Staged], Nearest]
 Poser = Callable[[Configuration], Posed]
 
 
@@ -69,21 +70,23 @@ def rivals(
     setting: Setting,
     plain: Pricing,
     sharded: Pricing,
-    known: Callable[[Mesh], bool],
+    known: Sequence[Staged],
     rooms: Rooms,
     reached: float,
 ) -> tuple[Rival, ...]:
-    """Data parallel, FSDP2, and Megatron-LM's tensor and data parallelism, each at its best microbatch.
+    """Data parallel, FSDP2, and Megatron-LM's pipeline, tensor and data parallelism, each at its best
+    microbatch.
 
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
-    little of it as fits, activations between layers whole on every rank of it; without its pipelines.
-    plain: prices of what our programs can store; sharded: of what FSDP2 stores (`search.padded`). reached:
-    seconds of the plan; whoever seems faster has to fit as a program, too, which ``rooms`` tells.
+    little of it as fits, activations between layers whole on every rank of it; where a whole node does not
+    do, as few pipeline stages as fit, by 1F1B, interleaved or not. plain: prices of what our programs can
+    store; sharded: of what FSDP2 stores (`search.padded`). known: meshes that were searched. reached: seconds
+    of the plan; whoever seems faster has to fit as a program, too, which ``rooms`` tells.
     """
     solve = _Solver(budget, setting, plain, rooms, reached)
     return (
-        solve.one("data parallel", Mesh((Axis("dp", devices),))),
-        replace(solve, prices=sharded).one("FSDP2", Mesh((Axis("fsdp", devices),))),
+        solve.one("data parallel", Staged(Mesh((Axis("dp", devices),)))),
+        replace(solve, prices=sharded).one("FSDP2", Staged(Mesh((Axis("fsdp", devices),)))),
         _megatron(devices, cluster, solve, known),
     )
 
@@ -96,23 +99,28 @@ class _Solver:
     rooms: Rooms
     reached: float
 
-    def one(self, name: str, mesh: Mesh, *, between_layers_whole: bool = False) -> Rival:
+    def one(self, name: str, staged: Staged, *, between_layers_whole: bool = False) -> Rival:
+        mesh = f"pp={staged.ranks},{staged.mesh}" if staged.ranks > 1 else str(staged.mesh)
         try:
-            configurations = self.prices.ranked(mesh)
+            configurations = self.prices.ranked(staged)
         except UsageError as error:
-            return Rival(name, str(mesh), 1, None, error.what)
+            return Rival(name, mesh, 1, None, error.what)
         for estimated in configurations.nearest(2):
             where = estimated.configuration
             posed = self.prices.pose(where)
             allowed = _whole_between_layers(posed) if between_layers_whole else ()
             room = Room(replace(estimated.setting, microbatches=where.microbatches), self.budget)
             placed = self._place(posed, room, allowed)
-            if placed is not None and placed.seconds < self.reached:
+            if placed is not None and self._seconds(posed, placed, where) < self.reached:
                 fits = self.rooms(where, room.setting)
                 placed = None if fits is None else self._place(posed, fits, allowed)
             if placed is not None:
-                return Rival(name, str(mesh), where.microbatches, placed.seconds)
-        return Rival(name, str(mesh), 1, None, "does not fit the memory")
+                return Rival(name, mesh, where.microbatches, self._seconds(posed, placed, where))
+        return Rival(name, mesh, 1, None, "does not fit the memory")
+
+    def _seconds(self, posed: Posed, placed: Placed, where: Configuration) -> float:
+        """Of a step; stages of a pipeline are no more alike than they can be."""
+        return placed.seconds if where.pipe.ranks == 1 else uneven_seconds(posed, placed, where.pipe)
 
     def _place(self, posed: Posed, room: Room, allowed: Sequence[Array | None]) -> Placed | None:
         for trial in (room.setting, room.setting.running_again("full")):
@@ -123,19 +131,28 @@ class _Solver:
         return None
 
 
-def _megatron(devices: int, cluster: Cluster, solve: _Solver, known: Callable[[Mesh], bool]) -> Rival:
-    """As little tensor parallelism as fits, of the meshes that are known, or the most there can be."""
+def _megatron(devices: int, cluster: Cluster, solve: _Solver, known: Sequence[Staged]) -> Rival:
+    """As little tensor parallelism as fits, of the meshes that are known, or the most there can be, and then
+    with as few stages as fit."""
     node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
     ways = [t for t in range(1, min(node, devices) + 1) if devices % t == 0 and node % t == 0]
-    name = "Megatron-LM (SC'21)"
     meshes = [Mesh(_axes(devices // tp, tp)) for tp in ways]
-    last = Rival(name, str(meshes[-1]), 1, None, "does not fit the memory")
-    for mesh in meshes:
-        if known(mesh) or mesh == meshes[-1]:
-            last = solve.one(name, mesh, between_layers_whole=True)
-            if last.seconds is not None:
-                break
+    alone = {staged.mesh for staged in known if staged.ranks == 1}
+    tried = [Staged(mesh) for mesh in meshes if mesh in alone or mesh == meshes[-1]]
+    tried += sorted(filter(None, (_one_f_one_b(s, devices, ways[-1]) for s in known)), key=lambda s: s.ranks)
+    for staged in tried:
+        last = solve.one("Megatron-LM (SC'21)", staged, between_layers_whole=True)
+        if last.seconds is not None:
+            break
     return last
+
+
+def _one_f_one_b(staged: Staged, devices: int, tp: int) -> Staged | None:
+    """The pipelines of Megatron-LM among those of a mesh, None if it has none."""
+    pipes = tuple(p for p in staged.pipes if p.schedule in ("1f1b", "interleaved"))
+    if staged.ranks == 1 or not pipes or staged.mesh != Mesh(_axes(devices // staged.ranks // tp, tp)):
+        return None
+    return replace(staged, pipes=pipes)
 
 
 def _axes(dp: int, tp: int) -> tuple[Axis, ...]:
