@@ -19,6 +19,7 @@ from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.cluster.cluster import Cluster, Level
+from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.program.ends import ends_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
@@ -82,6 +83,9 @@ def test_one_stage_runs_its_microbatches_and_reduces_once(mesh: str, microbatche
     total = made.step().compute + made.step().comm
     single, repeated = (sum(c.compute + c.comm for c in some) for some in (once, each))
     assert total == pytest.approx(microbatches * repeated + single)
+    if microbatches > 1:  # each gradient is read, and its sum read and written
+        gradients = StagePrices(made.program, CPU).gradients_of[0]
+        total += microbatches * traffic_seconds(3 * sum(gradients.values()), CPU.device)
     assert made.pipeline.seconds == pytest.approx(total + made.pipeline.spent.update)
     assert made.pipeline.spent.bubble == pytest.approx(0.0, abs=1e-12)
     sent, sent_once = (sum(c.collectives for c in some) for some in (each, once))
