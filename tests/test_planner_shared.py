@@ -225,7 +225,7 @@ def _searched(stop_at: int = 0) -> Settled:
             raise KeyboardInterrupt
 
     machine = load_cluster("h100-dgx")
-    meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4", "dp=4")]
+    meshes = [Mesh.parse(m) for m in ("dp=2,tp=2", "fsdp=4")]
     return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
 
 

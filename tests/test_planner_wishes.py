@@ -225,7 +225,7 @@ def test_interrupted_after_the_first_shape() -> None:
 def _two_solved(say: Callable[[str], None]) -> Settled:
     """A search that solves two configurations."""
     machine = load_cluster("h100-dgx")
-    meshes = [Mesh.parse(m) for m in ("dp=2,fsdp=2", "fsdp=4")]
+    meshes = [Mesh.parse(m) for m in ("dp=2,tp=2", "fsdp=4")]
     return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
 
 

@@ -140,6 +140,26 @@ def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
         assert race.leaves_out(_estimated("fsdp=8", 2.5))
 
 
+def test_one_that_has_to_hold_less_says_little_of_others() -> None:
+    """Once it fits as a program it may be far slower than was expected: what looked a little slower than it
+    is solved after all."""
+    where, other = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), _estimated("fsdp=8", 1.02)
+    race = _solved(where, 1.0, 1.0)
+    assert race.leaves_out(other)
+    posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
+    less = SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=1.1), posed=posed)
+    race.finish(cast(Settled, less), 1.1, 1.15)
+    assert not race.leaves_out(other)
+
+
+def test_what_divides_the_data_ranks_otherwise_errs_alike() -> None:
+    race = _solved(Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe()), 1.0, 1.02)
+    assert race.leaves_out(_estimated("dp=2,fsdp=4", 1.005))
+    assert not race.leaves_out(_estimated("dp=2,fsdp=4", 0.99))
+    # of one that splits tensors it says nothing
+    assert not race.leaves_out(_estimated("fsdp=4,tp=2", 1.005))
+
+
 def _finished(race: Race, where: Configuration, seconds: float, measured: float | None) -> None:
     """One more was solved, and made a program where it is measured."""
     posed = SimpleNamespace(problem=SimpleNamespace(choices=100))

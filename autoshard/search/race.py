@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from autoshard.search.ask import Settled
@@ -19,7 +19,8 @@ _WORK, _CHEAP = 8_000, 4
 #: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
 #: for pipelines, and by placements, which says more
 _MARGIN, _CLOSE = 1.03, 1.015
-#: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved
+#: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved; by no
+#: more than that do estimates err otherwise if only the data ranks are divided otherwise
 _SAME = 1.001
 #: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
 _FAR = 1.2
@@ -147,7 +148,7 @@ class Race:
         near = [s for s in known if alike(s.found.configuration) == alike(where)]
         if not known or not isfinite(estimated.seconds):
             return False
-        far = (_MARGIN if near else _FAR) * self.needed(where)
+        far = (_SAME if near else _FAR) * self.needed(where)
         return estimated.seconds * min(s.judged / s.estimated for s in near or known) > far
 
     def _like(self, where: Configuration) -> int:
@@ -189,6 +190,9 @@ class Race:
         if it was made a program."""
         where = found.configuration
         self.seconds[where] = judged
+        standing = self._standing.get(where)
+        if standing is not None:  # what had to hold less may have become far slower than its estimate
+            self._standing[where] = replace(standing, seconds=found.placed.seconds, judged=judged)
         if measured is not None:
             self._off[_piped(where)] = measured / judged
         if self.best is None or judged < self.needed(where):
