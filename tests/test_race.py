@@ -153,11 +153,12 @@ def test_one_that_has_to_hold_less_says_little_of_others() -> None:
 
 
 def test_what_divides_the_data_ranks_otherwise_errs_alike() -> None:
+    """Where nothing else is divided; what a tensor axis leaves to store may be divided better or worse."""
     race = _solved(Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe()), 1.0, 1.02)
     assert race.leaves_out(_estimated("dp=2,fsdp=4", 1.005))
     assert not race.leaves_out(_estimated("dp=2,fsdp=4", 0.99))
-    # of one that splits tensors it says nothing
-    assert not race.leaves_out(_estimated("fsdp=4,tp=2", 1.005))
+    race = _solved(Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), 1.0, 1.02)
+    assert not race.leaves_out(_estimated("dp=2,fsdp=2,tp=2", 1.005))
 
 
 def _finished(race: Race, where: Configuration, seconds: float, measured: float | None) -> None:

@@ -20,7 +20,7 @@ _WORK, _CHEAP = 8_000, 4
 #: for pipelines, and by placements, which says more
 _MARGIN, _CLOSE = 1.03, 1.015
 #: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved; by no
-#: more than that do estimates err otherwise if only the data ranks are divided otherwise
+#: more than that do estimates err otherwise where there are data ranks alone, divided otherwise
 _SAME = 1.001
 #: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
 _FAR = 1.2
@@ -148,8 +148,9 @@ class Race:
         near = [s for s in known if alike(s.found.configuration) == alike(where)]
         if not known or not isfinite(estimated.seconds):
             return False
-        far = (_SAME if near else _FAR) * self.needed(where)
-        return estimated.seconds * min(s.judged / s.estimated for s in near or known) > far
+        slower = min(s.judged / s.estimated for s in near or known)
+        far = (_MARGIN if _splits(where) or _piped(where) else _SAME) if near else _FAR
+        return slower * estimated.seconds > far * self.needed(where)
 
     def _like(self, where: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; one failure is free."""
