@@ -29,11 +29,14 @@ class Orders:
 
     def of(self, network: CostNetwork) -> Order | None:
         """The order for a network of these states and edges, variables with one state being no neighbours."""
-        sizes = tuple([len(u) for u in network.unary])
-        key = (sizes, tuple(network.edges))
+        return self.along(tuple([len(u) for u in network.unary]), tuple(network.edges))
+
+    def along(self, sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> Order | None:
+        """The same, by the number of states of every variable and the pairs that have an edge."""
+        key = (sizes, edges)
         if key not in self._found:
             near: list[set[int]] = [set() for _ in sizes]
-            for u, v in network.edges:
+            for u, v in edges:
                 if sizes[u] > 1 and sizes[v] > 1:
                     near[u].add(v)
                     near[v].add(u)

@@ -1,24 +1,37 @@
 """Meshes that differ only in their data ranks, solved exactly at a few microbatches.
 
-What is least over all placements is concave in the batch (a least of sums of concave costs), so the chord
-between two solutions is a lower bound for every microbatch between.
+Between two of them the least seconds over all placements are bounded from both sides: more sequences take no
+less, and less per sequence, as all that is fixed is shared by more of them. Bytes are proportional to the
+sequences but for what is fixed, so that their least is concave, and the chord between two solutions bounds
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import TypeVar
 
-from autoshard.search.configuration import Staged
+import numpy as np
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.step_time import Exposure
+from autoshard.search.again import Filling
+from autoshard.search.configuration import Staged, data_ways
+from autoshard.search.floor import Regime, regimes_of
+from autoshard.search.network import Array
 from autoshard.search.parameters import Parameters, parameters_of
 from autoshard.search.problems import Posed
-from autoshard.search.setting import OF_STATE
+from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import Placed
 from autoshard.search.terms import Profile
 
 K = TypeVar("K")
+F = TypeVar("F", float, Array)
+#: times the dearest price at which layers are computed again
+_BEYOND = (2.0,)
 
 
 @dataclass(frozen=True)
@@ -34,17 +47,37 @@ class End:
     """One microbatch solved exactly.
 
     batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
-    least. find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says
-    what is held at least beside parameters, with everything computed again. Both are asked only where memory
-    is short. find_chain: seconds of the ops of forward, in order; only asked where there are pipelines.
+    least. mesh: that was solved. proven: seconds that no step of a single microbatch on it goes below.
+    find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says what
+    is held at least beside parameters, with everything computed again. Both are only asked where memory is
+    short. find_chain: seconds of the ops of forward, in order; only asked where there are pipelines.
+    find_floors, find_whole: make `search.floor.floors` and `whole_floors` at some prices. find_least: says
+    what parameters take at least. All three are only asked where something has to be proven. find_shared: is
+    only asked where there is a single data rank.
     """
 
     batch: int
     free: Way
     seconds: float
+    mesh: Mesh
+    proven: float
     find_lean: Callable[[bool], Way]
     find_bytes: Callable[[], float]
     find_chain: Callable[[], tuple[float, ...]]
+    find_floors: Callable[[Sequence[float], Sequence[Regime]], Array | None]
+    find_whole: Callable[[Setting, Sequence[float], Sequence[Exposure]], Array | None]
+    find_least: Callable[[], Parameters]
+    find_shared: Callable[[], float]
+
+    @cached_property
+    def shared(self) -> float:
+        """Seconds that data ranks take at most to share what holds no batch, which one alone does not."""
+        return self.find_shared()
+
+    @cached_property
+    def least(self) -> Parameters:
+        """Of the parameters, however they are used."""
+        return self.find_least()
 
     @cached_property
     def lean(self) -> Way:
@@ -75,13 +108,14 @@ class Shape:
 
     What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
     ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
-    solved. ends: by sequences, ascending. between: bytes that one sequence hands from layer to layer.
-    choices: states of all variables of one problem. state: bytes of trained parameters with their gradients
-    and optimizer, whole.
+    solved. ends: by sequences, ascending. calls: see `Setting`. between: bytes that one sequence hands from
+    layer to layer. choices: states of all variables of one problem. state: bytes of trained parameters with
+    their gradients and optimizer, whole.
     """
 
     meshes: tuple[Staged, ...]
     ends: tuple[End, ...]
+    calls: Mapping[str, int]
     between: float = 0.0
     choices: int = 0
     state: float = 0.0
@@ -98,13 +132,79 @@ class Shape:
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
-        low, high, t = self.place(batch)
-        return low.seconds + t * (high.seconds - low.seconds)
+        low, high, _ = self.place(batch)
+        return float(_least(low, high, batch, low.seconds, high.seconds))
+
+    def shared(self, batch: int) -> float:
+        """Seconds of a microbatch that a mesh with a single data rank takes less at most."""
+        if all(data_ways(end.mesh) == 1 for end in self.ends):
+            return 0.0
+        return max(end.shared for end in self.place(batch)[:2])
 
     def bytes(self, batch: int) -> float:
         """Bytes that are held at least, but for what belongs to parameters."""
         low, high, t = self.place(batch)
         return low.bytes + t * (high.bytes - low.bytes)
+
+    @cached_property
+    def prices(self) -> tuple[float, ...]:
+        """Seconds per byte of activations at which bounds are looked for: none, and those at which computing
+        layers again is worth its while, and what is beyond that."""
+        options = [
+            o.price for e in self.ends for chosen in Filling(e.free.taken, self.calls).choices for o in chosen
+        ]
+        worth = [price for price in options if 0 < price < inf]
+        if not worth:
+            return (0.0,)
+        return (0.0, *dict.fromkeys((min(worth), max(worth), *(n * max(worth) for n in _BEYOND))))
+
+    @cached_property
+    def _floors(self) -> dict[Regime, list[Array]]:
+        """Seconds by price, of every end; regimes are added as they are asked for."""
+        return {}
+
+    def floors(self, batch: int, regime: Regime) -> Array:
+        """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices]."""
+        for number, end in enumerate(self.ends):
+            if not len(self._floors.get(regime, [np.empty(0)] * len(self.ends))[number]):
+                self._find(number, end, regime)
+        low, high, _ = self.place(batch)
+        below, above = (self._floors[regime][self.ends.index(end)] for end in (low, high))
+        return _least(low, high, batch, below, above)
+
+    def whole_floors(
+        self, mesh: Mesh, batch: int, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]
+    ) -> Array | None:
+        """Seconds of a step with all that it holds that nothing goes below, [exposures, prices].
+
+        None for another mesh than the one that was solved, or where that takes long.
+        """
+        low, high, _ = self.place(batch)
+        if low.mesh != mesh or high.mesh != mesh:
+            return None
+        above = high.find_whole(how, prices, exposures)
+        below = above if high.batch == batch else low.find_whole(how, prices, exposures)
+        return None if below is None or above is None else _least(low, high, batch, below, above)
+
+    def _find(self, number: int, end: End, wanted: Regime) -> None:
+        """Of one end; of other regimes, too, if that is not too much at once."""
+        for regimes in (regimes_of(wanted), (wanted,)):
+            made = end.find_floors(self.prices[1:], regimes) if self.prices[1:] else None
+            if made is not None or len(regimes) == 1:
+                break
+        for at, regime in enumerate(regimes):
+            found = np.zeros(len(self.prices) - 1) if made is None else made[at]
+            row = self._floors.setdefault(regime, [np.empty(0)] * len(self.ends))
+            row[number] = np.concatenate(([end.seconds], found))
+
+    def proven(self, mesh: Mesh, batch: int) -> float:
+        """Seconds that no step on a mesh without a pipeline goes below, 0 if another mesh was solved.
+
+        batch: sequences per data rank of the whole step. Several microbatches take no less than a single one
+        of all their sequences.
+        """
+        largest = self.ends[-1]
+        return largest.proven * batch / largest.batch if largest.mesh == mesh else 0.0
 
     def covers(self, batch: int) -> bool:
         return self.ends[0].batch <= batch <= self.ends[-1].batch
@@ -115,6 +215,13 @@ class Shape:
         low, high = self.ends[max(0, above - 1)], self.ends[above]
         width = high.batch - low.batch
         return low, high, (batch - low.batch) / width if width else 0.0
+
+
+def _least(low: End, high: End, batch: int, below: F, above: F) -> Array:
+    """Of a number of sequences between two ends, by what these take."""
+    share = (batch / high.batch) * np.asarray(above)
+    # a single sequence may not be split as evenly as several together
+    return share if low.batch == 1 < batch else np.maximum(below, share)
 
 
 def _off_parameters(low: Way, high: Way, t: float) -> Profile:

@@ -16,9 +16,9 @@ class Estimated:
     seconds: inf where it seems not to fit; for a rough one no more than a closer look says. bound: ranks of a
     pipeline wait as the formula of the shortest schedule says; nothing else is in the way. hopeless: whether
     what parameters take leaves no room for anything else in any placements that were looked at. choices:
-    states of all variables of a problem of its shape, which say how long a solution takes. view: what a
-    closer look is taken at; None once there is nothing more to see. floor: of the seconds, with room for
-    everything but parameters that do not fit.
+    states of all variables of a problem of its shape, which say how long a solution takes. proof: of what a
+    better bound is made. view: what a closer look is taken at; None once there is nothing more to see.
+    floor: of the seconds, with room for everything but parameters that do not fit.
     """
 
     configuration: Configuration
@@ -27,6 +27,7 @@ class Estimated:
     bound: float
     hopeless: bool = False
     choices: int = 0
+    proof: Proof | None = field(default=None, compare=False, repr=False)
     view: View | None = field(default=None, compare=False, repr=False)
     floor: float = 0.0
 
@@ -39,9 +40,21 @@ class Estimated:
         """What a closer look says; None if it cannot fit."""
         return self if self.view is None else self.view.closer(self)
 
+    def tighter(self) -> float:
+        """A better bound, in seconds."""
+        return self.bound if self.proof is None else max(self.bound, self.proof.tighter())
+
     def may_fit(self) -> bool:
         """Whether it is not known to need more memory than there is."""
         return self.view is None or self.view.may_fit()
+
+
+class Proof(Protocol):
+    """What better bounds are made of."""
+
+    def tighter(self) -> float:
+        """Seconds that no step which fits goes below."""
+        ...
 
 
 class View(Protocol):

@@ -277,7 +277,7 @@ class Exact:
             if other.bound >= bound:
                 break
             if other.may_fit():
-                bound = other.bound
+                bound = min(bound, other.tighter())
         # an estimate below what was found says little: those that were solved come first
         priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others.items())
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))

@@ -11,6 +11,8 @@ from functools import cached_property
 from math import inf, prod
 from typing import TypeVar
 
+import numpy as np
+
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
@@ -20,16 +22,17 @@ from autoshard.search.again import Filling
 from autoshard.search.configuration import Configuration, data_ways, microbatch_sizes
 from autoshard.search.ends import End, Shape, between
 from autoshard.search.estimated import Estimated
+from autoshard.search.floor import Regime
+from autoshard.search.network import Array
 from autoshard.search.parameters import Parameters, Zero
 from autoshard.search.pipe import Pipe
 from autoshard.search.setting import Setting
 from autoshard.search.terms import Profile
+from autoshard.search.tighter import EXPOSURES, Lives, bound_of
 from autoshard.search.uneven import busiest
 
 K = TypeVar("K")
 V = TypeVar("V")
-#: what sharing scalars among data ranks takes is less than the rest of this share of a microbatch
-_ALONE = 0.98
 #: placements that hold less may store so much less of the parameters, as a factor
 _LEANER = 1.05
 #: sums of the same seconds in another order differ by less than this share
@@ -51,7 +54,15 @@ def rank(
     not to fit, without that being proven, has infinite estimated seconds.
     """
     return [
-        Estimated(one.where(one.ways[0]), one.ways[0], one.bound, one.bound, choices=shape.choices, view=one)
+        Estimated(
+            one.where(one.ways[0]),
+            one.ways[0],
+            one.bound,
+            one.bound,
+            choices=shape.choices,
+            proof=one,
+            view=one,
+        )
         for one in _candidates(shape, total, cluster, setting, budget, recipe)
     ]
 
@@ -63,7 +74,7 @@ def _candidates(
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
-    zeros = _Zeros(cluster, recipe)
+    zeros = _Zeros(cluster, recipe, setting.overlap)
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
@@ -85,11 +96,22 @@ def _candidates(
                 bare[each, cut] = _Bare(shape, cut, each, setting)
             ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
             # alone, a data rank has not even scalars to share
-            slack = 1.0 if ways > 1 else _ALONE
+            shared = shape.shared(each) if ways == 1 else 0.0
             runs = count + min(p.filling(count) for p in staged.pipes)
-            bound = slack * runs * shape.seconds(each) / staged.ranks
+            bound = runs * max(0.0, shape.seconds(each) - shared) / staged.ranks
+            if staged.ranks == 1:
+                bound = max(bound, shape.proven(mesh, total // ways))
             yield _Bounded(
-                mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, state, budget
+                mesh,
+                batch,
+                bare[each, cut],
+                of_mesh,
+                ways_to_run,
+                uneven[staged.pipes],
+                bound,
+                state,
+                budget,
+                shared,
             )
 
 
@@ -101,6 +123,7 @@ class _Bare:
 
     def __init__(self, shape: Shape, staged: bool, each: int, setting: Setting) -> None:
         self._shape, self._staged, self.each, self._setting = shape, staged, each, setting
+        self._floors: dict[Regime, Array] = {}
 
     @cached_property
     def free(self) -> Filling:
@@ -109,6 +132,21 @@ class _Bare:
     @cached_property
     def lean(self) -> Filling:
         return Filling(self._shape.lean(self.each, self._staged), self._setting.calls)
+
+    def floors(self, regime: Regime) -> Array:
+        """Seconds that it takes at least with what it holds, by the price of a byte."""
+        if regime not in self._floors:
+            self._floors[regime] = self._shape.floors(self.each, regime)
+        return self._floors[regime]
+
+    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array) -> Array | None:
+        """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
+        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES)
+
+    @property
+    def prices(self) -> Array:
+        """Of a byte, in seconds."""
+        return np.array(self._shape.prices)
 
     @property
     def least_bytes(self) -> float:
@@ -157,7 +195,8 @@ class _Ways:
 class _Bounded:
     """A microbatch on one mesh. batch: its sequences. uneven: seconds of a step over those with equal stages,
     by pipeline. bound: in seconds, of any placements. state: bytes that parameters take at least on the ranks
-    of a pipeline together."""
+    of a pipeline together. shared: seconds of a microbatch that it takes less at most than on the mesh that
+    was solved."""
 
     mesh: Mesh
     batch: int
@@ -168,6 +207,7 @@ class _Bounded:
     bound: float
     state: float
     budget: float | None
+    shared: float
 
     @cached_property
     def _steps(self) -> list[list[float]]:
@@ -190,6 +230,26 @@ class _Bounded:
     def _floors(self) -> list[tuple[float, int]]:
         """(the least of these, number of the pipeline), the fastest first."""
         return sorted((self.uneven[k] * min(row, default=inf), k) for k, row in enumerate(self._steps))
+
+    def tighter(self) -> float:
+        """Seconds that no placements which fit go below, in any of the pipelines."""
+        if self.budget is None:
+            return self.bound
+        if self.ways.ranks == 1:
+            how, prices = self.ways[0], self.bare.prices * self.ways.count
+            whole = self.bare.whole_floors(self.mesh, how, prices)
+            if whole is not None:
+                return max(self.bound, float((whole - prices * self.budget).max()))
+        found = inf
+        for k in range(len(self.uneven)):
+            for lives in self.lives.least(self.bare.each):
+                found = min(found, bound_of(self.ways[k], self.bare.prices, self._least, lives, self.budget))
+            if found <= self.bound:
+                return self.bound
+        return found
+
+    def _least(self, regime: Regime) -> Array:
+        return np.maximum(0.0, self.bare.floors(regime) - self.shared)
 
     def where(self, how: Setting) -> Configuration:
         """The configuration that runs in a setting."""
@@ -286,6 +346,7 @@ class _Lives:
         self._used: dict[str, list[Profile]] = {}
         self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
         self._at: dict[tuple[int, bool], list[Profile]] = {}
+        self._least: dict[str, Lives] = {}
 
     def at(self, each: int, *, lean: bool) -> list[Profile]:
         """By stages of ZeRO. lean: of placements that hold less."""
@@ -304,6 +365,18 @@ class _Lives:
         low_stages, high_stages = _paired(self._seconds(low, how, lean), self._seconds(high, how, lean), t)
         return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
 
+    def least(self, each: int) -> list[Lives]:
+        """What they take at least, however they are used by the one end or the other."""
+        low, high, _ = self._shape.place(each)
+        found = []
+        for used in {end.least.likeness: end.least for end in (low, high)}.values():
+            if used.likeness not in self._least:
+                zero = self._zeros.of(used)
+                tied = zero.ties(self._mesh, self._links, 1 - self._zeros.overlap)
+                self._least[used.likeness] = Lives.of(zero.lived(self._mesh, self._links), tied=tied)
+            found.append(self._least[used.likeness])
+        return found
+
     def _seconds(self, end: End, how: Setting, lean: bool) -> list[Sums]:
         likeness, found = self._of(end, lean)
         key = (likeness, how.apart, how.sums_up)
@@ -321,8 +394,8 @@ class _Lives:
 class _Zeros:
     """What parameters take, each use of them worked out once for all meshes."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe) -> None:
-        self.cluster, self.recipe = cluster, recipe
+    def __init__(self, cluster: Cluster, recipe: Recipe, overlap: float) -> None:
+        self.cluster, self.recipe, self.overlap = cluster, recipe, overlap
         self._made: dict[str, Zero] = {}
 
     def of(self, used: Parameters) -> Zero:

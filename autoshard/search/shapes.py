@@ -7,18 +7,22 @@ from dataclasses import replace
 from math import gcd
 
 from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.cost.step_time import Exposure
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask
 from autoshard.search.configuration import Staged, data_ways, microbatch_sizes
 from autoshard.search.ends import End, Shape, Way, way_of
 from autoshard.search.estimated import Estimated
-from autoshard.search.parameters import whole_state
+from autoshard.search.floor import Regime, floors, whole_floors
+from autoshard.search.network import Array
+from autoshard.search.parameters import Parameters, least_parameters, whole_state
 from autoshard.search.poses import Poses
 from autoshard.search.problem import Model, batch_of, experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
 from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
+from autoshard.search.shared import shared_seconds
 from autoshard.search.solve import least_cost
 from autoshard.search.terms import Bytes, compose
 from autoshard.search.tune import FINAL, ROUGH
@@ -81,14 +85,15 @@ class Shapes:
                 if middle and self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices > _LARGE:
                     middle = []
                 chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
-                least = min((b for b in chosen if b > 1), default=1)
+                # larger ones have no placements that this has not
+                least = min((b for b in sizes if b > 1), default=1)
                 ends = tuple(self._end(mesh, b, least) for b in chosen)
             except UsageError as error:
                 failure = error
                 continue
             choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
             state = whole_state(self.poses.model, self.ask.recipe)
-            return Shape(group, ends, _between_layers(self.poses.model), choices, state)
+            return Shape(group, ends, self.setting.calls, _between_layers(self.poses.model), choices, state)
         assert failure is not None
         raise failure
 
@@ -128,7 +133,32 @@ class Shapes:
         def chain() -> tuple[float, ...]:
             return chain_of(posed, free)
 
-        return End(each, way_of(posed, free), _least_seconds(posed), lean, least_bytes, chain)
+        def floors_at(prices: Sequence[float], regimes: Sequence[Regime]) -> Array | None:
+            return floors(posed, self.setting, prices, regimes, recompute=self.ask.recompute)
+
+        def whole_at(how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]) -> Array | None:
+            return whole_floors(posed, how, prices, exposures, recompute=self.ask.recompute)
+
+        def least_used() -> Parameters:
+            return least_parameters(posed)
+
+        def shared() -> float:
+            return shared_seconds(self.poses.of(mesh, least * ways, self.ask.pins))
+
+        return End(
+            each,
+            way_of(posed, free),
+            _least_seconds(posed),
+            mesh,
+            free.lower_bound,
+            lean,
+            least_bytes,
+            chain,
+            floors_at,
+            whole_at,
+            least_used,
+            shared,
+        )
 
     def _least_bytes(self, posed: Posed) -> float:
         """Bytes that no placements go below, with everything computed again, but for what belongs to

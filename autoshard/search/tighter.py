@@ -1,0 +1,79 @@
+"""A lower bound on the step of a configuration that was not solved, memory and parameters counted.
+
+For any price per byte and any exposure of overlaps, the least of seconds plus price times bytes, less the
+price of the whole budget, bounds every step that fits (duality, as in `search.bound`). What is least falls
+into two parts that are looked at apart, which can only make it less: activations, the same for all meshes
+that divide layers alike (`search.floor`), and parameters, class by class, by their lives on this mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.step_time import Exposure, weights
+from autoshard.search.floor import Regime, regime_of
+from autoshard.search.network import Array
+from autoshard.search.parameters import Lived
+from autoshard.search.setting import Setting
+from autoshard.search.terms import Bytes, Time
+
+#: nothing of parameters shows beside computing, or all of it
+EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Lives:
+    """What classes of parameters take at least, by stages of ZeRO.
+
+    seconds: [stages, times, classes], and bytes: [stages, kinds, classes]. tied: see `search.floor.Regime`.
+    """
+
+    times: tuple[Time, ...]
+    seconds: Array
+    kinds: tuple[Bytes, ...]
+    bytes: Array
+    tied: bool
+
+    @staticmethod
+    def of(lived: Sequence[Lived], *, tied: bool) -> Lives:
+        times = tuple(dict.fromkeys(key for one in lived for key in one.seconds))
+        kinds = tuple(dict.fromkeys(kind for one in lived for kind in one.bytes))
+        nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))
+        return Lives(
+            times,
+            np.array([[one.seconds.get(key, nothing) for key in times] for one in lived]),
+            kinds,
+            np.array([[one.bytes.get(kind, nothing) for kind in kinds] for one in lived]),
+            tied,
+        )
+
+
+def bound_of(
+    how: Setting, prices: Array, floors: Callable[[Regime], Array], lives: Lives, budget: float
+) -> float:
+    """Seconds that no step in this setting goes below, whatever runs again, if it fits the budget.
+
+    prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
+    least with what it holds at each of these, by regime; both [prices].
+    """
+    held = np.tensordot(lives.bytes, [how.bytes_weight(kind) for kind in lives.kinds], (1, 0))
+    waiting, others = how.waiting
+    # no rank holds less than its share of what is in flight
+    flights = {False: min(1.0, how.flight)}
+    if how.pipe.splits_backward and not others:
+        flights[True] = min(1.0, waiting)
+    found = 0.0
+    for exposure in EXPOSURES:
+        weight, counted = weights(how.how, exposure), how.time_weight(exposure)
+        # where messages show, computing counts in part; no less is left of everything else, at a higher price
+        part = min(weight.work_forward, weight.work_backward)
+        spent = np.tensordot(lives.seconds, [counted(key) for key in lives.times], (1, 0))
+        for waits, flight in flights.items():
+            floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
+            price = prices * (part / flight)
+            least = (spent[:, None] + price[:, None] * held[:, None]).min(axis=0).sum(axis=1)
+            found = max(found, float((floor + least - price * budget).max()))
+    return found
