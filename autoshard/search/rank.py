@@ -99,8 +99,7 @@ def _candidates(
             shared = shape.shared(each) if ways == 1 else 0.0
             runs = count + min(p.filling(count) for p in staged.pipes)
             bound = runs * max(0.0, shape.seconds(each) - shared) / staged.ranks
-            if staged.ranks == 1:
-                bound = max(bound, shape.proven(mesh, total // ways))
+            proven = shape.proven(mesh, total // ways) if staged.ranks == 1 else 0.0
             yield _Bounded(
                 mesh,
                 batch,
@@ -112,6 +111,7 @@ def _candidates(
                 state,
                 budget,
                 shared,
+                max(bound, proven),
             )
 
 
@@ -196,7 +196,7 @@ class _Bounded:
     """A microbatch on one mesh. batch: its sequences. uneven: seconds of a step over those with equal stages,
     by pipeline. bound: in seconds, of any placements. state: bytes that parameters take at least on the ranks
     of a pipeline together. shared: seconds of a microbatch that it takes less at most than on the mesh that
-    was solved."""
+    was solved. proven: the bound, or what is known of a step of a single microbatch."""
 
     mesh: Mesh
     batch: int
@@ -208,6 +208,7 @@ class _Bounded:
     state: float
     budget: float | None
     shared: float
+    proven: float
 
     @cached_property
     def _steps(self) -> list[list[float]]:
@@ -234,19 +235,19 @@ class _Bounded:
     def tighter(self) -> float:
         """Seconds that no placements which fit go below, in any of the pipelines."""
         if self.budget is None:
-            return self.bound
+            return self.proven
         if self.ways.ranks == 1:
             how, prices = self.ways[0], self.bare.prices * self.ways.count
             whole = self.bare.whole_floors(self.mesh, how, prices)
             if whole is not None:
-                return max(self.bound, float((whole - prices * self.budget).max()))
+                return max(self.proven, float((whole - prices * self.budget).max()))
         found = inf
         for k in range(len(self.uneven)):
             for lives in self.lives.least(self.bare.each):
                 found = min(found, bound_of(self.ways[k], self.bare.prices, self._least, lives, self.budget))
-            if found <= self.bound:
-                return self.bound
-        return found
+            if found <= self.proven:
+                return self.proven
+        return max(found, self.proven)
 
     def _least(self, regime: Regime) -> Array:
         return np.maximum(0.0, self.bare.floors(regime) - self.shared)
