@@ -13,6 +13,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import rooms, stage_machines
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import Lowering, place
@@ -69,7 +70,7 @@ class Staging:
 def bare_seconds(placed: Placement) -> float:
     """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
     sums, setting = placed.setting.sums(placed.taken), placed.setting
-    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.ranks
+    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
     return max(0.0, placed.step.exposed - talk)
 
 
@@ -104,7 +105,7 @@ class Cutting:
 
     microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
     the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
-    are compared by one measure. budget: bytes per rank.
+    are compared by one measure. budget: bytes per rank; unlike ranks may have more (`stage_machines.rooms`).
     """
 
     def __init__(
@@ -123,8 +124,11 @@ class Cutting:
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
         self._folded, self.how = folded, how
-        devices = Mesh.parse(how.plan.mesh).world_size * self.pipeline.ranks
-        slots = slots_of(folded, how, cluster.used_by(devices), recipe, self.pipeline.ranks)
+        mesh, ranks = Mesh.parse(how.plan.mesh), self.pipeline.ranks
+        used = cluster.used_by(mesh.world_size * ranks)
+        slots = slots_of(folded, how, used, recipe, ranks)
+        #: bytes of every rank, () if all have as many
+        self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
         #: the ops of forward, between which it is cut
         self.slots = slots if microbatch is None else slots.scaled(microbatch)
         self._trials: dict[tuple[str, int], Trial | None] = {}
@@ -187,7 +191,9 @@ class Cutting:
                 asked = self.pipeline
                 schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
                 budget = None if self.budget is None else self.budget - self._spare
-                ask = Ask(schedule.stages, self.microbatches, chunks, self.schedules.flying(schedule), budget)
+                flying = self.schedules.flying(schedule)
+                budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
+                ask = Ask(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
                 found = self.slots.cut(schedule, ask)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]

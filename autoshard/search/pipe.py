@@ -20,7 +20,9 @@ TRIED: dict[str, tuple[int, ...]] = {
 class Pipe:
     """ranks: of the pp axis, 1 for no pipeline. schedule, chunks: as in `autoshard.schedules`.
 
-    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence.
+    hop: seconds to send what one microbatch hands from stage to stage, a mean where links differ, and slowest
+    over the slowest link, 0 where none is. slices: of its sequence. speeds: of every rank, as a multiple of
+    what the search prices; () where all are so fast.
     """
 
     ranks: int = 1
@@ -28,6 +30,19 @@ class Pipe:
     chunks: int = 1
     hop: float = 0.0
     slices: int = 1
+    speeds: tuple[float, ...] = ()
+    slowest: float = 0.0
+
+    @cached_property
+    def pace(self) -> float:
+        """How many times as fast as one rank alone all are together."""
+        return sum(self.speeds) if self.speeds else self.ranks
+
+    @property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """Of the rank of every stage; () where all are alike."""
+        turned = self.speeds[::-1] if self.schedule == "zb-v" else self.speeds
+        return tuple(v for k in range(self.chunks) for v in (turned if k % 2 else self.speeds))
 
     @cached_property
     def splits_backward(self) -> bool:

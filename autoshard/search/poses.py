@@ -10,18 +10,21 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import kinds_of, whole_mesh
 from autoshard.errors import BatchError
 from autoshard.search.pins import Pin
 from autoshard.search.problem import Model, batch_of, experts_of
 from autoshard.search.problems import Posed, grown, pose
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
+from autoshard.search.traffic import traffic_of
 
 
 class Poses:
     """Problems of a model by mesh and microbatch.
 
-    captured: sequences that the model was captured with.
+    captured: sequences that the model was captured with. world: ranks in all, which a pipeline divides among
+    several meshes, 0 if there is none. total: sequences of a step.
     """
 
     def __init__(
@@ -31,11 +34,14 @@ class Poses:
         setting: Setting,
         recipe: Recipe,
         progress: Callable[[str], None],
+        world: int = 0,
+        total: int = 0,
     ) -> None:
         self.model, self.cluster, self.setting, self.recipe = model, cluster, setting, recipe
         self.progress = progress
         self.captured = batch_of(model.folded)
-        self.prices = CostModels(cluster)
+        self.total = total or self.captured
+        self.prices = CostModels(cluster, world)
         self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool], Posed] = {}
         self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
         self._models: dict[int, Model] = {}
@@ -74,13 +80,17 @@ class Poses:
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
-        """Ranks on devices by measured links, where there are any: slow links get little to do."""
+        """Ranks on devices by measured links, where there are any: slow links get little to do. Of all ranks
+        of a pipeline whose ranks are such meshes."""
         links = self.cluster.links
         if links is None:
             return None
         if mesh not in self._orders:
-            self.progress(f"assigning ranks of {mesh} to devices")
-            self._orders[mesh] = assign_ranks(mesh, links)
+            ranks = self.prices.ranks(mesh)
+            whole = whole_mesh(mesh, ranks)
+            self.progress(f"assigning ranks of {whole} to devices")
+            traffic = None if ranks == 1 else traffic_of(self.model, mesh, ranks, self.total)
+            self._orders[mesh] = assign_ranks(whole, links, traffic, kinds=kinds_of(self.cluster))
         return self._orders[mesh]
 
     def scales_to(self, batch: int) -> bool:

@@ -11,9 +11,8 @@ from functools import cached_property
 from math import inf, prod
 from typing import TypeVar
 
-from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.again import Filling
@@ -39,7 +38,7 @@ _ROUNDING = 1e-9
 def rank(
     shape: Shape,
     total: int,
-    cluster: Cluster,
+    prices: CostModels,
     setting: Setting,
     budget: float | None,
     recipe: Recipe,
@@ -52,18 +51,18 @@ def rank(
     """
     return [
         Estimated(one.where(one.ways[0]), one.ways[0], one.bound, one.bound, choices=shape.choices, view=one)
-        for one in _candidates(shape, total, cluster, setting, budget, recipe)
+        for one in _candidates(shape, total, prices, setting, budget, recipe)
     ]
 
 
 def _candidates(
-    shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
+    shape: Shape, total: int, prices: CostModels, setting: Setting, budget: float | None, recipe: Recipe
 ) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
-    zeros = _Zeros(cluster, recipe)
+    zeros = _Zeros(prices, recipe)
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
@@ -83,11 +82,11 @@ def _candidates(
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
-            ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
+            pipes = [staged.sending(p, shape.between * each) for p in staged.pipes]
+            ways_to_run = _Ways(setting, count, pipes)
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
-            runs = count + min(p.filling(count) for p in staged.pipes)
-            bound = slack * runs * shape.seconds(each) / staged.ranks
+            bound = slack * staged.runs(count) * shape.seconds(each) / staged.ranks
             yield _Bounded(
                 mesh, batch, bare[each, cut], of_mesh, ways_to_run, uneven[staged.pipes], bound, state, budget
             )
@@ -125,16 +124,15 @@ class _Bare:
 
 
 class _Ways:
-    """The pipelines that a microbatch may run through, ``count`` times a step; hop: see `Pipe`."""
+    """The pipelines that a microbatch may run through, ``count`` times a step."""
 
-    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe], hop: float) -> None:
-        self._setting, self.count, self._pipes, self._hop = setting, count, pipes, hop
+    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe]) -> None:
+        self._setting, self.count, self._pipes = setting, count, pipes
         self._made: dict[int, Setting] = {}
 
     def __getitem__(self, k: int) -> Setting:
         if k not in self._made:
-            pipe = replace(self._pipes[k], hop=self._hop)
-            self._made[k] = replace(self._setting, microbatches=self.count, pipe=pipe)
+            self._made[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
         return self._made[k]
 
     @property
@@ -149,8 +147,11 @@ class _Ways:
         """
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
-        waits = [(p.filling(self.count), p.legs * self._hop) for p in self._pipes]
-        return [[b + bubble_seconds(s, how.stages, *wait) for s, b in busy] for wait in waits]
+        waits = [(p.filling(self.count), p.hops, self.count * p.slowest) for p in self._pipes]
+        # what all microbatches take over a slow link, a step takes
+        return [
+            [max(b + bubble_seconds(s, how.stages, *wait), sent) for s, b in busy] for *wait, sent in waits
+        ]
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ class _Lives:
 
     def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros) -> None:
         self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
-        self._links = cost_model(zeros.cluster, mesh).reshard.links
+        self._links = zeros.prices.roughly(mesh).reshard.links
         self._used: dict[str, list[Profile]] = {}
         self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
         self._at: dict[tuple[int, bool], list[Profile]] = {}
@@ -321,13 +322,13 @@ class _Lives:
 class _Zeros:
     """What parameters take, each use of them worked out once for all meshes."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe) -> None:
-        self.cluster, self.recipe = cluster, recipe
+    def __init__(self, prices: CostModels, recipe: Recipe) -> None:
+        self.prices, self.recipe = prices, recipe
         self._made: dict[str, Zero] = {}
 
     def of(self, used: Parameters) -> Zero:
         if used.likeness not in self._made:
-            self._made[used.likeness] = Zero(used, self.cluster, self.recipe)
+            self._made[used.likeness] = Zero(used, self.prices.cluster, self.recipe)
         return self._made[used.likeness]
 
 

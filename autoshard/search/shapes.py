@@ -14,13 +14,14 @@ from autoshard.search.ends import End, Shape, Way, way_of
 from autoshard.search.estimated import Estimated
 from autoshard.search.parameters import whole_state
 from autoshard.search.poses import Poses
-from autoshard.search.problem import Model, batch_of, experts_of
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
 from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import least_cost
 from autoshard.search.terms import Bytes, compose
+from autoshard.search.traffic import between_layers
 from autoshard.search.tune import FINAL, ROUGH
 from autoshard.search.uneven import chain_of
 
@@ -88,14 +89,14 @@ class Shapes:
                 continue
             choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
             state = whole_state(self.poses.model, self.ask.recipe)
-            return Shape(group, ends, _between_layers(self.poses.model), choices, state)
+            return Shape(group, ends, between_layers(self.poses.model), choices, state)
         assert failure is not None
         raise failure
 
     def ranked(self, shape: Shape) -> list[Estimated]:
         """Configurations of a shape (see `rank`)."""
         ask = self.ask
-        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe)
+        return rank(shape, self.total, self.poses.prices, self.setting, ask.budget, ask.recipe)
 
     def sizes(self, staged: Staged) -> Sequence[int]:
         """Possible microbatches, in sequences over the mesh."""
@@ -140,18 +141,6 @@ class Shapes:
 
         network = compose(posed.problem.terms, lambda key: 0.0, weight, posed.allowed)
         return least_cost(network.at_price(1.0), ROUGH, posed.problem.known.orders)
-
-
-def _between_layers(model: Model) -> float:
-    """Bytes that one sequence hands from one layer to the next; the most of any pair."""
-    layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
-    backward = model.folded.is_backward()
-    found = [
-        model.folded.segments[target[0]].types()[target[1]].nbytes
-        for source, target in model.flow.edges
-        if source[0] in layers and target[0] in layers and not backward[target[0]]
-    ]
-    return max(found, default=0) / max(1, batch_of(model.folded))
 
 
 def _least_seconds(posed: Posed) -> float:
