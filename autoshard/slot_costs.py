@@ -27,7 +27,7 @@ from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
 from autoshard.stage_link import in_parts, pipe_link
-from autoshard.stage_slots import Slot, SlotCosts, Slots
+from autoshard.stage_slots import Shared, Slot, SlotCosts, Slots
 from autoshard.staged_state import state_of
 
 
@@ -81,7 +81,7 @@ class _Pricing:
 
     def slots(self) -> Slots:
         forward, input_, weight, seen, seen_back = self._seconds(self.estimator)
-        held, held_weight, made, state, update = self._held()
+        held, held_weight, made, state, update, shared = self._held()
         costs = SlotCosts(
             forward,
             input_,
@@ -98,7 +98,7 @@ class _Pricing:
         distinct = tuple(dict.fromkeys(self.unlike))
         kinds = tuple(self._on(costs, update, *kind) for kind in distinct)
         of = tuple(distinct.index(kind) for kind in self.unlike)
-        return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of)
+        return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of, shared)
 
     def _on(self, costs: SlotCosts, update: np.ndarray, machine: Machine, link: AxisLink) -> SlotCosts:
         """The costs on another machine, with another link behind it. update: bytes that AdamW moves."""
@@ -186,8 +186,8 @@ class _Pricing:
         """Value of forward that one stage makes and others are sent -> its slot."""
         return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
-    def _held(self) -> tuple[np.ndarray, ...]:
-        """held, held_weight, made, state and what the optimizer moves, in bytes."""
+    def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Shared]:
+        """held, held_weight, made, state and what the optimizer moves, in bytes; and what slots share."""
         once = self.how.plan.microbatches * self.slices == 1
         state = state_of(self.homes, self.folded, self.how, self.recipe, self.bytes_of, once=once)
         held, held_weight, made = (np.zeros(self.count) for _ in range(3))
@@ -205,7 +205,7 @@ class _Pricing:
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 ready = [v for v in statement.makes if v in late and v in self.whole.values]
                 made[slot] += sum(self.bytes_of(v) for v in ready)
-        return held, held_weight, made, state.held, state.updated
+        return held, held_weight, made, state.held, state.updated, state.shared
 
     def _steps(self, link: AxisLink) -> np.ndarray:
         """What starts and stops to cross behind every slot, in seconds of a send one way."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from autoshard.cost.collective import AxisLink
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.passes.shorten import Gap
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.cuts import Ask, Line, best_cuts, places_of
@@ -18,6 +19,8 @@ from autoshard.search.plan import Cut, Pipeline
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes
 from autoshard.simulate.slices import in_slices
 
+#: (slots, bytes) of parameters that several slots use
+Shared: TypeAlias = tuple[tuple[tuple[int, ...], float], ...]
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -94,7 +97,8 @@ class Slots:
     """See above. link: between stages, the slowest. slices: of the sequence of a microbatch.
 
     kinds: the costs on unlike pipeline ranks, those of a send as on the link behind the rank; of: the kind of
-    every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than.
+    every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared: parameters
+    that several slots use, whose gradients unlike ranks may have to add up over a slow link.
     """
 
     all: tuple[Slot, ...]
@@ -103,10 +107,11 @@ class Slots:
     slices: int
     kinds: tuple[SlotCosts, ...] = ()
     of: tuple[int, ...] = ()
+    shared: Shared = ()
 
     def equals(self, other: Slots) -> bool:
         """Whether all slots are the same and cost the same."""
-        return self.all == other.all and all(
+        return (self.all, self.shared) == (other.all, other.shared) and all(
             a.equals(b) for a, b in zip(self._costs, other._costs, strict=True)
         )
 
@@ -145,11 +150,13 @@ class Slots:
             names = dict(zip(gap.like, labels, strict=False))
             between += [_moved(s, (block + 1) * calls, names) for s in self.all[like]]
         rest = [_moved(s, gap.blocks * calls, {}) for s in self.all[at:]]
+        more = len(between)
         return replace(
             self,
             all=(*self.all[:at], *between, *rest),
             costs_of=self.costs_of.filled(like, at, gap.blocks),
             kinds=tuple(costs.filled(like, at, gap.blocks) for costs in self.kinds),
+            shared=tuple((tuple(k + more * (k >= at) for k in slots), n) for slots, n in self.shared),
         )
 
     def scaled(self, microbatch: float) -> Slots:
@@ -217,9 +224,9 @@ class Slots:
             peaks = peak_bytes(schedule, costs)
             if any(room is not None and most > room for most, room in zip(peaks, rooms, strict=True)):
                 continue
-            seconds = makespan(schedule, costs)
-            if best is None or seconds < best.seconds:
-                best = Trial(schedule, ask.chunks, tuple(ends), costs, seconds)
+            step = makespan(schedule, costs)
+            if best is None or step < best.seconds:
+                best = Trial(schedule, ask.chunks, tuple(ends), costs, step)
         return best
 
     def _lines(self, schedule: Schedule, edges: Sequence[int]) -> list[list[Line]]:
@@ -274,6 +281,10 @@ class Slots:
         for stage, rank in enumerate(schedule.owner):
             base[rank] += state[stage]
             updates[rank] += update[stage]
+        for slots, nbytes in self.shared if self.of else ():
+            ranks = {owner[bisect_right(edges, slot) - 1] for slot in slots}
+            for rank in ranks if len(ranks) > 1 else ():
+                updates[rank] += float(seconds("all_reduce", nbytes, replace(self.link, size=len(ranks))))
         costs = StageCosts(
             total(lambda x: x.forward),
             total(lambda x: x.input + x.weight),

@@ -36,6 +36,9 @@ from autoshard.simulate.pipeline import (
 from autoshard.slot_costs import slots_of
 from autoshard.stage_slots import Trial
 
+#: schedule -> chunks, also tried where some ranks are joined by a slower link than others: their microbatches
+#: are under way before anyone waits for one, at the price of memory
+AHEAD: dict[str, tuple[int, ...]] = {"gpipe": (1,), "breadth-first": (2,)}
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -147,6 +150,9 @@ class Cutting:
         Raises InfeasibleError if no cut fits any.
         """
         self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if self.slots.of and not fixed:
+            for kind in self._kinds():
+                self._trial(*kind)
         found = _shortest(self._trials.values())
         if found is None and not fixed:
             found = _shortest(self._trial(*kind) for kind in self._kinds())
@@ -163,7 +169,8 @@ class Cutting:
     def _kinds(self) -> list[tuple[str, int]]:
         """(schedule, chunks) that may be tried."""
         ranks = self.pipeline.ranks
-        kinds = [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        tried = {**TRIED, **AHEAD} if self.slots.of else TRIED
+        kinds = [(n, v) for n, vs in tried.items() for v in vs if ranks * v <= max(self._layers, ranks)]
         return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
 
     def best(self, *, fixed: bool) -> Staging:

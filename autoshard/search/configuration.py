@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from autoshard.cluster.cluster import Device
 from autoshard.cluster.mesh import Mesh
@@ -54,8 +55,9 @@ class Staged:
         inner = self.mesh.world_size // data_ways(self.mesh)
         return seconds("send", nbytes / inner, self.link)
 
-    def sending(self, pipe: Pipe, nbytes: float) -> Pipe:
-        """A pipeline that hands on so many bytes per data rank."""
+    def sending(self, pipe: Pipe, nbytes: float, shared: float = 0.0) -> Pipe:
+        """A pipeline that hands on so many bytes per data rank; shared: of parameters that the first and the
+        last stage have in common, which every rank of theirs has its part of."""
         slowest = self.hop_seconds(nbytes)
         if not self.links:
             return replace(pipe, hop=slowest)
@@ -63,7 +65,16 @@ class Staged:
         *between, around = (seconds("send", nbytes / inner, link) for link in self.links)
         back = around if pipe.schedule != "zb-v" else 0.0
         mean = (pipe.chunks * sum(between) + (pipe.chunks - 1) * back) / (pipe.ranks * pipe.chunks - 1)
-        return replace(pipe, hop=mean, slowest=max(*between, back * (pipe.chunks > 1)))
+        sends = [*between, back * (pipe.chunks > 1)]
+        slowest, at = max(sends), between.index(max(between))
+        ends = 0.0
+        if pipe.schedule != "zb-v":
+            assert self.link is not None
+            parts = prod(
+                a.size for a in self.mesh.axes if a.meaning.may_store_sharded or a.meaning.splits_layers
+            )
+            ends = seconds("all_reduce", shared / parts, replace(self.link, size=2))
+        return replace(pipe, hop=mean, slowest=slowest, ahead=pipe.ranks - at, ends=ends)
 
     def runs(self, microbatches: int) -> float:
         """How many microbatches a rank could compute in a step, at least, of the shortest of the pipelines.

@@ -76,6 +76,7 @@ class Shape:
     What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
     ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
     solved. ends: by sequences, ascending. between: bytes that one sequence hands from layer to layer.
+    shared: bytes of parameters that first and last layers share.
     choices: states of all variables of one problem. state: bytes of trained parameters with their gradients
     and optimizer, whole.
     """
@@ -85,6 +86,7 @@ class Shape:
     between: float = 0.0
     choices: int = 0
     state: float = 0.0
+    shared: float = 0.0
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""

@@ -82,7 +82,7 @@ def _candidates(
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
-            pipes = [staged.sending(p, shape.between * each) for p in staged.pipes]
+            pipes = [staged.sending(p, shape.between * each, shape.shared) for p in staged.pipes]
             ways_to_run = _Ways(setting, count, pipes)
             # alone, a data rank has not even scalars to share
             slack = 1.0 if ways > 1 else _ALONE
@@ -147,11 +147,19 @@ class _Ways:
         """
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
-        waits = [(p.filling(self.count), p.hops, self.count * p.slowest) for p in self._pipes]
-        # what all microbatches take over a slow link, a step takes
+        waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
         return [
-            [max(b + bubble_seconds(s, how.stages, *wait), sent) for s, b in busy] for *wait, sent in waits
+            [
+                p.delayed(b + bubble_seconds(s, how.stages, *wait), _once(s) / how.stages, self.count)
+                for s, b in busy
+            ]
+            for p, *wait in waits
         ]
+
+
+def _once(sums: Sums) -> float:
+    """Seconds of a microbatch."""
+    return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from autoshard.search.setting import OF_STATE, Setting
 from autoshard.search.settle import priced
 from autoshard.search.solve import least_cost
 from autoshard.search.terms import Bytes, compose
-from autoshard.search.traffic import between_layers
+from autoshard.search.traffic import between_layers, shared_bytes
 from autoshard.search.tune import FINAL, ROUGH
 from autoshard.search.uneven import chain_of
 
@@ -89,7 +89,8 @@ class Shapes:
                 continue
             choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
             state = whole_state(self.poses.model, self.ask.recipe)
-            return Shape(group, ends, between_layers(self.poses.model), choices, state)
+            model = self.poses.model
+            return Shape(group, ends, between_layers(model), choices, state, shared_bytes(model))
         assert failure is not None
         raise failure
 

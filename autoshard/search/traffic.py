@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.stage_machines import whole_mesh
 from autoshard.search.configuration import data_ways
@@ -23,6 +25,14 @@ def between_layers(model: Model) -> float:
         if source[0] in layers and target[0] in layers and not backward[target[0]]
     ]
     return max(found, default=0) / max(1, batch_of(model.folded))
+
+
+def shared_bytes(model: Model) -> float:
+    """Bytes of parameters that are used in several places, as by embedding and head: the first and the last
+    stage of a pipeline then add up their gradients."""
+    users = Counter(v for call in model.folded.calls if not call.backward for v in set(call.args))
+    ports = (p for group in model.flow.classes.values() if group.grads for p in group.ports)
+    return float(sum(port.type.nbytes for port in ports if users[port.name] > 1))
 
 
 def traffic_of(model: Model, inner: Mesh, ranks: int, total: int) -> dict[str, float]:
