@@ -97,8 +97,8 @@ class Slots:
     """See above. link: between stages, the slowest. slices: of the sequence of a microbatch.
 
     kinds: the costs on unlike pipeline ranks, those of a send as on the link behind the rank; of: the kind of
-    every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared: parameters
-    that several slots use, whose gradients unlike ranks may have to add up over a slow link.
+    every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared:
+    parameters that several slots use, whose gradients unlike ranks may have to add up over a slow link.
     """
 
     all: tuple[Slot, ...]

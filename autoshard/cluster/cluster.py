@@ -214,6 +214,13 @@ class Cluster:
         """Whether any two blocks of devices that lie alike on the levels are alike."""
         return not self.groups and self.links is None
 
+    def peak(self, dtype: str, world_size: int) -> float:
+        """FLOP/s of so many ranks together at their peaks, of which that of f32 stands for what is not told."""
+        used = self.used_by(world_size)
+        parts = [(g.device.peak_flops, g.devices or 0) for g in used.groups]
+        parts = parts or [(used.device.peak_flops, world_size)]
+        return sum(count * peaks.get(dtype, peaks["f32"]) for peaks, count in parts)
+
     def check_world_size(self, world_size: int) -> None:
         """UsageError if the cluster has fewer devices than that."""
         if self.devices is not None and world_size > self.devices:

@@ -70,10 +70,8 @@ class Staged:
         ends = 0.0
         if pipe.schedule != "zb-v":
             assert self.link is not None
-            parts = prod(
-                a.size for a in self.mesh.axes if a.meaning.may_store_sharded or a.meaning.splits_layers
-            )
-            ends = seconds("all_reduce", shared / parts, replace(self.link, size=2))
+            parts = [a.size for a in self.mesh.axes if a.meaning.may_store_sharded or a.meaning.splits_layers]
+            ends = seconds("all_reduce", shared / prod(parts), replace(self.link, size=2))
         return replace(pipe, hop=mean, slowest=slowest, ahead=pipe.ranks - at, ends=ends)
 
     def runs(self, microbatches: int) -> float:

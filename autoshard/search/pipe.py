@@ -20,10 +20,10 @@ TRIED: dict[str, tuple[int, ...]] = {
 class Pipe:
     """ranks: of the pp axis, 1 for no pipeline. schedule, chunks: as in `autoshard.schedules`.
 
-    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence. Where ranks or
-    links are unlike, speeds: of every rank, as a multiple of what the search prices, () if all are so fast;
-    slowest: seconds of a send over the slowest link, of which hop is then the mean; ahead: ranks from that
-    before the slowest link on; ends: seconds to add up gradients that the first and the last stage share.
+    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence. Where ranks
+    or links are unlike, speeds: of every rank, as a multiple of what the search prices, () if all are so
+    fast; slowest: seconds of a send over the slowest link, and hop the mean; ahead: ranks from that before
+    the slowest link on; ends: seconds to add up gradients that the first and the last stage share.
     """
 
     ranks: int = 1
@@ -50,8 +50,8 @@ class Pipe:
     def delayed(self, step: float, stage: float, microbatches: int) -> float:
         """Seconds of a step with what slow links add to it. stage: seconds of a microbatch on a rank.
 
-        A rank before a slow link goes on with as many microbatches as it may have in flight, and then waits for
-        the first to come back, unless it has gradients of parameters to make; a stage that is left almost
+        A rank before a slow link goes on with as many microbatches as it may have in flight, and then waits
+        for the first to come back, unless it has gradients of parameters to make; a stage that is left almost
         empty gives the others time. What all microbatches take over a link, a step takes at least.
         """
         if not self.slowest:

@@ -148,12 +148,13 @@ class _Ways:
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
         waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
+        once = [_once(sums) / how.stages for sums in plain]
         return [
             [
-                p.delayed(b + bubble_seconds(s, how.stages, *wait), _once(s) / how.stages, self.count)
-                for s, b in busy
+                pipe.delayed(b + bubble_seconds(sums, how.stages, *wait), stage, self.count)
+                for (sums, b), stage in zip(busy, once, strict=True)
             ]
-            for p, *wait in waits
+            for pipe, *wait in waits
         ]
 
 

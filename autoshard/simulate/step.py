@@ -136,9 +136,7 @@ class _Step:
     @cached_property
     def estimate(self) -> StepEstimate:
         flop, dtype = program_flop(self.prices.pricer)
-        peaks = [self.prices.device(r).peak_flops for r in range(self.schedule.ranks)]
-        each = sum(peak.get(dtype, peak["f32"]) for peak in peaks) / len(peaks)
-        possible = self.seconds * self.prices.whole.world_size * each
+        possible = self.seconds * self.cluster.peak(dtype, self.prices.whole.world_size)
         return StepEstimate(
             self.timeline,
             self.prices.costs.per_microbatch(self.schedule.slices),
