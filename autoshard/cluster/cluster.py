@@ -215,7 +215,7 @@ class Cluster:
         return not self.groups and self.links is None
 
     def peak(self, dtype: str, world_size: int) -> float:
-        """FLOP/s of so many ranks together at their peaks, of which that of f32 stands for what is not told."""
+        """FLOP/s of so many ranks together at their peaks, that of f32 for types without one."""
         used = self.used_by(world_size)
         parts = [(g.device.peak_flops, g.devices or 0) for g in used.groups]
         parts = parts or [(used.device.peak_flops, world_size)]
