@@ -68,6 +68,8 @@ class CostModels:
 
     def roughly(self, mesh: Mesh) -> CostModel:
         """The same in an order of ranks that is soon found."""
-        if self.cluster.links is None:
-            return self.of(mesh)
-        return self.of(mesh, laid_roughly(self.cluster, whole_mesh(mesh, self.ranks(mesh))).order)
+        return self.of(mesh, self.rough_order(mesh))
+
+    def rough_order(self, mesh: Mesh) -> RankOrder | None:
+        """Of all ranks of a pipeline whose ranks are such meshes; None where no links were measured."""
+        return laid_roughly(self.cluster, whole_mesh(mesh, self.ranks(mesh))).order

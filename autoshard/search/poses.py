@@ -42,19 +42,29 @@ class Poses:
         self.captured = batch_of(model.folded)
         self.total = total or self.captured
         self.prices = CostModels(cluster, world)
-        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool], Posed] = {}
+        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], Posed] = {}
         self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
-    def of(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True) -> Posed:
+    def of(
+        self,
+        mesh: Mesh,
+        batch: int,
+        pins: tuple[Pin, ...] = (),
+        *,
+        merge: bool = True,
+        roughly: bool = False,
+    ) -> Posed:
         """A mesh with microbatches of ``batch`` sequences; merge: see `autoshard.search.problems.pose`.
+        roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
-        key = (mesh, batch, pins, merge)
+        roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
+        key = (mesh, batch, pins, merge, roughly)
         if key not in self._posed:
             self._posed[key] = pose(
                 self._scaled(mesh, batch),
@@ -64,16 +74,16 @@ class Poses:
                 recipe=self.recipe,
                 merge=merge,
                 pins=pins,
-                order=self.order(mesh),
+                order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
             )
         return self._posed[key]
 
     def priced(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int) -> Posed:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
         leaves the same to decide."""
-        found = self.of(mesh, least, pins)
+        found = self.of(mesh, least, pins, roughly=True)
         if batch == least or not found.problem.grows_to(batch):
-            return self.of(mesh, batch, pins)
+            return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
         if key not in self._grown:
             self._grown[key] = grown(found, batch, self.setting)

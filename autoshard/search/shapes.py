@@ -79,7 +79,7 @@ class Shapes:
             middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
             try:
-                if middle and self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices > _LARGE:
+                if middle and self._choices(mesh, sizes[0]) > _LARGE:
                     middle = []
                 chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
                 least = min((b for b in chosen if b > 1), default=1)
@@ -87,12 +87,16 @@ class Shapes:
             except UsageError as error:
                 failure = error
                 continue
-            choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
+            choices = self._choices(mesh, sizes[0])
             state = whole_state(self.poses.model, self.ask.recipe)
             model = self.poses.model
             return Shape(group, ends, between_layers(model), choices, state, shared_bytes(model))
         assert failure is not None
         raise failure
+
+    def _choices(self, mesh: Mesh, each: int) -> int:
+        """States of all variables. each: sequences per data rank."""
+        return self.poses.of(mesh, each * data_ways(mesh), self.ask.pins, roughly=True).problem.choices
 
     def ranked(self, shape: Shape) -> list[Estimated]:
         """Configurations of a shape (see `rank`)."""
