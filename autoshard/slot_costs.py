@@ -233,11 +233,12 @@ class _Pricing:
 def _unlike(
     cluster: Cluster, mesh: Mesh, ranks: int, bound: Machine, slowest: AxisLink
 ) -> tuple[tuple[Machine, AxisLink], ...]:
-    """(machine, link behind it) of every pipeline rank; () where all are as what bounds them."""
+    """(machine, link behind it) of every pipeline rank; () on a cluster of one kind."""
+    if cluster.alike:
+        return ()
     machines = stage_machines(cluster, mesh, ranks) or (bound,) * ranks
     links = boundary_links(cluster, mesh.world_size, ranks) or (slowest,) * ranks
-    found = tuple(zip(machines, links, strict=True))
-    return () if set(found) == {(bound, slowest)} else found
+    return tuple(zip(machines, links, strict=True))
 
 
 def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:

@@ -1,4 +1,4 @@
-"""Pipelines over groups of unlike devices and wiring, and over measured links: planned, cut, and simulated."""
+"""Pipelines over groups of unlike devices and wiring, and over measured links."""
 
 from __future__ import annotations
 
@@ -223,7 +223,8 @@ def test_halves_that_are_far_apart_are_two_stages() -> None:
     assert found.plan.pipeline is not None
     kinds = [[node[d] % 2 for d in half] for half in (found.plan.order[:16], found.plan.order[16:])]
     assert all(len(set(kind)) == 1 for kind in kinds)
-    assert _step(found) == pytest.approx(found.plan.proof.seconds, rel=0.2)
+    assert found.staging is not None
+    assert _step(found) == pytest.approx(found.staging.seconds, rel=0.2)
 
 
 def test_unlike_devices_do_not_change_places() -> None:
@@ -231,11 +232,10 @@ def test_unlike_devices_do_not_change_places() -> None:
     bandwidth = rng.uniform(1e9, 1e11, (8, 8))
     np.fill_diagonal(bandwidth, 0.0)
     links, mesh = Links(bandwidth), Mesh.parse("pp=2,tp=4")
-    order = assign_ranks(mesh, links, {"pp": 1.0, "tp": 1.0}, kinds=(0, 0, 0, 0, 1, 1, 1, 1))
+    traffic = {"pp": 1.0, "tp": 1.0}
+    order = assign_ranks(mesh, links, traffic, kinds=(0, 0, 0, 0, 1, 1, 1, 1))
     assert set(order.devices[:4]) == {0, 1, 2, 3}
-    assert (
-        order_seconds(mesh, links, order, {"tp": 1.0}) <= order_seconds(mesh, links, None, {"tp": 1.0}) + 1e-9
-    )
+    assert order_seconds(mesh, links, order, traffic) < order_seconds(mesh, links, None, traffic)
 
 
 def test_a_program_is_priced_in_the_order_of_its_plan(tmp_path: Path) -> None:
