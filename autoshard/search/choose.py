@@ -99,7 +99,7 @@ class _Search:
         ask: Ask,
         progress: Callable[[str], None],
         judge: Judge | None,
-        world: int,
+        world: int = 0,
     ) -> None:
         self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
         overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
