@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -59,11 +59,20 @@ def capture(
         try:
             joint = _whole(model, inputs, differentiate)
         except NeedsValuesError:
-            fixed = inputs_of(tuple(args), dict(kwargs or {}), fix_sizes=True)
-            if len(fixed.tensors) == len(inputs.tensors):
-                raise
-            joint = _whole(model, fixed, differentiate)
+            joint = _with_values(model, inputs, differentiate)
         return repeat_views(joint)
+
+
+def _with_values(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:
+    """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
+
+    Looking for values takes time, which models that ask for none are spared.
+    """
+    fixed = inputs_of(*inputs.call, fix_sizes=True)
+    if len(fixed.tensors) < len(inputs.tensors):
+        with suppress(NeedsValuesError):  # it asks for other numbers than these, too
+            return _whole(model, fixed, differentiate)
+    return _joint(model, fixed, differentiate, None, with_values=True)
 
 
 def _whole(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:
@@ -125,14 +134,21 @@ def _type_of(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _joint(model: nn.Module, inputs: Inputs, differentiate: Differentiate, repeats: Repeats | None) -> Joint:
+def _joint(
+    model: nn.Module,
+    inputs: Inputs,
+    differentiate: Differentiate,
+    repeats: Repeats | None,
+    *,
+    with_values: bool = False,
+) -> Joint:
     """Trace a module whose surroundings are prepared."""
     with _unchanged(model):
         state = state_of(model)
         if repeats is not None:
             repeats.install(state.names)
         absent = state.absent(repeats.absent()) if repeats is not None else {}
-        function = Function(model, state, inputs, differentiate, repeats, absent)
+        function = Function(model, state, inputs, differentiate, repeats, absent, with_values=with_values)
         seed = torch.empty((), dtype=torch.int64, device="meta")
         given = [t for k, t in enumerate(state.tensors) if k not in absent]
         traced = trace(function, [*given, *inputs.tensors, seed])
