@@ -58,21 +58,29 @@ def capture(
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
         try:
             joint = _whole(model, inputs, differentiate)
-        except NeedsValuesError:
-            joint = _with_values(model, inputs, differentiate)
+        except NeedsValuesError as asked:
+            joint = _with_values(model, inputs, differentiate, asked)
         return repeat_views(joint)
 
 
-def _with_values(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:
+def _with_values(
+    model: nn.Module, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError
+) -> Joint:
     """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
 
-    Looking for values takes time, which models that ask for none are spared.
+    Looking for values takes time, which models that ask for none are spared. asked: what is raised if
+    that leads nowhere.
     """
     fixed = inputs_of(*inputs.call, fix_sizes=True)
     if len(fixed.tensors) < len(inputs.tensors):
         with suppress(NeedsValuesError):  # it asks for other numbers than these, too
             return _whole(model, fixed, differentiate)
-    return _joint(model, fixed, differentiate, None, with_values=True)
+    try:
+        return _joint(model, fixed, differentiate, None, with_values=True)
+    except NeedsValuesError:
+        raise
+    except CaptureError as error:
+        raise asked from error
 
 
 def _whole(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:

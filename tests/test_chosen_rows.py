@@ -177,5 +177,5 @@ def differentiating(
     ],
 )
 def test_what_depends_on_how_many_rows_or_turns_there_are_is_refused(step: Step) -> None:
-    with pytest.raises(CaptureError, match="depends on values|_Count"):
+    with pytest.raises(CaptureError, match=r"depends on values|_Count"):
         capture(Mixture(step), (torch.randn(TOKENS, WIDTH),))
