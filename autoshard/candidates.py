@@ -6,11 +6,24 @@ from dataclasses import dataclass
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh_candidates
+from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.on_mesh import laid_roughly
+from autoshard.cost.stage_machines import (
+    boundary_links,
+    bounding_machine,
+    inner_candidates,
+    limits,
+    stage_machines,
+    whole_mesh,
+)
 from autoshard.errors import UsageError
 from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.configuration import Staged, data_ways
 from autoshard.search.pipe import Pipe, pipes_of
 from autoshard.stage_link import pipe_link
+
+#: bytes of a message by which links are compared
+_MESSAGE = 2.0**20
 
 
 @dataclass(frozen=True)
@@ -66,8 +79,8 @@ def given(mesh: Mesh, machine: Cluster, layers: int, total: int, ask: PipeAsk) -
             "they did not",
             hint=f"write pp={ranks},{inner}",
         )
-    link = pipe_link(machine, inner, ranks) if ranks > 1 else None
-    return Staged(inner, _pipes(ranks, layers, ask), _batches(inner, total, ask), link)
+    pipes, batches = _pipes(ranks, layers, ask), _batches(inner, total, ask)
+    return _Machines(machine).staged(inner, ranks, pipes, batches)
 
 
 def searched(
@@ -77,22 +90,52 @@ def searched(
 
     experts: that a model has, over which an axis of its own may divide ranks; not within pipelines.
 
-    Clusters of unlike groups or with measured links are searched without pipelines.
+    Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
     """
     meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
     plain = [Staged(m, batches=_batches(m, total, ask)) for m in meshes]
-    if machine.groups or machine.links is not None or total < 2:
+    if total < 2:
         return plain
     found = [] if ask.schedule else plain
+    machines = _Machines(machine)
     for ranks in divisors(world)[1:]:
         if ranks > max(1, layers):
             continue
         pipes = _pipes(ranks, layers, ask)
-        for mesh in mesh_candidates(machine, world // ranks):
+        for mesh in inner_candidates(machine, world // ranks, ranks):
             if total % data_ways(mesh) == 0:
-                batches = _batches(mesh, total, ask)
-                found.append(Staged(mesh, pipes, batches, pipe_link(machine, mesh, ranks)))
+                found.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, ask)))
     return found
+
+
+class _Machines:
+    """What the ranks of pipelines run on and are joined by."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        #: ranks -> their links, which depend on how many they are alone
+        self._links: dict[int, tuple[AxisLink, ...]] = {}
+
+    def staged(self, mesh: Mesh, ranks: int, pipes: tuple[Pipe, ...], batches: tuple[int, ...]) -> Staged:
+        """A mesh for every one of so many ranks."""
+        if ranks == 1:
+            return Staged(mesh, pipes, batches)
+        if self._cluster.alike:
+            return Staged(mesh, pipes, batches, pipe_link(self._cluster, mesh, ranks))
+        laid = laid_roughly(self._cluster, whole_mesh(mesh, ranks))
+        links = self._between(laid, mesh, ranks)
+        slowest = max(links[:-1], key=lambda link: seconds("send", _MESSAGE, link))
+        machines = stage_machines(laid, mesh, ranks)
+        bound, devices = bounding_machine(laid, mesh, ranks), tuple(m.device for m in machines)
+        devices = () if all(device == bound.device for device in devices) else devices
+        return Staged(mesh, pipes, batches, slowest, links, devices, limits(bound, machines, mesh))
+
+    def _between(self, laid: Cluster, mesh: Mesh, ranks: int) -> tuple[AxisLink, ...]:
+        if laid.links is not None:
+            return boundary_links(laid, mesh.world_size, ranks)
+        if ranks not in self._links:
+            self._links[ranks] = boundary_links(laid, mesh.world_size, ranks)
+        return self._links[ranks]
 
 
 def _pipes(ranks: int, layers: int, ask: PipeAsk) -> tuple[Pipe, ...]:

@@ -13,7 +13,9 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import AxisLink, link_of, seconds
 from autoshard.cost.kernel_time import traffic_seconds
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.model import CostModel
+from autoshard.cost.on_mesh import model_of
+from autoshard.cost.stage_machines import bounding_machine
 from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.hosting import least
@@ -100,6 +102,7 @@ def emit(
     Raises UsageError for what cannot be as wanted, InfeasibleError if the host has too little memory.
     """
     wanted = replace(wanted, offload=wanted.offload or plan.offload)
+    cluster = laid_for(plan, cluster)
     how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
 
     def build(way: Way) -> Program:
@@ -128,6 +131,7 @@ def laid_out(
 
     Raises CannotRefineError if it has no such form.
     """
+    cluster = laid_for(plan, cluster)
     how = _laid_out(lowering_of(plan, analysis.flow, analysis, cluster, wanted), way, cluster, wanted)
     return build_program(analysis.folded, how, plan, analysis.dumps, schedule_of(plan))
 
@@ -136,14 +140,13 @@ def lowering_of(
     plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: Emission = DEFAULT
 ) -> Lowering:
     """What the passes after the search need to know of a plan."""
-    mesh = Mesh.parse(plan.mesh)
-    order = RankOrder(plan.order) if plan.order else None
+    mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
     prices = _prices(cluster, mesh, plan)
     return Lowering(
         flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
-        cost_model(cluster, mesh, order).reshard,
+        _model(cluster, mesh, plan).reshard,
         analysis.table,
         saving=saving_of(cluster, mesh, plan),
         seconds=prices if wanted.overlap else None,
@@ -155,6 +158,17 @@ def lowering_of(
         ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
         hosting=_hosting(cluster, mesh, prices, wanted),
     )
+
+
+def laid_for(plan: Plan, cluster: Cluster) -> Cluster:
+    """The cluster with the ranks of a plan on the devices that it says."""
+    return cluster.laid(RankOrder(plan.order)) if plan.order else cluster
+
+
+def _model(cluster: Cluster, mesh: Mesh, plan: Plan) -> CostModel:
+    """Prices on what bounds all pipeline ranks."""
+    ranks = 1 if plan.pipeline is None else plan.pipeline.ranks
+    return model_of(bounding_machine(cluster, mesh, ranks), mesh)
 
 
 def _joined(cluster: Cluster, plan: Plan) -> int:
@@ -177,7 +191,7 @@ def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
     """What sending between stages in parts saves, None without a pipeline."""
     if plan.pipeline is None:
         return None
-    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), cost_model(cluster, mesh).reshard.links
+    link, links = pipe_link(cluster, mesh, plan.pipeline.ranks), _model(cluster, mesh, plan).reshard.links
 
     def saving(nbytes: float, axis: int) -> float:
         return float(seconds("send", nbytes, link)) - in_parts(nbytes, link, links[axis])

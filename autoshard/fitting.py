@@ -15,7 +15,8 @@ from autoshard.analysis import Analysis
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import hosted
-from autoshard.emitting import Emission, lowering_of, saving_of, schedule_of
+from autoshard.cost.stage_machines import rooms
+from autoshard.emitting import Emission, laid_for, lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
 from autoshard.hosting import HostNeed, least, need_of
 from autoshard.offload import NO_OFFLOAD, Offload
@@ -59,7 +60,8 @@ _SMALLER = 0.88
 class Peak:
     """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
     in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it. step:
-    seconds of the simulated step of all ranks; None if what they hold does not fit."""
+    seconds of the simulated step of all ranks; None if what they hold does not fit. over: bytes that it, or
+    one that has less room, holds too much, less than 0 if none does."""
 
     rank: int
     held: Held
@@ -67,6 +69,7 @@ class Peak:
     host: HostNeed | None = None
     waits: float = 0.0
     step: float | None = None
+    over: float = -inf
 
 
 @dataclass(frozen=True)
@@ -222,24 +225,23 @@ class Fitter:
         if self.ask.budget is None:
             return 0.0, Fitted(tried, staging)
         peak = self.peak(tried, staging)
-        if staging is not None and peak.bytes > self.ask.budget:
+        if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind(tried), peak.bytes - tried.placed.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
-        return peak.bytes - self.ask.budget, Fitted(tried, staging, peak)
+        return peak.over, Fitted(tried, staging, peak)
 
     def _recut(self, tried: Settled, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
         """Stages that leave room for what the first ones held too much, if there are any about as fast."""
-        assert self.ask.budget is not None
         cutting = self.cutting(tried)
-        cutting.spare(_MORE * (peak.bytes - self.ask.budget))
+        cutting.spare(_MORE * peak.over)
         try:
             other = cutting.best(fixed=self.fixed)
         except InfeasibleError:
             other = staging
         if other.seconds <= (1 + _NEAR) * staging.seconds and other.pipeline != staging.pipeline:
             found = self.peak(tried, other)
-            if found.bytes <= self.ask.budget:
+            if found.over <= 0:
                 return other, found
         cutting.spare(0.0)
         return staging, peak
@@ -287,7 +289,7 @@ class Fitter:
             plan = replace(plan, pipeline=staging.pipeline)
             schedule = schedule_of(plan)
             splits = schedule is not None and schedule.splits_backward
-            saving = saving_of(self.cluster, Mesh.parse(plan.mesh), plan)
+            saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
             how = replace(how, plan=plan, split_backward=splits, saving=saving)
         folded = settled.posed.model.folded
 
@@ -303,20 +305,27 @@ class Fitter:
                 offload=self.offload,
             )
 
-        prices = self._prices(least(build, self._prices, self.ask.budget))
+        machine = self.cluster.laid(settled.posed.order)
+
+        def prices_of(program: Program) -> StagePrices:
+            return StagePrices(program, machine, behaviour=Behaviour(recipe=self.ask.recipe))
+
+        budget = self.ask.budget
+        prices = prices_of(least(build, prices_of, budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
-        fits = self.ask.budget is None or most <= self.ask.budget
+        over = -inf
+        if budget is not None:
+            room = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
+            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, room, strict=True))
+        fits = over <= 0
         if not self.offload:
             behaviour = prices.behaviour
             seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
-            return Peak(rank, held, most, step=seconds)
-        step = estimate_step(prices.program, self.cluster, behaviour=prices.behaviour)
+            return Peak(rank, held, most, step=seconds, over=over)
+        step = estimate_step(prices.program, machine, behaviour=prices.behaviour)
         waits = step.spent.axes.get("host", 0.0)
-        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None)
-
-    def _prices(self, program: Program) -> StagePrices:
-        return StagePrices(program, self.cluster, behaviour=Behaviour(recipe=self.ask.recipe))
+        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
 
     def cutting(self, settled: Settled) -> Cutting:
         """The model at the microbatch of a solution, placed by it and not cut yet."""
@@ -326,7 +335,7 @@ class Fitter:
         made = Cutting(
             settled.posed.model.folded,
             self.lowering(settled)[1],
-            self.cluster,
+            self.cluster.laid(settled.posed.order),
             hosted(self.ask.recipe, self.offload, self.cluster.device),
             # what activations take of a device is only known once some of them are stored
             None if self.offload.activations else self.ask.budget,

@@ -6,13 +6,15 @@ A deep model is looked at without most of its equal layers, whose slots are then
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.collective import seconds
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import Machine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded
 from autoshard.ir.statements import Statement, Statements
 from autoshard.passes.pipeline import Lowering, place, shortened
@@ -25,7 +27,7 @@ from autoshard.placement import R
 from autoshard.program.program import Program, Signature
 from autoshard.report.estimate import Estimator, placed_of
 from autoshard.stage_link import in_parts, pipe_link
-from autoshard.stage_slots import Slot, SlotCosts, Slots
+from autoshard.stage_slots import Shared, Slot, SlotCosts, Slots
 from autoshard.staged_state import state_of
 
 
@@ -65,8 +67,12 @@ class _Pricing:
         whole = self.homes.uncut.whole  # with copies of gradients that serve several parameters
         self.whole = whole
         self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
-        self.estimator = Estimator(_bare(whole, folded, how), cluster)
-        self.link = pipe_link(cluster, Mesh.parse(how.plan.mesh), ranks)
+        mesh = Mesh.parse(how.plan.mesh)
+        bound = bounding_machine(cluster, mesh, ranks)
+        self.estimator = Estimator(_bare(whole, folded, how), cluster, machine=bound)
+        self.link = pipe_link(cluster, mesh, ranks)
+        #: of every rank, with the link behind it; () where all are alike
+        self.unlike = _unlike(cluster, mesh, ranks, bound, self.link)
         #: by identity of their type and layout, which the program keeps
         self._bytes: dict[int, float] = {}
         self.ops = [s for s in whole.all if not s.backward]
@@ -74,8 +80,8 @@ class _Pricing:
         self.makers = self._makers()
 
     def slots(self) -> Slots:
-        forward, input_, weight, seen, seen_back = self._seconds()
-        held, held_weight, made, state, update = self._held()
+        forward, input_, weight, seen, seen_back = self._seconds(self.estimator)
+        held, held_weight, made, state, update, shared = self._held()
         costs = SlotCosts(
             forward,
             input_,
@@ -87,9 +93,27 @@ class _Pricing:
             update / self.cluster.device.traffic,
             seen,
             seen_back,
-            self._steps(),
+            self._steps(self.link),
         )
-        return Slots(tuple(self._named()), costs, self.link, self.slices)
+        distinct = tuple(dict.fromkeys(self.unlike))
+        kinds = tuple(self._on(costs, update, *kind) for kind in distinct)
+        of = tuple(distinct.index(kind) for kind in self.unlike)
+        return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of, shared)
+
+    def _on(self, costs: SlotCosts, update: np.ndarray, machine: Machine, link: AxisLink) -> SlotCosts:
+        """The costs on another machine, with another link behind it. update: bytes that AdamW moves."""
+        estimator = Estimator(self.estimator.program, self.cluster, machine=machine)
+        forward, input_, weight, seen, seen_back = self._seconds(estimator)
+        return replace(
+            costs,
+            forward=forward,
+            input=input_,
+            weight=weight,
+            update=update / machine.device.traffic,
+            seen=seen,
+            seen_back=seen_back,
+            steps=self._steps(link),
+        )
 
     def bytes_of(self, value: str) -> float:
         """Bytes of a value on a rank; the values of alike layers have one type and layout between them."""
@@ -117,7 +141,7 @@ class _Pricing:
             else:
                 yield Slot(-1, "", "", last, False)
 
-    def _seconds(self) -> tuple[np.ndarray, ...]:
+    def _seconds(self, estimator: Estimator) -> tuple[np.ndarray, ...]:
         """forward, input, weight, seen, seen_back."""
         forward, input_, weight, seen, seen_back = (np.zeros(self.count) for _ in range(5))
         known: dict[tuple[str, int, bool], float] = {}
@@ -132,10 +156,10 @@ class _Pricing:
                 key = (item.segment, statement.number, statement.backward)
                 if key not in known:
                     node = self.whole.lowered.segments[item.segment].graph.nodes[statement.number]
-                    known[key] = self.estimator.node(node, tables[item.segment]).seconds
+                    known[key] = estimator.node(node, tables[item.segment]).seconds
                 cost = known[key]
             else:
-                cost = self.estimator.node(item, self.whole.lowered.values).seconds
+                cost = estimator.node(item, self.whole.lowered.values).seconds
             if not statement.backward:
                 forward[slot] += cost
             elif place_ in self.homes.weight:
@@ -162,8 +186,8 @@ class _Pricing:
         """Value of forward that one stage makes and others are sent -> its slot."""
         return {value: slot for slot, statement in self._placed() for value in statement.makes}
 
-    def _held(self) -> tuple[np.ndarray, ...]:
-        """held, held_weight, made, state and what the optimizer moves, in bytes."""
+    def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Shared]:
+        """held, held_weight, made, state and what the optimizer moves, in bytes; and what slots share."""
         once = self.how.plan.microbatches * self.slices == 1
         state = state_of(self.homes, self.folded, self.how, self.recipe, self.bytes_of, once=once)
         held, held_weight, made = (np.zeros(self.count) for _ in range(3))
@@ -181,9 +205,9 @@ class _Pricing:
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 ready = [v for v in statement.makes if v in late and v in self.whole.values]
                 made[slot] += sum(self.bytes_of(v) for v in ready)
-        return held, held_weight, made, state.held, state.updated
+        return held, held_weight, made, state.held, state.updated, state.shared
 
-    def _steps(self) -> np.ndarray:
+    def _steps(self, link: AxisLink) -> np.ndarray:
         """What starts and stops to cross behind every slot, in seconds of a send one way."""
         makers = self.makers
         last: dict[str, int] = {}
@@ -192,18 +216,29 @@ class _Pricing:
         steps = np.zeros(self.count)
         for value, end in last.items():
             if end > makers[value] and value in self.whole.values:
-                cost = self._send(value)
+                cost = self._send(value, link)
                 steps[makers[value]] += cost
                 steps[end] -= cost
         return steps
 
-    def _send(self, value: str) -> float:
+    def _send(self, value: str, link: AxisLink) -> float:
         """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
         nbytes, placed = self.bytes_of(value), self.whole.values[value]
-        whole = float(seconds("send", nbytes, self.link))
-        links = self.estimator.links
-        axes = (link for p, link in zip(placed.layout, links, strict=True) if p == R and link.size > 1)
-        return min([whole, *(in_parts(nbytes, self.link, link) for link in axes)])
+        whole = float(seconds("send", nbytes, link))
+        axes = zip(placed.layout, self.estimator.links, strict=True)
+        inside = (axis for p, axis in axes if p == R and axis.size > 1)
+        return min([whole, *(in_parts(nbytes, link, axis) for axis in inside)])
+
+
+def _unlike(
+    cluster: Cluster, mesh: Mesh, ranks: int, bound: Machine, slowest: AxisLink
+) -> tuple[tuple[Machine, AxisLink], ...]:
+    """(machine, link behind it) of every pipeline rank; () on a cluster of one kind."""
+    if cluster.alike:
+        return ()
+    machines = stage_machines(cluster, mesh, ranks) or (bound,) * ranks
+    links = boundary_links(cluster, mesh.world_size, ranks) or (slowest,) * ranks
+    return tuple(zip(machines, links, strict=True))
 
 
 def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from autoshard.cost.collective import AxisLink
+from autoshard.cost.collective import AxisLink, seconds
 from autoshard.passes.shorten import Gap
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.cuts import Ask, Line, best_cuts, places_of
@@ -17,6 +19,8 @@ from autoshard.search.plan import Cut, Pipeline
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes
 from autoshard.simulate.slices import in_slices
 
+#: (slots, bytes) of parameters that several slots use
+Shared: TypeAlias = tuple[tuple[tuple[int, ...], float], ...]
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -60,6 +64,16 @@ class SlotCosts:
     seen_back: np.ndarray
     steps: np.ndarray
 
+    @property
+    def send(self) -> np.ndarray:
+        """Seconds for what crosses behind every slot, there and (its gradient) back."""
+        return 2 * np.cumsum(self.steps)
+
+    def slower(self, factor: float) -> SlotCosts:
+        """With all ops taking so many times as long."""
+        timed = ("forward", "input", "weight", "seen", "seen_back")
+        return replace(self, **{k: factor * getattr(self, k) for k in timed})
+
     def filled(self, source: slice, at: int, times: int) -> SlotCosts:
         """With some slots once more, so many times, before a place."""
         rows = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -80,16 +94,39 @@ class SlotCosts:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """See above. link: between stages. slices: of the sequence of a microbatch."""
+    """See above. link: between stages, the slowest. slices: of the sequence of a microbatch.
+
+    kinds: the costs on unlike pipeline ranks, those of a send as on the link behind the rank; of: the kind of
+    every rank, () if all are as ``costs_of`` says: the costs on what no rank is slower than. shared:
+    parameters that several slots use, whose gradients unlike ranks may have to add up over a slow link.
+    """
 
     all: tuple[Slot, ...]
     costs_of: SlotCosts
     link: AxisLink
     slices: int
+    kinds: tuple[SlotCosts, ...] = ()
+    of: tuple[int, ...] = ()
+    shared: Shared = ()
 
     def equals(self, other: Slots) -> bool:
         """Whether all slots are the same and cost the same."""
-        return self.all == other.all and self.costs_of.equals(other.costs_of)
+        return (self.all, self.shared) == (other.all, other.shared) and all(
+            a.equals(b) for a, b in zip(self._costs, other._costs, strict=True)
+        )
+
+    @property
+    def _costs(self) -> tuple[SlotCosts, ...]:
+        return (self.costs_of, *self.kinds)
+
+    def on(self, rank: int) -> SlotCosts:
+        """The costs on a pipeline rank."""
+        return self.kinds[self.of[rank]] if self.of else self.costs_of
+
+    def between(self, one: int, other: int) -> SlotCosts:
+        """The costs of the pipeline rank behind which is the link between two neighbours."""
+        around = abs(one - other) > 1
+        return self.on(max(one, other) if around else min(one, other))
 
     def filled(self, gap: Gap) -> Slots | None:
         """With the layers that were left out; None if those at the gap do not look as these would."""
@@ -105,7 +142,7 @@ class Slots:
         calls = self.all[at].call - self.all[start].call
         if [_moved(s, calls, turns) for s in self.all[like]] != list(self.all[behind]):
             return None
-        if not self.costs_of.alike(like, behind):
+        if not all(costs.alike(like, behind) for costs in self._costs):
             return None
         between: list[Slot] = []
         for block in range(gap.blocks):
@@ -113,19 +150,23 @@ class Slots:
             names = dict(zip(gap.like, labels, strict=False))
             between += [_moved(s, (block + 1) * calls, names) for s in self.all[like]]
         rest = [_moved(s, gap.blocks * calls, {}) for s in self.all[at:]]
+        more = len(between)
         return replace(
             self,
             all=(*self.all[:at], *between, *rest),
             costs_of=self.costs_of.filled(like, at, gap.blocks),
+            kinds=tuple(costs.filled(like, at, gap.blocks) for costs in self.kinds),
+            shared=tuple((tuple(k + more * (k >= at) for k in slots), n) for slots, n in self.shared),
         )
 
     def scaled(self, microbatch: float) -> Slots:
-        """With all ops together taking so many seconds."""
+        """With all ops together taking so many seconds; on faster ranks by as much less as before."""
         own = self.costs_of
         total = float((own.forward + own.input + own.weight).sum())
         factor = microbatch / total if total else 1.0
-        timed = ("forward", "input", "weight", "seen", "seen_back")
-        return replace(self, costs_of=replace(own, **{k: factor * getattr(own, k) for k in timed}))
+        return replace(
+            self, costs_of=own.slower(factor), kinds=tuple(kind.slower(factor) for kind in self.kinds)
+        )
 
     @property
     def count(self) -> int:
@@ -134,7 +175,7 @@ class Slots:
     @cached_property
     def send(self) -> np.ndarray:
         """Seconds for what crosses behind every slot, there and (its gradient) back."""
-        return 2 * np.cumsum(self.costs_of.steps)
+        return self.costs_of.send
 
     @cached_property
     def places(self) -> list[int]:
@@ -165,9 +206,12 @@ class Slots:
 
     def cut(self, schedule: Schedule, ask: Ask) -> Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
-        budget, edges = ask.budget, [0, *(p + 1 for p in self.places), self.count]
-        found = best_cuts(self._line(edges), ask)
-        tried = [] if found is None else [[edges[e + 1] - 1 for e in found.ends]]
+        edges = [0, *(p + 1 for p in self.places), self.count]
+        tried: list[list[int]] = []
+        for lines in self._lines(schedule, edges):
+            found = best_cuts(lines, ask)
+            ends = [] if found is None else [edges[e + 1] - 1 for e in found.ends]
+            tried += [ends] if found is not None and ends not in tried else []
         # the formula is not the simulation: what people do by hand is tried as well
         alike = self._alike(schedule.stages)
         tried += [alike] if alike and alike not in tried else []
@@ -176,21 +220,38 @@ class Slots:
             costs = self.costs(schedule, ends)
             if best is not None and least_makespan(schedule, costs) > (1 + _ROUNDING) * best.seconds:
                 continue
-            if budget is not None and max(peak_bytes(schedule, costs)) > budget:
+            rooms = (ask.room(schedule.owner.index(rank)) for rank in range(schedule.ranks))
+            peaks = peak_bytes(schedule, costs)
+            if any(room is not None and most > room for most, room in zip(peaks, rooms, strict=True)):
                 continue
-            seconds = makespan(schedule, costs)
-            if best is None or seconds < best.seconds:
-                best = Trial(schedule, ask.chunks, tuple(ends), costs, seconds)
+            step = makespan(schedule, costs)
+            if best is None or step < best.seconds:
+                best = Trial(schedule, ask.chunks, tuple(ends), costs, step)
         return best
 
-    def _line(self, edges: Sequence[int]) -> Line:
-        """The slots between places that may be cut, as one each."""
-        own = self.costs_of
+    def _lines(self, schedule: Schedule, edges: Sequence[int]) -> list[list[Line]]:
+        """The slots between places that may be cut, as one each; for every stage. Where links are unlike,
+        also as if nothing were sent: a stage that waits for a slow link has time to compute."""
+        made: dict[tuple[int, int, bool], Line] = {}
 
+        def line(stage: int, sends: bool) -> Line:
+            owner = schedule.owner
+            own = self.on(owner[stage])
+            behind = self.between(owner[stage], owner[min(stage + 1, len(owner) - 1)])
+            key = (id(own), id(behind), sends)
+            if key not in made:
+                made[key] = self._line(own, behind, edges, sends)
+            return made[key]
+
+        ways = (True, False) if self.of else (True,)
+        return [[line(stage, sends) for stage in range(schedule.stages)] for sends in ways]
+
+    def _line(self, own: SlotCosts, behind: SlotCosts, edges: Sequence[int], sends: bool) -> Line:
         def grouped(x: np.ndarray) -> np.ndarray:
             return np.add.reduceat(x, edges[:-1])
 
-        send = np.array([*(self.send[e - 1] for e in edges[1:-1]), 0.0])
+        crossing = behind.send if sends else np.zeros(self.count)
+        send = np.array([*(crossing[e - 1] for e in edges[1:-1]), 0.0])
         return Line(
             grouped(own.forward),
             grouped(own.input + own.weight),
@@ -201,24 +262,35 @@ class Slots:
 
     def costs(self, schedule: Schedule, ends: Sequence[int]) -> StageCosts:
         """Of the stages that end behind these slots."""
-        own, edges = self.costs_of, [0, *(e + 1 for e in ends)]
+        edges, owner = [0, *(e + 1 for e in ends)], schedule.owner
 
-        def total(x: np.ndarray) -> tuple[float, ...]:
-            return tuple(float(v) for v in np.add.reduceat(x, edges))
+        def total(part: Callable[[SlotCosts], np.ndarray]) -> tuple[float, ...]:
+            if not self.of:
+                return tuple(float(v) for v in np.add.reduceat(part(self.costs_of), edges))
+            rows = [np.add.reduceat(part(kind), edges) for kind in self.kinds]
+            return tuple(float(rows[self.of[rank]][stage]) for stage, rank in enumerate(owner))
 
-        sends = tuple(float(self.send[e]) / 2 for e in ends)
-        held, made = total(own.held), total(own.made)
-        held_weight = tuple(min(a, b) for a, b in zip(total(own.held_weight), held, strict=True))
-        state, update = total(own.state), total(own.update)
+        crossing = (
+            [self.between(a, b).send for a, b in pairwise(owner)] if self.of else [self.send] * len(ends)
+        )
+        sends = tuple(float(row[e]) / 2 for row, e in zip(crossing, ends, strict=True))
+        held, made = total(lambda x: x.held), total(lambda x: x.made)
+        held_weight = tuple(min(a, b) for a, b in zip(total(lambda x: x.held_weight), held, strict=True))
+        state, update = total(lambda x: x.state), total(lambda x: x.update)
         base, updates = [0.0] * schedule.ranks, [0.0] * schedule.ranks
         for stage, rank in enumerate(schedule.owner):
             base[rank] += state[stage]
             updates[rank] += update[stage]
+        for slots, nbytes in self.shared if self.of else ():
+            ranks = {owner[bisect_right(edges, slot) - 1] for slot in slots}
+            link = AxisLink(self.link.latency, self.link.alone, len(ranks))
+            for rank in ranks if len(ranks) > 1 else ():
+                updates[rank] += float(seconds("all_reduce", nbytes, link))
         costs = StageCosts(
-            total(own.forward),
-            total(own.input + own.weight),
-            total(own.input),
-            total(own.weight),
+            total(lambda x: x.forward),
+            total(lambda x: x.input + x.weight),
+            total(lambda x: x.input),
+            total(lambda x: x.weight),
             sends,
             sends,
             held,
@@ -229,7 +301,8 @@ class Slots:
         )
         if schedule.slices == 1:
             return costs
-        return in_slices(costs, total(own.seen), total(own.seen_back), self.link.latency, schedule.slices)
+        seen, seen_back = total(lambda x: x.seen), total(lambda x: x.seen_back)
+        return in_slices(costs, seen, seen_back, self.link.latency, schedule.slices)
 
     @cached_property
     def _layers(self) -> list[int]:

@@ -6,7 +6,7 @@ Where the cuts will fall is not known yet: a stage holds what its ops bring.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,11 +22,12 @@ from autoshard.passes.stage_places import StagePlaces
 class StagedState:
     """Per op of forward. held: bytes of parameters, gathered copies, summed gradients and optimizer state.
     updated: bytes that the optimizer moves. copies: values that are gathered once a step, and what is on the
-    way to them."""
+    way to them. shared: trained parameters that several ops bring, as (those ops, bytes)."""
 
     held: np.ndarray
     updated: np.ndarray
     copies: frozenset[str]
+    shared: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
 def state_of(
@@ -42,6 +43,7 @@ def state_of(
     whether gradients are made once a step, so that nothing is summed up."""
     count = sum(not s.backward for s in homes.uncut.whole.all)
     found = StagedState(np.zeros(count), np.zeros(count), _copies(homes, folded, how))
+    shared: list[tuple[tuple[int, ...], float]] = []
     homing = _Homing(homes, folded, how)
     for port in folded.joint.ports:
         if port.kind != "param":
@@ -49,6 +51,8 @@ def state_of(
         own, width = bytes_of(port.name), DTYPES[port.type.dtype][1]
         slots = homing.holders(port)
         trained = port.target in homing.gradients
+        if trained and len(slots) > 1:
+            shared.append((slots, own))
         for slot in slots:
             found.held[slot] += own
             if trained:
@@ -62,7 +66,7 @@ def state_of(
                 found.held[slot] += size / width * recipe.sum_bytes(width)
     for value, slot in homing.readers(found.copies):
         found.held[slot] += bytes_of(value)
-    return found
+    return replace(found, shared=tuple(shared))
 
 
 def _copies(homes: StagePlaces, folded: Folded, how: Lowering) -> frozenset[str]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import rooms, stage_machines
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.passes.pipeline import Lowering, place
@@ -35,6 +36,9 @@ from autoshard.simulate.pipeline import (
 from autoshard.slot_costs import slots_of
 from autoshard.stage_slots import Trial
 
+#: schedule -> chunks, also tried where some ranks are joined by a slower link than others: their microbatches
+#: are under way before anyone waits for one, at the price of memory
+AHEAD: dict[str, tuple[int, ...]] = {"gpipe": (1,), "breadth-first": (2,)}
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -69,7 +73,7 @@ class Staging:
 def bare_seconds(placed: Placement) -> float:
     """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
     sums, setting = placed.setting.sums(placed.taken), placed.setting
-    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.ranks
+    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
     return max(0.0, placed.step.exposed - talk)
 
 
@@ -104,7 +108,7 @@ class Cutting:
 
     microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
     the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
-    are compared by one measure. budget: bytes per rank.
+    are compared by one measure. budget: bytes per rank; unlike ranks may have more (`stage_machines.rooms`).
     """
 
     def __init__(
@@ -123,8 +127,11 @@ class Cutting:
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
         self._folded, self.how = folded, how
-        devices = Mesh.parse(how.plan.mesh).world_size * self.pipeline.ranks
-        slots = slots_of(folded, how, cluster.used_by(devices), recipe, self.pipeline.ranks)
+        mesh, ranks = Mesh.parse(how.plan.mesh), self.pipeline.ranks
+        used = cluster.used_by(mesh.world_size * ranks)
+        slots = slots_of(folded, how, used, recipe, ranks)
+        #: bytes of every rank, () if all have as many
+        self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
         #: the ops of forward, between which it is cut
         self.slots = slots if microbatch is None else slots.scaled(microbatch)
         self._trials: dict[tuple[str, int], Trial | None] = {}
@@ -143,6 +150,9 @@ class Cutting:
         Raises InfeasibleError if no cut fits any.
         """
         self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if self.slots.of and not fixed:
+            for kind in self._kinds():
+                self._trial(*kind)
         found = _shortest(self._trials.values())
         if found is None and not fixed:
             found = _shortest(self._trial(*kind) for kind in self._kinds())
@@ -159,7 +169,8 @@ class Cutting:
     def _kinds(self) -> list[tuple[str, int]]:
         """(schedule, chunks) that may be tried."""
         ranks = self.pipeline.ranks
-        kinds = [(n, v) for n, vs in TRIED.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        tried = {**TRIED, **AHEAD} if self.slots.of else TRIED
+        kinds = [(n, v) for n, vs in tried.items() for v in vs if ranks * v <= max(self._layers, ranks)]
         return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
 
     def best(self, *, fixed: bool) -> Staging:
@@ -187,7 +198,9 @@ class Cutting:
                 asked = self.pipeline
                 schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
                 budget = None if self.budget is None else self.budget - self._spare
-                ask = Ask(schedule.stages, self.microbatches, chunks, self.schedules.flying(schedule), budget)
+                flying = self.schedules.flying(schedule)
+                budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
+                ask = Ask(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
                 found = self.slots.cut(schedule, ask)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]

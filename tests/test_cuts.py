@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -23,19 +25,21 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(forward, backward, held, state, np.where(blocked, np.inf, send))
 
 
-def brute_force(line: Line, ask: Ask) -> float | None:
-    """The least step over all cuts that fit."""
-    n = len(line)
+def brute_force(lines: Sequence[Line], ask: Ask) -> float | None:
+    """The least step over all cuts that fit. lines: of every stage."""
+    n = len(lines[0])
     best: float | None = None
     for ends in combinations(range(n - 1), ask.stages - 1):
         edges = [0, *(e + 1 for e in ends), n]
         times, fits = [], True
         for stage, (a, b) in enumerate(pairwise(edges)):
+            line = lines[stage]
             sent = float(line.send[b - 1]) if b < n else 0.0
             times.append(float((line.forward + line.backward)[a:b].sum()) + sent)
             flight = ask.in_flight[stage] if ask.in_flight else 1
             held = float(line.state[a:b].sum()) + flight * float(line.held[a:b].sum())
-            fits &= ask.budget is None or held <= ask.budget / ask.chunks + 1e-9
+            room = ask.room(stage)
+            fits &= room is None or held <= room / ask.chunks + 1e-9
         if fits and np.isfinite(sum(times)):
             seconds = step_seconds(times, ask)
             best = seconds if best is None else min(best, seconds)
@@ -49,12 +53,60 @@ def test_the_programme_equals_brute_force(
     stages = ranks * chunks
     flight = tuple(min(microbatches, stages - k) for k in range(stages))
     ask = Ask(stages, microbatches, chunks, flight, budget)
-    wanted = brute_force(line, ask)
+    wanted = brute_force([line] * stages, ask)
     found = best_cuts(line, ask)
     assert (found is None) == (wanted is None)
     if found is not None and wanted is not None:
         assert found.seconds == pytest.approx(wanted, abs=1e-9)
         assert len(found.ends) == stages - 1
+
+
+@given(
+    lines(),
+    st.lists(st.sampled_from([0.4, 1.0, 2.5]), min_size=1, max_size=5),
+    st.lists(st.sampled_from([0.0, 1.0, 7.0]), min_size=5, max_size=5),
+    st.integers(1, 2),
+    st.integers(1, 12),
+    st.none() | st.lists(st.floats(1.0, 60.0), min_size=5, max_size=5),
+)
+def test_unlike_ranks_are_cut_as_brute_force_does(
+    line: Line,
+    slower: list[float],
+    links: list[float],
+    chunks: int,
+    microbatches: int,
+    rooms: list[float] | None,
+) -> None:
+    """Ranks of several speeds and memories behind several links; ops of odd places take all as long."""
+    ranks = len(slower)
+    stages = ranks * chunks
+    odd = np.arange(len(line)) % 2 == 1
+    kinds = [
+        replace(
+            line,
+            forward=np.where(odd, line.forward, line.forward * slow),
+            backward=line.backward * slow,
+            send=line.send + link,
+        )
+        for slow, link in zip(slower, links, strict=False)
+    ]
+    flight = tuple(min(microbatches, stages - k) for k in range(stages))
+    budgets = () if rooms is None else tuple(rooms[:ranks]) * chunks
+    ask = Ask(stages, microbatches, chunks, flight, None if rooms is None else max(budgets), budgets)
+    of = [kinds[stage % ranks] for stage in range(stages)]
+    wanted, found = brute_force(of, ask), best_cuts(of, ask)
+    assert (found is None) == (wanted is None)
+    if found is not None and wanted is not None:
+        assert found.seconds == pytest.approx(wanted, abs=1e-9)
+
+
+def test_a_rank_twice_as_fast_takes_twice_as_many_layers() -> None:
+    work, zero = np.array([1.0] * 12), np.zeros(12)
+    slow = Line(work, zero, zero, zero, zero)
+    fast = replace(slow, forward=work / 2)
+    found = best_cuts([slow, fast], Ask(2, 8))
+    assert found is not None
+    assert found.ends == (3,)
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:

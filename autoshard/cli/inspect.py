@@ -209,13 +209,16 @@ def write_text(path: Path, text: str, option: str) -> None:
 
 
 def prices_of(plan: str, named: str | None) -> Cluster:
-    """The cluster that is named, or the one that the program was planned for."""
+    """The cluster that is named, or the one that the program was planned for; where its links were measured,
+    with the ranks on the devices that the plan says."""
     from autoshard.cluster import load_cluster
+    from autoshard.emitting import laid_for
     from autoshard.search.plan_json import plan_from_json
 
-    name = named or plan_from_json(plan).cluster
+    planned = plan_from_json(plan) if plan or named is None else None
+    name = named or (planned.cluster if planned is not None else "")
     try:
-        return load_cluster(name)
+        machine = load_cluster(name)
     except UsageError:
         if named is not None:
             raise
@@ -223,6 +226,7 @@ def prices_of(plan: str, named: str | None) -> Cluster:
             f"the program was planned with the cluster {name}, which the catalog does not have",
             hint="pass --cluster FILE",
         ) from None
+    return machine if planned is None or machine.links is None else laid_for(planned, machine)
 
 
 def print_code(text: str) -> None:

@@ -8,7 +8,7 @@ grouping, swaps whole blocks of ranks as well as single ones, and ends no worse 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite
 
@@ -41,13 +41,15 @@ def assign_ranks(
     *,
     seed: int = 0,
     moves: int | None = None,
+    kinds: Sequence[int] = (),
 ) -> RankOrder:
     """The order of ranks that makes `order_seconds` small, never larger than for rank r on device r.
 
     traffic: bytes per step of each axis on one rank; axes that are left out send none. Without it, an axis
     counts 4 times the one outside of it. seed: of the swaps; the same one gives the same order. moves: swaps
-    to try (default: 500 per device, at most 20,000). Devices without a rank are the worst placed. Raises
-    UsageError if the mesh has more ranks than there are devices, or if traffic is of no axis.
+    to try (default: 500 per device, at most 20,000). Devices without a rank are the worst placed. kinds: of
+    every device; one only takes the place of another of its own kind. Raises UsageError if the mesh has more
+    ranks than there are devices, or if traffic is of no axis.
     """
     weights = _weights(mesh, traffic)
     _check_devices(mesh, links)
@@ -55,12 +57,15 @@ def assign_ranks(
     identity = np.arange(links.devices)
     if not cost.axes or links.devices == 1:
         return RankOrder.identity(mesh.world_size)
-    start = min((identity, _greedy(mesh, cost.inverse)), key=cost.of)
+    starts = [identity]
+    if len(set(kinds)) < 2:
+        starts.append(_greedy(mesh, cost.inverse))
+    start = min(starts, key=cost.of)
     if moves is None:
         moves = min(_MOVES_PER_DEVICE * links.devices, _MOST_MOVES)
     if moves < 0:
         raise UsageError(f"the number of moves is {moves}", hint="give 0 or more")
-    found = _anneal(mesh, cost, start, moves, np.random.default_rng(seed))
+    found = _anneal(mesh, cost, start, moves, np.random.default_rng(seed), np.array(kinds))
     best = min((identity, found), key=cost.of)
     return RankOrder(tuple(int(device) for device in best[: mesh.world_size]))
 
@@ -168,8 +173,13 @@ def _chains(apart: Matrix, size: int) -> list[_Index]:
     return chains
 
 
-def _anneal(mesh: Mesh, cost: _Cost, start: _Index, moves: int, rng: np.random.Generator) -> _Index:
-    """The best order met on a walk of ``moves`` swaps; only groups that a swap touches are priced again."""
+def _anneal(
+    mesh: Mesh, cost: _Cost, start: _Index, moves: int, rng: np.random.Generator, kinds: _Index
+) -> _Index:
+    """The best order met on a walk of ``moves`` swaps; only groups that a swap touches are priced again.
+
+    kinds: by device, () if all are of one kind.
+    """
     order, best = start.copy(), start.copy()
     costs = [cost.groups(axis, order) for axis in cost.axes]
     now = _energy(costs)
@@ -187,7 +197,7 @@ def _anneal(mesh: Mesh, cost: _Cost, start: _Index, moves: int, rng: np.random.G
         stride = strides[int(pick * len(strides))]
         first = int(one * (mesh.world_size // stride))
         second = int(two * (len(order) // stride))
-        if first == second:
+        if first == second or not _alike(order, kinds, stride, first, second):
             continue
         _swap(order, stride, first, second)
         renewed = [values.copy() for values in costs]
@@ -205,6 +215,14 @@ def _anneal(mesh: Mesh, cost: _Cost, start: _Index, moves: int, rng: np.random.G
         if reached < least:
             best, least = order.copy(), reached
     return best
+
+
+def _alike(order: _Index, kinds: _Index, stride: int, first: int, second: int) -> bool:
+    """Whether two blocks of devices are of the same kinds."""
+    if not len(kinds):
+        return True
+    one, two = (kinds[order[k * stride : (k + 1) * stride]] for k in (first, second))
+    return bool((one == two).all())
 
 
 def _swap(order: _Index, stride: int, first: int, second: int) -> None:

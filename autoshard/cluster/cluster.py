@@ -11,6 +11,7 @@ from autoshard.cluster.host import Host, bounding_host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
 from autoshard.cluster.measured import Measured
+from autoshard.cluster.order import RankOrder
 from autoshard.errors import UsageError
 
 #: Part of a device's memory that a plan may fill. The rest goes to the CUDA or HIP context
@@ -117,7 +118,8 @@ class Cluster:
     devices: how many there are, None for any number; a single one needs no level. groups: parts of different
     devices or wiring, each a cluster of its own, in the order of their devices; then ``levels`` are those
     that join the groups, and ``device`` is the one that bounds all of them (`joined` sees to both). links:
-    what was measured between single devices, which then counts instead of the bandwidth of the levels.
+    what was measured between single devices, which then counts instead of the bandwidth of the levels. order:
+    the device of every rank, if rank r is not on device r.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Cluster:
     levels: tuple[Level, ...]
     groups: tuple[Cluster, ...] = ()
     links: Links | None = None
+    order: RankOrder | None = None
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name!r}"
@@ -201,6 +204,22 @@ class Cluster:
             return replace(used[0], name=self.name, links=links)
         levels = [level for level in self.levels if level.size is None or level.size < world_size]
         return Cluster.joined(self.name, used, levels, links)
+
+    def laid(self, order: RankOrder | None) -> Cluster:
+        """The part that so many ranks run on, in an order of theirs."""
+        return self if order is None else replace(self.used_by(len(order.devices)), order=order)
+
+    @property
+    def alike(self) -> bool:
+        """Whether any two blocks of devices that lie alike on the levels are alike."""
+        return not self.groups and self.links is None
+
+    def peak(self, dtype: str, world_size: int) -> float:
+        """FLOP/s of so many ranks together at their peaks, that of f32 for types without one."""
+        used = self.used_by(world_size)
+        parts = [(g.device.peak_flops, g.devices or 0) for g in used.groups]
+        parts = parts or [(used.device.peak_flops, world_size)]
+        return sum(count * peaks.get(dtype, peaks["f32"]) for peaks, count in parts)
 
     def check_world_size(self, world_size: int) -> None:
         """UsageError if the cluster has fewer devices than that."""

@@ -57,6 +57,8 @@ class _Crossed:
 def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = None) -> AxisLink:
     """The link that the groups of a mesh axis have, with rank r on device r, or on ``order.devices[r]``.
 
+    order: by default that of the cluster.
+
     Latency is that of the outermost level crossed, bandwidth that of the slowest. A group with m ranks in
     each node runs m rings at once, over the network cards of its m devices (as NCCL does), so that it has m
     times the share of one device; that is how the groups of an axis divide the links that they cross at once.
@@ -69,6 +71,7 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
     Raises UsageError if the mesh has no such axis, does not fit the cluster, or is not what is ordered.
     """
     cluster.check_world_size(mesh.world_size)
+    order = order or cluster.order
     if order is not None:
         order.check(mesh.world_size, cluster.devices)
     axis = mesh.index(axis)

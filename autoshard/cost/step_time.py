@@ -84,14 +84,15 @@ class Overlap:
     share: of the time in which parameter collectives and computing are under way at once that is gained by
     it, as each slows the other (0: nothing overlaps). edge: share of the parameter
     collectives with nothing to hide behind: those of the first layer, before, and of the last, after. stages:
-    pipeline ranks among which everything is divided. filling: microbatches that a rank could compute while it
-    waits for others. hops: seconds that a microbatch is on its way between stages.
+    pipeline ranks among which everything is divided; one that is twice as fast counts for two. filling:
+    microbatches that a rank could compute while it waits for others. hops: seconds that a microbatch is on
+    its way between stages.
     """
 
     microbatches: int = 1
     share: float = 0.0
     edge: float = 0.0
-    stages: int = 1
+    stages: float = 1
     filling: float = 0.0
     hops: float = 0.0
 
@@ -128,7 +129,7 @@ def busy_seconds(sums: Sums, how: Overlap) -> float:
     return (compute + exposed + sums.update) / how.stages
 
 
-def bubble_seconds(sums: Sums, stages: int, filling: float, hops: float) -> float:
+def bubble_seconds(sums: Sums, stages: float, filling: float, hops: float) -> float:
     """That a rank waits for others; see `Overlap`."""
     once = sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
     return filling * once / stages + hops

@@ -175,7 +175,7 @@ def _streams(prices: StagePrices) -> Iterator[dict[str, Any]]:
         if part.phase not in ("forward", "backward", "weight") or part.slice:
             continue
         items = lowered.of(part)
-        played = prices.parts.play(items, spans=True)
+        played = prices.parts_of(part.stage).play(items, spans=True)
         left -= len(played.spans)
         if left < 0:
             return

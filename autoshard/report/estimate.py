@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.cost.stage_machines import Machine
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_message
 from autoshard.ir.lowered import LoweredSegment, Part, Placed
@@ -61,8 +62,10 @@ class Estimator(Pricer):
     or holds most. What its step takes is `pipeline`.
     """
 
-    def __init__(self, program: Program, cluster: Cluster, rank: int = 0) -> None:
-        super().__init__(program, cluster, rank)
+    def __init__(
+        self, program: Program, cluster: Cluster, rank: int = 0, machine: Machine | None = None
+    ) -> None:
+        super().__init__(program, cluster, rank, machine=machine)
         self.rank = rank
 
     @cached_property

@@ -307,11 +307,10 @@ def _seconds(settled: Settled, staging: Staging | None) -> float:
 
 def _step(settled: Settled, staging: Staging | None) -> Step:
     step, m = settled.placed.step, settled.configuration.microbatches
-    model, device = settled.posed.model, settled.cluster.device
-    flop, dtype = model_flop(model)
+    flop, dtype = model_flop(settled.posed.model)
     total = _seconds(settled, staging)
     ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks
-    possible = total * ranks * device.peak_flops.get(dtype, device.peak_flops["f32"])
+    possible = total * settled.cluster.peak(dtype, ranks)
     mfu = m * flop / possible if possible else 0.0
     return Step(total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
 

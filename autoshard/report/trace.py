@@ -48,7 +48,7 @@ def _ops(prices: StagePrices, kind: str, stage: int, pid: int, start: float) -> 
             if part.stage != stage or part.phase != phase:
                 continue
             items = lowered.of(part)
-            played = prices.parts.play(items, spans=True)
+            played = prices.parts_of(stage).play(items, spans=True)
             for span in played.spans:
                 item = items[span.step]
                 task = prices.parts.sheet(item).tasks[span.task]

@@ -8,6 +8,7 @@ from math import inf, isfinite
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
+from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.search.ask import Ask, Rejected, Settled
 from autoshard.search.configuration import Configuration, Staged, data_ways, inside, shapes_of
@@ -16,9 +17,10 @@ from autoshard.search.estimated import Estimated
 from autoshard.search.exact import Exact, Judge, name_of
 from autoshard.search.nearest import Nearest
 from autoshard.search.network import InfeasibleNetwork
+from autoshard.search.pace import Pace
 from autoshard.search.padded import padded
 from autoshard.search.poses import Poses
-from autoshard.search.problem import Model, experts_of
+from autoshard.search.problem import Model, batch_of, experts_of
 from autoshard.search.problems import Posed, layer_calls
 from autoshard.search.rivals import Pricing, Rival, Room, rivals
 from autoshard.search.setting import Setting
@@ -52,7 +54,10 @@ def choose(
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
-    search = _Search(model, cluster.used_by(world), ask, progress, judge)
+    search = _Search(model, cluster.used_by(world), ask, progress, judge, world)
+    if any(s.devices for s in given):
+        pace = Pace(model, search.cluster, search.setting)
+        given = [pace.of(s) for s in given]
     if ask.tactics:
         found = search.by_tactics([s.mesh for s in given])
     elif len(given) == 1 and ask.batch is None and given[0].ranks == 1:
@@ -94,12 +99,13 @@ class _Search:
         ask: Ask,
         progress: Callable[[str], None],
         judge: Judge | None,
+        world: int = 0,
     ) -> None:
         self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
         overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
         self.setting = Setting(1, layer_calls(model.folded), overlap=overlap)
-        self.poses = Poses(model, cluster, self.setting, ask.recipe, progress)
-        self.total = ask.batch or self.poses.captured
+        self.total = ask.batch or batch_of(model.folded)
+        self.poses = Poses(model, cluster, self.setting, ask.recipe, progress, world, self.total)
         self.shapes = Shapes(self.poses, ask, self.setting, self.total, progress)
         self.exact = Exact(self.poses, ask, self.setting, progress, judge)
         self.solved: list[Shape] = []
@@ -131,7 +137,7 @@ class _Search:
         posed, placed, stages = run_tactics(
             self.model,
             mesh,
-            self.poses.prices,
+            CostModels(self.cluster),
             self.setting,
             self.ask.tactics,
             self.ask.recipe,
@@ -211,7 +217,8 @@ class _Search:
         plain = sharded = pricing(self.poses, known)
         stored = padded(self.model, devices)
         if stored is not self.model:
-            sharded = pricing(Poses(stored, self.cluster, setting, ask.recipe, self.progress), ())
+            of_stored = Poses(stored, self.cluster, setting, ask.recipe, self.progress, devices, self.total)
+            sharded = pricing(of_stored, ())
         seen = [staged for shape in self.solved for staged in shape.meshes]
         reached = self.exact.judged(found)
         return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 
+from autoshard.cluster.cluster import Device
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.search.pipe import Pipe
@@ -33,13 +35,18 @@ class Staged:
     """A mesh for every one of ``ranks`` pipeline ranks, with the pipelines to try.
 
     batches: sequences of a microbatch over the mesh that are allowed, () for all that divide. link: between
-    pipeline ranks, None where there is one.
+    pipeline ranks, the slowest; None where there is one rank. links: behind every rank, () if all are alike.
+    devices: of every pipeline rank, () if all are alike. limits: how many times as fast as what is priced
+    computing and talking is at most on each of them, () if on none.
     """
 
     mesh: Mesh
     pipes: tuple[Pipe, ...] = (Pipe(),)
     batches: tuple[int, ...] = ()
     link: AxisLink | None = None
+    links: tuple[AxisLink, ...] = ()
+    devices: tuple[Device, ...] = ()
+    limits: tuple[float, ...] = ()
 
     def hop_seconds(self, nbytes: float) -> float:
         """Seconds to send so many bytes per data rank to the next stage; each tensor rank sends its part."""
@@ -47,6 +54,37 @@ class Staged:
             return 0.0
         inner = self.mesh.world_size // data_ways(self.mesh)
         return seconds("send", nbytes / inner, self.link)
+
+    def sending(self, pipe: Pipe, nbytes: float, shared: float = 0.0) -> Pipe:
+        """A pipeline that hands on so many bytes per data rank; shared: of parameters that the first and the
+        last stage have in common, which every rank of theirs has its part of."""
+        slowest = self.hop_seconds(nbytes)
+        if not self.links:
+            return replace(pipe, hop=slowest)
+        inner = self.mesh.world_size // data_ways(self.mesh)
+        *between, around = (seconds("send", nbytes / inner, link) for link in self.links)
+        back = around if pipe.schedule != "zb-v" else 0.0
+        mean = (pipe.chunks * sum(between) + (pipe.chunks - 1) * back) / (pipe.ranks * pipe.chunks - 1)
+        sends = [*between, back * (pipe.chunks > 1)]
+        slowest, at = max(sends), between.index(max(between))
+        ends = 0.0
+        if pipe.schedule != "zb-v":
+            assert self.link is not None
+            parts = [a.size for a in self.mesh.axes if a.meaning.may_store_sharded or a.meaning.splits_layers]
+            ends = seconds("all_reduce", shared / prod(parts), replace(self.link, size=2))
+        return replace(pipe, hop=mean, slowest=slowest, ahead=pipe.ranks - at, ends=ends)
+
+    def runs(self, microbatches: int) -> float:
+        """How many microbatches a rank could compute in a step, at least, of the shortest of the pipelines.
+
+        Where some ranks are faster, one microbatch takes no less than if the fastest did all of it.
+        """
+        filling = min(p.filling(microbatches) for p in self.pipes)
+        if not self.limits:
+            return microbatches + filling
+        pace, fastest = sum(self.limits), max(self.limits)
+        waits = (self.ranks / fastest - self.ranks / pace) * filling / (self.ranks - 1)
+        return self.ranks / pace * microbatches + waits
 
     @property
     def ranks(self) -> int:

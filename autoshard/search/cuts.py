@@ -59,7 +59,7 @@ class Ask:
 
     stages: how many. microbatches: of a step. chunks: stages per rank. in_flight: per stage, how many
     microbatches it holds at once. budget: bytes of a rank for state and activations, None for no limit; with
-    several stages on a rank each may use its share.
+    several stages on a rank each may use its share. budgets: of the rank of every stage, where they differ.
     """
 
     stages: int
@@ -67,6 +67,11 @@ class Ask:
     chunks: int = 1
     in_flight: tuple[int, ...] = ()
     budget: float | None = None
+    budgets: tuple[float, ...] = ()
+
+    def room(self, stage: int) -> float | None:
+        """Bytes of the rank of a stage."""
+        return self.budgets[stage] if self.budgets else self.budget
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,13 @@ def step_seconds(times: Sequence[float], ask: Ask) -> float:
     return (ask.microbatches * ask.chunks - 1) * max(times) + sum(times) / ask.chunks
 
 
-def best_cuts(line: Line, ask: Ask) -> Stages | None:
+def best_cuts(line: Line | Sequence[Line], ask: Ask) -> Stages | None:
     """The cuts of the least step, None if no stages fit the memory.
 
-    Exact for `step_seconds`.
+    line: or that of every stage, where the same ops take unlike ranks different seconds; their bytes are the
+    same. Exact for `step_seconds`.
     """
-    table = _Table(line, ask)
+    table = _Table((line,) * ask.stages if isinstance(line, Line) else tuple(line), ask)
     least = table.least_bound()
     if not isfinite(least):
         return None
@@ -148,36 +154,45 @@ def best_cuts(line: Line, ask: Ask) -> Stages | None:
 
 
 class _Table:
-    """Seconds of every run of slots that may be a stage: ``run[a, b]`` is slots a to b - 1."""
+    """Seconds of every run of slots that may be a stage: ``runs[k][a, b]`` is slots a to b - 1 as a stage of
+    the k-th kind.
 
-    def __init__(self, line: Line, ask: Ask) -> None:
-        self.line, self.ask = line, ask
-        n = len(line)
-        work = np.concatenate([[0.0], np.cumsum(line.forward + line.backward)])
-        self.send = np.where(np.arange(n) < n - 1, line.send, 0.0)
-        self.run = work[None, :] - work[:, None] + np.concatenate([[0.0], self.send])[None, :]
-        self.run[np.tril_indices(n + 1)] = inf
-        self.held = np.concatenate([[0.0], np.cumsum(line.held)])
-        self.state = np.concatenate([[0.0], np.cumsum(line.state)])
-        self._longest: dict[int, Indices] = {}
+    of: the kind of every stage.
+    """
+
+    def __init__(self, lines: Sequence[Line], ask: Ask) -> None:
+        kinds = {id(line): line for line in lines}
+        numbers = {key: k for k, key in enumerate(kinds)}
+        self.ask, self.of = ask, tuple(numbers[id(line)] for line in lines)
+        self.lines = tuple(kinds.values())
+        self.runs = tuple(_seconds(line) for line in self.lines)
+        first = self.lines[0]
+        self.held = np.concatenate([[0.0], np.cumsum(first.held)])
+        self.state = np.concatenate([[0.0], np.cumsum(first.state)])
+        #: of every slot at least, whichever stage it is in
+        self.least = np.min([line.forward + line.backward for line in self.lines], axis=0)
+        self._longest: dict[tuple[int, float], Indices] = {}
+
+    def __len__(self) -> int:
+        return len(self.least)
 
     def flight(self, stage: int) -> int:
         """Microbatches that a stage holds; stages with as many are alike."""
         return self.ask.in_flight[stage] if self.ask.in_flight else 1
 
-    def longest(self, flight: int) -> Indices | None:
+    def longest(self, flight: int, room: float | None) -> Indices | None:
         """Where the longest run to every end begins that fits with so many microbatches in flight, [n + 1].
 
-        Whatever begins later fits, too. None without a limit.
+        Whatever begins later fits, too. None without a limit. room: bytes of the rank.
         """
-        if self.ask.budget is None:
+        if room is None:
             return None
-        if flight not in self._longest:
-            self._longest[flight] = self._fitting(flight, self.ask.budget / self.ask.chunks)
-        return self._longest[flight]
+        if (flight, room) not in self._longest:
+            self._longest[flight, room] = self._fitting(flight, room / self.ask.chunks)
+        return self._longest[flight, room]
 
     def _fitting(self, flight: int, budget: float) -> Indices:
-        ends = np.arange(len(self.run))
+        ends = np.arange(len(self) + 1)
         low, high = np.zeros_like(ends), ends
         while (low < high).any():
             middle = (low + high) // 2
@@ -187,10 +202,18 @@ class _Table:
 
     def least_bound(self) -> float:
         """The least possible slowest stage; inf if no stages fit the memory."""
-        heaviest = float((self.line.forward + self.line.backward).max())
-        floor = max(self.work / self.ask.stages, heaviest)
+        heaviest = float(self.least.max())
+        floor = max(self.work / self._stages, heaviest)
         least = self._least_within(_NEAR * floor)
         return least if isfinite(least) else self._least_within(inf)
+
+    @property
+    def _stages(self) -> float:
+        """How many stages there are; one that takes longer for everything counts for less."""
+        if len(self.lines) == 1:
+            return self.ask.stages
+        work = [float((line.forward + line.backward).sum()) for line in self.lines]
+        return sum(self.work / work[k] if work[k] else 1.0 for k in self.of)
 
     def _least_within(self, bound: float) -> float:
         """The least possible slowest stage, inf if it is slower than ``bound``."""
@@ -202,13 +225,13 @@ class _Table:
 
     @property
     def work(self) -> float:
-        """Seconds of all stages together, without sends."""
-        return float((self.line.forward + self.line.backward).sum())
+        """Seconds that all stages together take at least, without sends."""
+        return float(self.least.sum())
 
     def bounds_above(self, least: float) -> Sequence[float]:
         """Values above ``least`` that the slowest stage may have, ascending."""
-        known = np.unique(self.run[np.isfinite(self.run) & (self.run > least)])
-        return [float(x) for x in known]
+        found = [run[np.isfinite(run) & (run > least)] for run in self.runs]
+        return [float(x) for x in np.unique(np.concatenate(found))]
 
     def cheapest(self, bound: float) -> tuple[int, ...] | None:
         """The ends of stages of least total seconds none of which is slower than ``bound``."""
@@ -222,7 +245,7 @@ class _Table:
             total = np.take_along_axis(sums, choice[:, None], axis=1)[:, 0]
         if not isfinite(total[-1]):
             return None
-        at, ends = len(self.line), []
+        at, ends = len(self), []
         for choice in reversed(came):
             at = int(runs.begin[at, choice[at]])
             ends.append(at - 1)
@@ -230,8 +253,18 @@ class _Table:
 
     def times(self, ends: Sequence[int]) -> list[float]:
         """Seconds of every stage."""
-        edges = [0, *(e + 1 for e in ends), len(self.line)]
-        return [float(self.run[a, b]) for a, b in pairwise(edges)]
+        edges = pairwise([0, *(e + 1 for e in ends), len(self)])
+        return [float(self.runs[k][a, b]) for k, (a, b) in zip(self.of, edges, strict=True)]
+
+
+def _seconds(line: Line) -> Array:
+    """Of every run of slots that may be a stage, inf for what is none; [n + 1, n + 1]."""
+    n = len(line)
+    work = np.concatenate([[0.0], np.cumsum(line.forward + line.backward)])
+    send = np.where(np.arange(n) < n - 1, line.send, 0.0)
+    run: Array = work[None, :] - work[:, None] + np.concatenate([[0.0], send])[None, :]
+    run[np.tril_indices(n + 1)] = inf
+    return run
 
 
 class _Runs:
@@ -243,19 +276,24 @@ class _Runs:
 
     def __init__(self, table: _Table, bound: float) -> None:
         self._table = table
-        fine = table.run <= bound
-        ends = np.arange(len(fine))
-        lengths = np.where(fine.any(axis=0), ends - np.argmax(fine, axis=0), 1)
-        width = max(1, int(lengths.max()))
+        fine = [run <= bound for run in table.runs]
+        ends = np.arange(len(table) + 1)
+        lengths = [np.where(f.any(axis=0), ends - np.argmax(f, axis=0), 1) for f in fine]
+        width = max(1, int(np.max(lengths)))
         self._whole = 2 * width > len(ends)
         if self._whole:
-            self.begin = np.broadcast_to(ends, fine.shape)
-            self._seconds = np.ascontiguousarray(np.where(fine, table.run, inf).T)
+            self.begin = np.broadcast_to(ends, fine[0].shape)
+            self._seconds = [
+                np.ascontiguousarray(np.where(f, run, inf).T) for f, run in zip(fine, table.runs, strict=True)
+            ]
         else:
             self.begin = ends[:, None] - width + np.arange(width)
             chosen = np.maximum(self.begin, 0), np.broadcast_to(ends[:, None], self.begin.shape)
-            self._seconds = np.where((self.begin >= 0) & fine[chosen], table.run[chosen], inf)
-        self._known: dict[int, Array] = {}
+            self._seconds = [
+                np.where((self.begin >= 0) & f[chosen], run[chosen], inf)
+                for f, run in zip(fine, table.runs, strict=True)
+            ]
+        self._known: dict[tuple[int, int, float | None], Array] = {}
 
     def first(self) -> Array:
         """Seconds of the runs from the first slot on, as the first stage. [n + 1]"""
@@ -263,16 +301,15 @@ class _Runs:
 
     def of(self, stage: int) -> Array:
         """Seconds of the runs that may be a stage, inf for those that do not fit. [n + 1, width]"""
-        flight = self._table.flight(stage)
-        if flight not in self._known:
-            longest = self._table.longest(flight)
-            fits = (
-                self._seconds
-                if longest is None
-                else np.where(self.begin >= longest[:, None], self._seconds, inf)
+        table = self._table
+        key = table.of[stage], table.flight(stage), table.ask.room(stage)
+        if key not in self._known:
+            kind, flight, room = key
+            longest, seconds = table.longest(flight, room), self._seconds[kind]
+            self._known[key] = (
+                seconds if longest is None else np.where(self.begin >= longest[:, None], seconds, inf)
             )
-            self._known[flight] = fits
-        return self._known[flight]
+        return self._known[key]
 
     def before(self, values: Array) -> Array:
         """Values of the slots that the runs begin at, to be broadcast to [n + 1, width]."""

@@ -110,7 +110,7 @@ class Shape:
     ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
     solved. ends: by sequences, ascending. calls: see `Setting`. between: bytes that one sequence hands from
     layer to layer. choices: states of all variables of one problem. state: bytes of trained parameters with
-    their gradients and optimizer, whole.
+    their gradients and optimizer, whole. tied: bytes of parameters that first and last layers have in common.
     """
 
     meshes: tuple[Staged, ...]
@@ -119,6 +119,7 @@ class Shape:
     between: float = 0.0
     choices: int = 0
     state: float = 0.0
+    tied: float = 0.0
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""

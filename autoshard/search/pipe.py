@@ -20,7 +20,10 @@ TRIED: dict[str, tuple[int, ...]] = {
 class Pipe:
     """ranks: of the pp axis, 1 for no pipeline. schedule, chunks: as in `autoshard.schedules`.
 
-    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence.
+    hop: seconds to send what one microbatch hands from stage to stage. slices: of its sequence. Where ranks
+    or links are unlike, speeds: of every rank, as a multiple of what the search prices, () if all are so
+    fast; slowest: seconds of a send over the slowest link, and hop the mean; ahead: ranks from that before
+    the slowest link on; ends: seconds to add up gradients that the first and the last stage share.
     """
 
     ranks: int = 1
@@ -28,6 +31,38 @@ class Pipe:
     chunks: int = 1
     hop: float = 0.0
     slices: int = 1
+    speeds: tuple[float, ...] = ()
+    slowest: float = 0.0
+    ahead: int = 1
+    ends: float = 0.0
+
+    @cached_property
+    def pace(self) -> float:
+        """How many times as fast as one rank alone all are together."""
+        return sum(self.speeds) if self.speeds else self.ranks
+
+    @property
+    def stage_speeds(self) -> tuple[float, ...]:
+        """Of the rank of every stage; () where all are alike."""
+        turned = self.speeds[::-1] if self.schedule == "zb-v" else self.speeds
+        return tuple(v for k in range(self.chunks) for v in (turned if k % 2 else self.speeds))
+
+    def delayed(self, step: float, stage: float, microbatches: int) -> float:
+        """Seconds of a step with what slow links add to it. stage: seconds of a microbatch on a rank.
+
+        A rank before a slow link goes on with as many microbatches as it may have in flight, and then waits
+        for the first to come back, unless it has gradients of parameters to make; a stage that is left almost
+        empty gives the others time. What all microbatches take over a link, a step takes at least.
+        """
+        if not self.slowest:
+            return step
+        crossings = 2 if self.schedule == "zb-v" else 2 * self.chunks - 1
+        flying = self.ahead if self.chunks == 1 else self.ranks
+        spare = flying * stage / 3 if self.splits_backward else 0.0
+        wait = max(0.0, 2 * crossings * self.slowest - spare) / flying
+        if self.ranks > 2:
+            wait = min(wait, stage / (self.ranks - 1))
+        return max(step + microbatches * wait, microbatches * self.slowest) + self.ends
 
     @cached_property
     def splits_backward(self) -> bool:

@@ -10,18 +10,21 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import kinds_of, whole_mesh
 from autoshard.errors import BatchError
 from autoshard.search.pins import Pin
 from autoshard.search.problem import Model, batch_of, experts_of
 from autoshard.search.problems import Posed, grown, pose
 from autoshard.search.rebatch import NotRebatchable, rebatched
 from autoshard.search.setting import Setting
+from autoshard.search.traffic import traffic_of
 
 
 class Poses:
     """Problems of a model by mesh and microbatch.
 
-    captured: sequences that the model was captured with.
+    captured: sequences that the model was captured with. world: ranks in all, which a pipeline divides among
+    several meshes, 0 if there is none. total: sequences of a step.
     """
 
     def __init__(
@@ -31,24 +34,37 @@ class Poses:
         setting: Setting,
         recipe: Recipe,
         progress: Callable[[str], None],
+        world: int = 0,
+        total: int = 0,
     ) -> None:
         self.model, self.cluster, self.setting, self.recipe = model, cluster, setting, recipe
         self.progress = progress
         self.captured = batch_of(model.folded)
-        self.prices = CostModels(cluster)
-        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool], Posed] = {}
+        self.total = total or self.captured
+        self.prices = CostModels(cluster, world)
+        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], Posed] = {}
         self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
-    def of(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...] = (), *, merge: bool = True) -> Posed:
+    def of(
+        self,
+        mesh: Mesh,
+        batch: int,
+        pins: tuple[Pin, ...] = (),
+        *,
+        merge: bool = True,
+        roughly: bool = False,
+    ) -> Posed:
         """A mesh with microbatches of ``batch`` sequences; merge: see `autoshard.search.problems.pose`.
+        roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
         """
         # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
         merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
-        key = (mesh, batch, pins, merge)
+        roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
+        key = (mesh, batch, pins, merge, roughly)
         if key not in self._posed:
             self._posed[key] = pose(
                 self._scaled(mesh, batch),
@@ -58,29 +74,33 @@ class Poses:
                 recipe=self.recipe,
                 merge=merge,
                 pins=pins,
-                order=self.order(mesh),
+                order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
             )
         return self._posed[key]
 
     def priced(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int) -> Posed:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
         leaves the same to decide."""
-        found = self.of(mesh, least, pins)
+        found = self.of(mesh, least, pins, roughly=True)
         if batch == least or not found.problem.grows_to(batch):
-            return self.of(mesh, batch, pins)
+            return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
         if key not in self._grown:
             self._grown[key] = grown(found, batch, self.setting)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
-        """Ranks on devices by measured links, where there are any: slow links get little to do."""
+        """Ranks on devices by measured links, where there are any: slow links get little to do. Of all ranks
+        of a pipeline whose ranks are such meshes."""
         links = self.cluster.links
         if links is None:
             return None
         if mesh not in self._orders:
-            self.progress(f"assigning ranks of {mesh} to devices")
-            self._orders[mesh] = assign_ranks(mesh, links)
+            ranks = self.prices.ranks(mesh)
+            whole = whole_mesh(mesh, ranks)
+            self.progress(f"assigning ranks of {whole} to devices")
+            traffic = None if ranks == 1 else traffic_of(self.model, mesh, ranks, self.total)
+            self._orders[mesh] = assign_ranks(whole, links, traffic, kinds=kinds_of(self.cluster))
         return self._orders[mesh]
 
     def scales_to(self, batch: int) -> bool:

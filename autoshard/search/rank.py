@@ -13,9 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.again import Filling
@@ -42,7 +41,7 @@ _ROUNDING = 1e-9
 def rank(
     shape: Shape,
     total: int,
-    cluster: Cluster,
+    prices: CostModels,
     setting: Setting,
     budget: float | None,
     recipe: Recipe,
@@ -63,18 +62,18 @@ def rank(
             proof=one,
             view=one,
         )
-        for one in _candidates(shape, total, cluster, setting, budget, recipe)
+        for one in _candidates(shape, total, prices, setting, budget, recipe)
     ]
 
 
 def _candidates(
-    shape: Shape, total: int, cluster: Cluster, setting: Setting, budget: float | None, recipe: Recipe
+    shape: Shape, total: int, prices: CostModels, setting: Setting, budget: float | None, recipe: Recipe
 ) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
     lives: dict[tuple[Mesh, bool], _Lives] = {}
     bare: dict[tuple[int, bool], _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
-    zeros = _Zeros(cluster, recipe, setting.overlap)
+    zeros = _Zeros(prices, recipe, setting.overlap)
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
@@ -94,11 +93,11 @@ def _candidates(
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
-            ways_to_run = _Ways(setting, count, staged.pipes, staged.hop_seconds(shape.between * each))
+            pipes = [staged.sending(p, shape.between * each, shape.tied) for p in staged.pipes]
+            ways_to_run = _Ways(setting, count, pipes)
             # alone, a data rank has not even scalars to share
             shared = shape.shared(each) if ways == 1 else 0.0
-            runs = count + min(p.filling(count) for p in staged.pipes)
-            bound = runs * max(0.0, shape.seconds(each) - shared) / staged.ranks
+            bound = staged.runs(count) * max(0.0, shape.seconds(each) - shared) / staged.ranks
             proven = shape.proven(mesh, total // ways) if staged.ranks == 1 else 0.0
             yield _Bounded(
                 mesh,
@@ -163,16 +162,15 @@ class _Bare:
 
 
 class _Ways:
-    """The pipelines that a microbatch may run through, ``count`` times a step; hop: see `Pipe`."""
+    """The pipelines that a microbatch may run through, ``count`` times a step."""
 
-    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe], hop: float) -> None:
-        self._setting, self.count, self._pipes, self._hop = setting, count, pipes, hop
+    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe]) -> None:
+        self._setting, self.count, self._pipes = setting, count, pipes
         self._made: dict[int, Setting] = {}
 
     def __getitem__(self, k: int) -> Setting:
         if k not in self._made:
-            pipe = replace(self._pipes[k], hop=self._hop)
-            self._made[k] = replace(self._setting, microbatches=self.count, pipe=pipe)
+            self._made[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
         return self._made[k]
 
     @property
@@ -187,8 +185,20 @@ class _Ways:
         """
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
-        waits = [(p.filling(self.count), p.legs * self._hop) for p in self._pipes]
-        return [[b + bubble_seconds(s, how.stages, *wait) for s, b in busy] for wait in waits]
+        waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
+        once = [_once(sums) / how.stages for sums in plain]
+        return [
+            [
+                pipe.delayed(b + bubble_seconds(sums, how.stages, *wait), stage, self.count)
+                for (sums, b), stage in zip(busy, once, strict=True)
+            ]
+            for pipe, *wait in waits
+        ]
+
+
+def _once(sums: Sums) -> float:
+    """Seconds of a microbatch."""
+    return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
 
 
 @dataclass(frozen=True)
@@ -343,7 +353,7 @@ class _Lives:
 
     def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros) -> None:
         self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
-        self._links = cost_model(zeros.cluster, mesh).reshard.links
+        self._links = zeros.prices.roughly(mesh).reshard.links
         self._used: dict[str, list[Profile]] = {}
         self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
         self._at: dict[tuple[int, bool], list[Profile]] = {}
@@ -395,13 +405,13 @@ class _Lives:
 class _Zeros:
     """What parameters take, each use of them worked out once for all meshes."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, overlap: float) -> None:
-        self.cluster, self.recipe, self.overlap = cluster, recipe, overlap
+    def __init__(self, prices: CostModels, recipe: Recipe, overlap: float) -> None:
+        self.prices, self.recipe, self.overlap = prices, recipe, overlap
         self._made: dict[str, Zero] = {}
 
     def of(self, used: Parameters) -> Zero:
         if used.likeness not in self._made:
-            self._made[used.likeness] = Zero(used, self.cluster, self.recipe)
+            self._made[used.likeness] = Zero(used, self.prices.cluster, self.recipe)
         return self._made[used.likeness]
 
 

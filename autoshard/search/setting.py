@@ -50,7 +50,7 @@ class Setting:
     def how(self) -> Overlap:
         edge = min(1.0, self.pipe.ranks / (self.pipe.ranks + sum(self.calls.values())))
         waits = self.pipe.filling(self.microbatches)
-        return Overlap(self.microbatches, self.overlap, edge, self.pipe.ranks, waits, self.pipe.hops)
+        return Overlap(self.microbatches, self.overlap, edge, self.pipe.pace, waits, self.pipe.hops)
 
     @cached_property
     def apart(self) -> tuple[str, ...]:

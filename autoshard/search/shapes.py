@@ -17,7 +17,7 @@ from autoshard.search.floor import Regime, floors, whole_floors
 from autoshard.search.network import Array
 from autoshard.search.parameters import Parameters, least_parameters, whole_state
 from autoshard.search.poses import Poses
-from autoshard.search.problem import Model, batch_of, experts_of
+from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
 from autoshard.search.setting import OF_STATE, Setting
@@ -25,6 +25,7 @@ from autoshard.search.settle import priced
 from autoshard.search.shared import shared_seconds
 from autoshard.search.solve import least_cost
 from autoshard.search.terms import Bytes, compose
+from autoshard.search.traffic import between_layers, tied_bytes
 from autoshard.search.tune import FINAL, ROUGH
 from autoshard.search.uneven import chain_of
 
@@ -82,7 +83,7 @@ class Shapes:
             middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
             try:
-                if middle and self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices > _LARGE:
+                if middle and self._choices(mesh, sizes[0]) > _LARGE:
                     middle = []
                 chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
                 # larger ones have no placements that this has not
@@ -91,16 +92,22 @@ class Shapes:
             except UsageError as error:
                 failure = error
                 continue
-            choices = self.poses.of(mesh, sizes[0] * ways, self.ask.pins).problem.choices
+            choices = self._choices(mesh, sizes[0])
             state = whole_state(self.poses.model, self.ask.recipe)
-            return Shape(group, ends, self.setting.calls, _between_layers(self.poses.model), choices, state)
+            model = self.poses.model
+            between, tied = between_layers(model), tied_bytes(model)
+            return Shape(group, ends, self.setting.calls, between, choices, state, tied)
         assert failure is not None
         raise failure
+
+    def _choices(self, mesh: Mesh, each: int) -> int:
+        """States of all variables. each: sequences per data rank."""
+        return self.poses.of(mesh, each * data_ways(mesh), self.ask.pins, roughly=True).problem.choices
 
     def ranked(self, shape: Shape) -> list[Estimated]:
         """Configurations of a shape (see `rank`)."""
         ask = self.ask
-        return rank(shape, self.total, self.poses.cluster, self.setting, ask.budget, ask.recipe)
+        return rank(shape, self.total, self.poses.prices, self.setting, ask.budget, ask.recipe)
 
     def sizes(self, staged: Staged) -> Sequence[int]:
         """Possible microbatches, in sequences over the mesh."""
@@ -170,18 +177,6 @@ class Shapes:
 
         network = compose(posed.problem.terms, lambda key: 0.0, weight, posed.allowed)
         return least_cost(network.at_price(1.0), ROUGH, posed.problem.known.orders)
-
-
-def _between_layers(model: Model) -> float:
-    """Bytes that one sequence hands from one layer to the next; the most of any pair."""
-    layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
-    backward = model.folded.is_backward()
-    found = [
-        model.folded.segments[target[0]].types()[target[1]].nbytes
-        for source, target in model.flow.edges
-        if source[0] in layers and target[0] in layers and not backward[target[0]]
-    ]
-    return max(found, default=0) / max(1, batch_of(model.folded))
 
 
 def _least_seconds(posed: Posed) -> float:

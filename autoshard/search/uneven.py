@@ -78,29 +78,33 @@ def _crossing(model: Model, name: str) -> list[float]:
     return list(accumulate(steps[:-1]))
 
 
-def unevenness(chain: Sequence[float], stages: int) -> float:
-    """Seconds of the busiest of so many stages over those of the mean one, at the best cuts; at least 1.0."""
+def unevenness(chain: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> float:
+    """Seconds of the busiest of so many stages over those of equal ones, at the best cuts; at least 1.0.
+
+    speeds: of the stages, if they differ: one twice as fast does what takes the others twice as long.
+    """
     ends = list(accumulate(chain))
     if stages <= 1 or not ends or not ends[-1]:
         return 1.0
-    mean, longest = ends[-1] / stages, max(chain)
-    low, high = max(1.0, longest / mean), 1.0 + longest / mean  # a part too many at most
-    if _fits(ends, stages, low * mean):
+    speeds = speeds or (1.0,) * stages
+    mean, longest = ends[-1] / sum(speeds), max(chain)
+    low, high = max(1.0, longest / mean / max(speeds)), 1.0 + longest / mean / min(speeds)
+    if _fits(ends, speeds, low * mean):
         return low
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _fits(ends, stages, middle * mean) else (middle, high)
+        low, high = (low, middle) if _fits(ends, speeds, middle * mean) else (middle, high)
     return high
 
 
-def _fits(ends: Sequence[float], stages: int, most: float) -> bool:
+def _fits(ends: Sequence[float], speeds: Sequence[float], most: float) -> bool:
     """Whether stages of so many seconds at most hold everything; ends: where each part ends."""
     start, done = 0.0, 0
-    for _ in range(stages):
-        done = bisect_right(ends, start + most * (1 + 1e-9), done)
+    for speed in speeds:
+        done = bisect_right(ends, start + speed * most * (1 + 1e-9), done)
         if done == len(ends):
             return True
-        start = ends[done - 1]
+        start = ends[done - 1] if done else 0.0
     return False
 
 
@@ -110,5 +114,5 @@ def busiest(chain: Sequence[float], pipe: Pipe) -> float:
     The busiest stage delays the others as if it stood for all of its rank; its rank has other chunks, too,
     and waits less for them. The truth lies between, and half way is taken.
     """
-    beyond = unevenness(chain, pipe.ranks * pipe.chunks) - 1.0
+    beyond = unevenness(chain, pipe.ranks * pipe.chunks, pipe.stage_speeds) - 1.0
     return 1.0 + beyond * (1.0 + 1.0 / pipe.chunks) / 2

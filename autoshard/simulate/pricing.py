@@ -9,6 +9,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
+from autoshard.cost.stage_machines import Machine
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.comm import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Placed
@@ -51,20 +52,27 @@ class Pricer:
     """Prices of one rank of a stage (default: the fullest, at coordinate 0 of every axis) on a cluster.
 
     rank: of the mesh of one stage. Collectives go over the links that the axes have in the mesh of all
-    ranks, where pp may lie between two of them.
+    ranks, where pp may lie between two of them. machine: of the pipeline rank, in place of what bounds all.
     """
 
     def __init__(
-        self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+        self,
+        program: Program,
+        cluster: Cluster,
+        rank: int = 0,
+        behaviour: Behaviour | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self.program, self.cluster = program, cluster
         self.mesh = Mesh.parse(program.mesh)
         self.coords = self.mesh.coords(rank)
-        links = cost_model(cluster, Mesh.parse(program.whole_mesh)).reshard.links
-        at = None if program.stages is None else program.stages.position
-        self.links = tuple(link for k, link in enumerate(links) if k != at)
+        if machine is None:
+            links = cost_model(cluster, Mesh.parse(program.whole_mesh)).reshard.links
+            at = None if program.stages is None else program.stages.position
+            machine = Machine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
+        self.links = machine.links
         self.ops = Ops(self.mesh, self.coords, behaviour or Behaviour())
-        self.price = pricer(cluster.device, self.links)
+        self.price = pricer(machine.device, self.links)
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""

@@ -7,13 +7,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autoshard.cluster.cluster import Cluster, host_of
+from autoshard.cluster.cluster import Cluster, Device, host_of
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
 from autoshard.cost.recipe import SUM_BYTES
+from autoshard.cost.stage_machines import Machine, stage_machines
 from autoshard.ir import DTYPES, Call, Port
 from autoshard.ir.lowered import Phase
 from autoshard.program.ends import wires_of
@@ -75,20 +76,23 @@ class StagePrices:
 
     Between stages on different ranks, a value is sent once to every rank that uses it. What skips stages is
     priced with the first hop on its way that leaves a rank: it takes its sender's link, and has arrived
-    when it is needed, as whoever uses it waits for the stages between as well.
+    when it is needed, as whoever uses it waits for the stages between as well. Ranks of a pipeline that lie
+    in unlike groups of the cluster are each priced where they lie.
     """
 
     def __init__(
         self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
     ) -> None:
-        self.program, self.cluster, self.rank = program, cluster, rank
+        self.whole = Mesh.parse(program.whole_mesh)
+        self.program, self.cluster, self.rank = program, cluster.used_by(self.whole.world_size), rank
         self.behaviour = behaviour or Behaviour()
         self.recipe = self.behaviour.recipe
         self.schedule = schedule_of(program)
-        self.pricer = Pricer(program, cluster, rank, self.behaviour)
+        self.pricer = Pricer(program, self.cluster, rank, self.behaviour)
         self.sheets = Sheets(program, self.behaviour, rank)
-        self.parts = Parts(program, self.sheets, self.pricer.price, cluster.device, self.behaviour)
-        self.whole = Mesh.parse(program.whole_mesh)
+        device = self.cluster.device
+        #: on what bounds all ranks
+        self.parts = Parts(program, self.sheets, self.pricer.price, device, self.behaviour)
         self.stages_of = tuple(
             tuple(s for s, owner in enumerate(self.schedule.owner) if owner == rank)
             for rank in range(self.schedule.ranks)
@@ -98,12 +102,36 @@ class StagePrices:
     def repriced(self, cluster: Cluster) -> StagePrices:
         """The same on another cluster; what does not depend on it is kept."""
         made = copy(self)
-        for name in ("costs", "ends", "sends", "waits", "_links", "_sharing"):
+        for name in ("costs", "ends", "sends", "waits", "machines", "_own", "_links", "_sharing"):
             made.__dict__.pop(name, None)
-        made.cluster = cluster
-        made.pricer = Pricer(self.program, cluster, self.rank, self.behaviour)
-        made.parts = self.parts.repriced(made.pricer.price, cluster.device)
+        made.cluster = cluster.used_by(self.whole.world_size)
+        made.pricer = Pricer(self.program, made.cluster, self.rank, self.behaviour)
+        made.parts = self.parts.repriced(made.pricer.price, made.cluster.device)
         return made
+
+    @cached_property
+    def machines(self) -> tuple[Machine, ...]:
+        """Of every pipeline rank; () where all are as what bounds them."""
+        stages = self.program.stages
+        if stages is None or stages.position != 0:
+            return ()
+        return stage_machines(self.cluster, self.pricer.mesh, self.schedule.ranks)
+
+    def device(self, rank: int) -> Device:
+        """The slowest of a pipeline rank."""
+        return self.machines[rank].device if self.machines else self.cluster.device
+
+    def parts_of(self, stage: int) -> Parts:
+        """The parts of a stage, on the machine of its rank."""
+        return self._own[self.machines[self.schedule.owner[stage]]] if self.machines else self.parts
+
+    @cached_property
+    def _own(self) -> Mapping[Machine, Parts]:
+        found = {}
+        for machine in dict.fromkeys(self.machines):
+            price = Pricer(self.program, self.cluster, self.rank, self.behaviour, machine).price
+            found[machine] = self.parts.repriced(price, machine.device)
+        return found
 
     @cached_property
     def held(self) -> StageCosts:
@@ -135,7 +163,7 @@ class StagePrices:
 
         def each(waits: Sequence[float], *phases: Phase) -> tuple[float, ...]:
             units = ((s, c) for s in range(count) for c in range(slices))
-            return tuple(self.parts.of(s, *phases, slice=c).seconds + waits[s] for s, c in units)
+            return tuple(self.parts_of(s).of(s, *phases, slice=c).seconds + waits[s] for s, c in units)
 
         return replace(
             self.held,
@@ -194,9 +222,9 @@ class StagePrices:
             ranks = self._ranks_of(port)
             if len(ranks) > 1:
                 shared += float(seconds("all_reduce", self.size(port.name), self.link(ranks)))
-        around = [self.parts.around(stage) for stage in self.stages_of[rank]]
+        around = [self.parts_of(stage).around(stage) for stage in self.stages_of[rank]]
         whole = sum(around, NOTHING)
-        handed = len(trained) * self.cluster.device.kernels.hand
+        handed = len(trained) * self.device(rank).kernels.hand
         return StepEnd(whole.seconds + handed, shared, self._update(rank, touched), whole.exposed)
 
     def _update(self, rank: int, touched: float) -> float:
@@ -207,8 +235,8 @@ class StagePrices:
         """
         away = self.program.offload
         if not away.states:
-            return traffic_seconds(touched, self.cluster.device)
-        host = host_of(self.cluster.device)
+            return traffic_seconds(touched, self.device(rank))
+        host = host_of(self.device(rank))
         copied = 0.0 if away.parameters else host.seconds(self.shard_bytes(rank, trained=True))
         return max(host.update_seconds(touched), copied)
 
@@ -277,6 +305,8 @@ class StagePrices:
                 for place in range(inner):
                     coords = self.pricer.mesh.coords(place)
                     devices.append(self.whole.rank((*coords[:at], pipe_rank, *coords[at:])))
+            if self.cluster.order is not None:
+                devices = [self.cluster.order.devices[r] for r in devices]
             mesh = Mesh((Axis("pp", len(ordered)), Axis("inside", inner)))
             self._links[ordered] = link_of(self.cluster, mesh, 0, RankOrder(tuple(devices)))
         return self._links[ordered]

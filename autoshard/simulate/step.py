@@ -136,8 +136,7 @@ class _Step:
     @cached_property
     def estimate(self) -> StepEstimate:
         flop, dtype = program_flop(self.prices.pricer)
-        device, world = self.cluster.device, self.prices.whole.world_size
-        possible = self.seconds * world * device.peak_flops.get(dtype, device.peak_flops["f32"])
+        possible = self.seconds * self.cluster.peak(dtype, self.prices.whole.world_size)
         return StepEstimate(
             self.timeline,
             self.prices.costs.per_microbatch(self.schedule.slices),
@@ -203,7 +202,8 @@ class _Step:
         )
 
     def _played(self, action: Action) -> Played:
-        return self.prices.parts.of(action.stage, *phases_of(action, self.schedule), slice=action.slice)
+        parts = self.prices.parts_of(action.stage)
+        return parts.of(action.stage, *phases_of(action, self.schedule), slice=action.slice)
 
     def _stages(self) -> Iterable[StageRow]:
         layers, slices = layers_of_stages(self.program), self.schedule.slices
