@@ -1,0 +1,118 @@
+"""Bounds of configurations that were not solved, against their exact solutions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planned import analysed
+
+from autoshard.candidates import PipeAsk, searched
+from autoshard.cluster import load_cluster
+from autoshard.cost.recipe import ADAMW
+from autoshard.errors import InfeasibleError, UsageError
+from autoshard.search.ask import Ask
+from autoshard.search.configuration import shapes_of
+from autoshard.search.eliminate import Elimination
+from autoshard.search.exact import Exact
+from autoshard.search.order import find_order
+from autoshard.search.poses import Poses
+from autoshard.search.problem import experts_of
+from autoshard.search.problems import layer_calls
+from autoshard.search.rank import _Bounded
+from autoshard.search.setting import Setting
+from autoshard.search.shapes import Shapes
+from autoshard.search.together import SINGLE, least_of_each
+
+BATCH = 16
+
+
+class Pair:
+    """Two variables or more in a ring, as an elimination takes them."""
+
+    def __init__(self, unary: list[np.ndarray], edges: dict[tuple[int, int], np.ndarray]) -> None:
+        self.unary = unary
+        self.rows: list[dict[int, np.ndarray]] = [{} for _ in unary]
+        for (u, v), table in edges.items():
+            self.rows[u][v], self.rows[v][u] = table, table.T
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_networks_at_once_are_as_each_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, many = int(rng.integers(2, 9)), int(rng.integers(1, 5))
+    sizes = rng.integers(1, 4, count).tolist()
+    ends = [(u, v) for u in range(count) for v in range(u + 1, count) if rng.random() < 0.6]
+    unary = [rng.random((n, many)) for n in sizes]
+    edges = {(u, v): rng.random((sizes[u], sizes[v], many)) for u, v in ends}
+    for table in edges.values():
+        table[rng.random(table.shape) < 0.1] = np.inf
+    near = [
+        {v for pair in ends for v in pair if k in pair and v != k and sizes[k] > 1 < sizes[v]}
+        for k in range(count)
+    ]
+    order = find_order(sizes, near)
+    found = least_of_each(
+        [u.astype(SINGLE) for u in unary], {p: t.astype(SINGLE) for p, t in edges.items()}, order
+    )
+    for k in range(many):
+        own = Pair([u[:, k] for u in unary], {p: t[:, :, k] for p, t in edges.items()})
+        least = Elimination(own, find_order(sizes, [set(r) for r in own.rows])).solve()[0]
+        assert found[k] <= least
+        assert np.isinf(least) == np.isinf(found[k]) and (np.isinf(least) or found[k] > 0.9999 * least)
+
+
+def _bounded(name: str, cluster_name: str, devices: int, share: float) -> tuple[list[_Bounded], Poses, Exact]:
+    """All microbatches on all meshes, with a share of the memory that the fastest placements take."""
+    model, cluster = analysed(name).model, load_cluster(cluster_name)
+    setting = Setting(1, layer_calls(model.folded), overlap=cluster.device.overlap)
+    poses = Poses(model, cluster.used_by(devices), setting, ADAMW, lambda _: None)
+    layers, experts = sum(layer_calls(model.folded).values()), experts_of(model)
+    staged = searched(cluster, devices, layers, BATCH, PipeAsk(), experts)
+    groups = shapes_of(
+        Shapes(poses, Ask(batch=BATCH), setting, BATCH, lambda _: None).reachable(staged), experts
+    )
+
+    def shapes(budget: int | None) -> Shapes:
+        return Shapes(poses, Ask(batch=BATCH, budget=budget), setting, BATCH, lambda _: None)
+
+    solved = []
+    for group in groups:
+        try:
+            solved.append((group, shapes(None).solved(group)))
+        except UsageError:  # the batch does not divide over it
+            continue
+    most = max(setting.held(end.free.taken).total for _, shape in solved for end in shape.ends)
+    budget = int(share * most)
+    tight = shapes(budget)
+    found = [e.proof for group, _ in solved for e in tight.ranked(tight.solved(group))]
+    ask = Ask(batch=BATCH, budget=budget)
+    bounded = [proof for proof in found if isinstance(proof, _Bounded)]
+    assert len(bounded) == len(found)
+    return bounded, poses, Exact(poses, ask, setting, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "devices", "share"),
+    [
+        ("gpt2", "h100-dgx", 16, 0.4),
+        ("llama", "cpu-gloo", 8, 0.8),
+        ("mixtral", "v100-dgx2", 16, 0.4),
+    ],
+)
+def test_nothing_that_fits_is_faster_than_its_bound(
+    name: str, cluster: str, devices: int, share: float
+) -> None:
+    bounded, poses, exact = _bounded(name, cluster, devices, share)
+    looked, better = 0, 0
+    for one in bounded[:: max(1, len(bounded) // 12)]:
+        bound = one.tighter()
+        assert bound >= one.bound
+        better += bound > 1.001 * one.bound
+        for number in range(len(one.uneven)):
+            try:
+                placed = exact.tuned(poses.of(one.mesh, one.batch), one.ways[number])
+            except InfeasibleError:
+                continue
+            looked += 1
+            assert bound <= placed.seconds * (1 + 1e-9), f"{one.mesh} {one.batch} {one.ways[number].pipe}"
+    assert looked >= 6 and better >= 1
