@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -58,12 +58,30 @@ def capture(
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
         try:
             joint = _whole(model, inputs, differentiate)
-        except NeedsValuesError:
-            fixed = inputs_of(tuple(args), dict(kwargs or {}), fix_sizes=True)
-            if len(fixed.tensors) == len(inputs.tensors):
-                raise
-            joint = _whole(model, fixed, differentiate)
+        except NeedsValuesError as asked:
+            joint = _with_values(model, inputs, differentiate, asked)
         return repeat_views(joint)
+
+
+def _with_values(
+    model: nn.Module, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError
+) -> Joint:
+    """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
+
+    Looking for values takes time, which models that ask for none are spared. asked: what is raised if
+    that leads nowhere.
+    """
+    fixed = inputs_of(*inputs.call, fix_sizes=True)
+    if len(fixed.tensors) < len(inputs.tensors):
+        with suppress(NeedsValuesError):  # it asks for other numbers than these, too
+            return _whole(model, fixed, differentiate)
+    try:
+        return _joint(model, fixed, differentiate, None, with_values=True)
+    except NeedsValuesError:
+        raise
+    except CaptureError as error:
+        # of two ways through the model the first one says what is the matter
+        raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 
 
 def _whole(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:
@@ -125,14 +143,21 @@ def _type_of(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _joint(model: nn.Module, inputs: Inputs, differentiate: Differentiate, repeats: Repeats | None) -> Joint:
+def _joint(
+    model: nn.Module,
+    inputs: Inputs,
+    differentiate: Differentiate,
+    repeats: Repeats | None,
+    *,
+    with_values: bool = False,
+) -> Joint:
     """Trace a module whose surroundings are prepared."""
     with _unchanged(model):
         state = state_of(model)
         if repeats is not None:
             repeats.install(state.names)
         absent = state.absent(repeats.absent()) if repeats is not None else {}
-        function = Function(model, state, inputs, differentiate, repeats, absent)
+        function = Function(model, state, inputs, differentiate, repeats, absent, with_values=with_values)
         seed = torch.empty((), dtype=torch.int64, device="meta")
         given = [t for k, t in enumerate(state.tensors) if k not in absent]
         traced = trace(function, [*given, *inputs.tensors, seed])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,11 @@ from autoshard.passes.repeats import Repeats
 from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import Absent
 from autoshard.torch_adapters.checks import checks_pass
+from autoshard.torch_adapters.chosen_rows import chosen_rows
+from autoshard.torch_adapters.finite import Finite
 from autoshard.torch_adapters.known import KnownValues
 from autoshard.torch_adapters.origins import COPY, OriginRecorder
+from autoshard.torch_adapters.shadows import Shadows
 
 Differentiate = Literal["auto", "all", "none"]
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -28,7 +32,8 @@ class Function:
 
     absent: parameters, by position, that are no arguments because nothing traced uses them. It may be
     run more than once: what describes the output is that of the last run. replaced: positions of the buffers
-    that some run assigned anew, of which further runs hold copies.
+    that some run assigned anew, of which further runs hold copies. with_values: keep the values of tensors
+    that are made from numbers alone, for code that asks for them.
     """
 
     def __init__(
@@ -39,9 +44,12 @@ class Function:
         differentiate: Differentiate,
         repeats: Repeats | None,
         absent: Mapping[int, Absent] | None = None,
+        *,
+        with_values: bool = False,
     ) -> None:
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
         self.repeats, self.absent = repeats, absent or {}
+        self.with_values = with_values
         names: dict[int, str] = {}
         for name, module in model.named_modules():
             names.setdefault(id(module), name)
@@ -49,6 +57,7 @@ class Function:
         self.out_spec = pytree.tree_structure(())
         self.out_leaves: list[Leaf] = []
         self.replaced: set[int] = set()
+        self.raising: set[tuple[int, int]] = set()
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         split = len(self.state.tensors)
@@ -56,7 +65,16 @@ class Function:
         held = [self.absent[k] if k in self.absent else next(given) for k in range(split)]
         tensors = (*held, *given)
         known = KnownValues()
-        with self.recorder.running(), tracing.plain_model_code(), known, checks_pass():
+        asked = (Shadows(), chosen_rows(self.raising), Finite()) if self.with_values else ()
+        with ExitStack() as stack:
+            for context in (
+                self.recorder.running(),
+                tracing.plain_model_code(),
+                known,
+                checks_pass(),
+                *asked,
+            ):
+                stack.enter_context(context)
             state = self._state(tensors)
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1])

@@ -87,6 +87,12 @@ class Inputs:
     arguments: list[tuple[str, str, str]] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
+    @property
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments."""
+        args, kwargs = pytree.tree_unflatten(self.values, self.spec)
+        return args, kwargs
+
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, fix_sizes: bool = False) -> Inputs:
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))

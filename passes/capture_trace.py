@@ -14,6 +14,7 @@ from autoshard.passes.capture_function import Function, call_model
 from autoshard.passes.repeats import NotRepeated
 from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
+from autoshard.torch_adapters.chosen_rows import TurnRaisesError
 from autoshard.torch_adapters.host_random import no_host_random
 from autoshard.torch_adapters.joint_trace import Traced
 from autoshard.torch_adapters.origins import user_line
@@ -32,7 +33,10 @@ def trace(function: Function, tensors: Sequence[torch.Tensor]) -> Traced:
         try:
             # some models take shorter ways when they are compiled, which fail for some inputs
             return _traced(function, tensors, compiling=False)
-        except Exception:
+        except Exception as other:
+            asked = _explained(other)
+            if isinstance(asked, NeedsValuesError) and not function.with_values:
+                raise asked from explained  # the values may be found
             raise explained from error
 
 
@@ -45,8 +49,9 @@ def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: b
             try:
                 fakes = [tracing.fake_like(t, mode) for t in tensors]
                 return tracing.trace_joint(partial(_known, function), fakes, mode)
-            except _ReplacedError:
-                continue  # at least one more buffer is known to be replaced, and there are only so many
+            except (_ReplacedError, TurnRaisesError):
+                # one more buffer is known to be replaced, or turn to raise, and there are only so many
+                continue
 
 
 class _ReplacedError(Exception):

@@ -1,11 +1,12 @@
 """Many architectures, each tiny and with one batch: how far the compiler reaches.
 
 ``python tests/architectures.py`` plans each one, runs all ranks in lockstep beside the eager model and
-prints a table of the largest errors.
+prints a table of the largest errors, or of those named on the command line.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -56,6 +57,7 @@ from architecture_inputs import (
     written,
 )
 from architecture_runner import errors_of, print_table, program_of
+from more_architectures import DOUBLE, kinds
 from torch import nn
 
 __all__ = ["ARCHITECTURES", "RARELY", "Architecture", "errors_of", "program_of"]
@@ -66,24 +68,26 @@ class Architecture:
     """A model class with a small configuration, and how to make one batch for it.
 
     double: run it in fp64, since its batch norms over few pixels make large errors of small ones.
+    of_kind: its configuration follows from its kind, and its inputs are made for the model.
     rarely: too slow, or too much like others, for every run of the tests; this file run alone runs all.
     """
 
     family: str
     name: str
     build: Callable[[], nn.Module]
-    inputs: Inputs
+    inputs: Inputs | Callable[[nn.Module], dict[str, Any]]
     double: bool = False
+    of_kind: bool = False
 
     @property
     def rarely(self) -> bool:
-        return self.name in RARELY
+        return self.name in RARELY or self.of_kind
 
     def make(self, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(seed)
         model = self.build().train()
         torch.manual_seed(seed + 1)
-        inputs = self.inputs()
+        inputs = self.inputs(model) if self.of_kind else self.inputs()  # type: ignore[call-arg]
         if not self.double:
             return model, inputs
         floats = {k: v.double() for k, v in inputs.items() if torch.is_tensor(v) and v.is_floating_point()}
@@ -738,8 +742,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_speech(),
     *_several(),
     *_plain(),
+    *(Architecture(k.family, k.name, k.build, k.batch, k.name in DOUBLE, of_kind=True) for k in kinds()),
 )
 
 
 if __name__ == "__main__":
-    print_table(ARCHITECTURES)
+    print_table([a for a in ARCHITECTURES if a.name in sys.argv[1:] or len(sys.argv) == 1])

@@ -184,9 +184,15 @@ def test_a_pool_to_one_pixel_is_a_mean() -> None:
     assert max(errors_of(model, inputs).values()) < RTOL
 
 
-def test_strides_that_say_more_have_no_rule() -> None:
-    class Windows(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 2).as_strided((6, 4), (1, 1)).square().mean()
+def test_strides_of_windows_are_unfolds_and_others_have_no_rule() -> None:
+    class Strided(nn.Module):
+        def __init__(self, *args: tuple[int, ...]) -> None:
+            super().__init__()
+            self.args = args
 
-    assert "aten.as_strided.default" in _ops(Windows(), {"x": torch.randn(9, requires_grad=True)})
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).as_strided(*self.args).square().mean()
+
+    inputs = {"x": torch.randn(9, requires_grad=True)}
+    assert "aten.unfold.default" in _ops(Strided((6, 4), (1, 1)), inputs)
+    assert "aten.as_strided.default" in _ops(Strided((3,), (4,)), inputs)

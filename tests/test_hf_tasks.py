@@ -126,6 +126,22 @@ def test_the_named_class_learns_from_its_batch(architecture: str, tmp_path: Path
     assert torch.isfinite(loss)
 
 
+def test_detection_ends_with_its_outputs(tmp_path: Path) -> None:
+    """The matching of boxes in its loss is no part of a program: images alone, and a note that says so."""
+    pytest.importorskip("transformers")
+    backbone = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    entries = {
+        **{"model_type": "detr", "use_timm_backbone": False, "use_pretrained_backbone": False},
+        **{"backbone": None, "backbone_config": {**backbone, "out_features": ["stage2"]}, "d_model": 16},
+        **{"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24},
+        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "image_size": 64},
+    }
+    model, made = load_hf_config(written(tmp_path, entries), 2, 16)
+    assert type(model).__name__ == "DetrForObjectDetection" and "no loss" in made.notes[-1]
+    found = analyse(capture(model, (), made.inputs))
+    assert any(g.grads for g in found.flow.classes.values())
+
+
 def test_images_are_part_of_the_sequence(tmp_path: Path) -> None:
     """As many tokens as the model makes of an image, said in a note; other tokens are text."""
     path = written(tmp_path, CONFIGS["LlavaForConditionalGeneration"], "LlavaForConditionalGeneration")
@@ -170,7 +186,7 @@ def test_infinity_is_a_number(tmp_path: Path) -> None:
 
 def test_what_has_no_loss_is_refused(tmp_path: Path) -> None:
     """With what to do instead."""
-    path = written(tmp_path, {"model_type": "detr"}, "DetrForObjectDetection")
-    with pytest.raises(UsageError, match="no model with a loss is known for the model type 'detr'") as caught:
+    path = written(tmp_path, {"model_type": "sam"}, "SamModel")
+    with pytest.raises(UsageError, match="no model with a loss is known for the model type 'sam'") as caught:
         load_hf_config(path, 4, 16)
     assert "FILE.py:FUNCTION" in (caught.value.hint or "")

@@ -181,6 +181,7 @@ class Noisy(nn.Module):
         x = x + self.first(x).div(0.8) * kept
         x = x + self.second(x) * x.new_empty((x.shape[0], 1)).bernoulli_(0.7).div_(0.7)
         x = x + 0.1 * torch.randn_like(x) + torch.empty_like(x).exponential_(2.0)
+        x = x[torch.randperm(8)] * torch.randint(1, 4, (8, 1)) + x[torch.multinomial(torch.ones(8), 8, True)]
         return {"loss": (x * torch.bernoulli(torch.sigmoid(x))).square().mean()}
 
 
@@ -212,10 +213,18 @@ def test_random_numbers_have_their_distributions() -> None:
     waited = drawn[torch.Tensor.exponential_](torch.empty(shape), 2.0)
     assert waited.min() >= 0 and abs(waited.mean() - 0.5) < 0.01
     assert drawn[torch.rand](size=(2, 3), dtype=torch.float64).dtype == torch.float64
+    numbers = drawn[torch.randint](-1, 3, shape)
+    assert numbers.unique().tolist() == [-1, 0, 1, 2] and abs(numbers.float().mean() - 0.5) < 0.05
+    assert drawn[torch.randint](high=2, size=(50,)).unique().tolist() == [0, 1]
+    assert drawn[torch.randperm](50).sort().values.tolist() == list(range(50))
+    rates = torch.tensor([[1.0, 0.0, 3.0]]).expand(4000, 3)
+    assert abs((drawn[torch.multinomial](rates, 1, True) == 2).float().mean() - 0.75) < 0.03
+    both = drawn[torch.Tensor.multinomial](rates, 2)
+    assert both.unique().tolist() == [0, 2] and abs((both[:, 0] == 2).float().mean() - 0.75) < 0.03
 
 
 def test_other_random_ops_never_run_on_every_rank() -> None:
-    joint = graph_of(lambda x: x[torch.randperm(2)])
+    joint = graph_of(lambda x: x[torch.randperm(2, generator=torch.Generator())])
     for replicate in (False, True):
         with pytest.raises(NoRuleError, match=r"random numbers: aten\.randperm"):
             analyse(joint, replicate_unknown=replicate)

@@ -24,6 +24,12 @@ def segmented(asked: Asked) -> Made:
     return Made({"pixel_values": pixels, "labels": classes(asked, *pixels.shape[-2:])})
 
 
+def unlabelled(asked: Asked) -> Made:
+    """For models whose loss looks for the best match of what they give with what is there, in numpy."""
+    note = "images without labels: the step ends with the outputs, no loss is part of it"
+    return Made({"pixel_values": _pixels(asked)}, (note,))
+
+
 def videos(asked: Asked) -> Made:
     frames = int(setting(asked.config, "num_frames", "frames_per_clip", default=16))
     name = getattr(asked.model, "main_input_name", "pixel_values")

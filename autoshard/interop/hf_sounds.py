@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoshard.errors import UsageError
-from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, begun, classes, setting
+from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, begun, classes, setting, text
 
 #: samples that a frame stands for: 20 ms of 16 kHz
 _SAMPLES = 320
@@ -14,7 +16,13 @@ _FRAMES = 4
 
 
 def transcribed(asked: Asked) -> Made:
-    """Sounds with what is said in them; as many tokens as asked for, or as the decoder takes."""
+    """Sounds with what is said in them; as many tokens as asked for, or as the decoder takes.
+
+    Sounds that stand among tokens of text become tokens of text.
+    """
+    if getattr(asked.model, "main_input_name", "") == "input_ids":
+        note = f"text alone: which sounds {type(asked.model).__name__} takes is not known"
+        return replace(text(asked), notes=(note,))
     most = setting(asked.config, "max_target_positions", default=asked.seq)
     labels = torch.randint(0, asked.vocabulary, (asked.batch, min(asked.seq, int(most))))
     return Made({**_sound(asked), "labels": labels}, begun(asked))

@@ -37,6 +37,10 @@ TASKS = (
     Task("AutoModelForZeroShotImageClassification", hf_images.pairs),
     Task("AutoModelForCTC", hf_sounds.spelled),
     Task("AutoModelForAudioClassification", hf_sounds.classified),
+    Task("AutoModelForObjectDetection", hf_images.unlabelled),
+    Task("AutoModelForUniversalSegmentation", hf_images.unlabelled),
+    Task("AutoModelForInstanceSegmentation", hf_images.unlabelled),
+    Task("AutoModelForDepthEstimation", hf_images.unlabelled),
 )
 _BY_AUTO = {task.auto: task for task in TASKS}
 
@@ -60,6 +64,10 @@ _USUAL = (
     "AutoModelForAudioClassification",
     "AutoModelForVideoClassification",
     "AutoModelForSemanticSegmentation",
+    "AutoModelForObjectDetection",
+    "AutoModelForUniversalSegmentation",
+    "AutoModelForInstanceSegmentation",
+    "AutoModelForDepthEstimation",
 )
 
 

@@ -130,7 +130,7 @@ def load_hf_config(
         config = _read_config(Path(config_path), overrides or {})
         from transformers.models import auto as classes
 
-        task, notes = task_of(config), _same_every_step(config)
+        task, notes = task_of(config), same_every_step(config)
         with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
             torch.manual_seed(seed)
             model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
@@ -138,7 +138,7 @@ def load_hf_config(
     return model.train(), Made(made.inputs, (*notes, *made.notes))
 
 
-def _same_every_step(config: Any) -> tuple[str, ...]:
+def same_every_step(config: Any) -> tuple[str, ...]:
     """Have a model do the same in every step, as a program does, and say so."""
     found: dict[str, None] = {}
     for part in _parts(config):

@@ -15,6 +15,7 @@ import torch
 #: drops elements with a probability and scales the others, as dropout does
 Drop = Callable[[torch.Tensor, float], torch.Tensor]
 _BITS = 24
+_ABOVE = ("high", "size")
 
 
 class Draws:
@@ -38,6 +39,10 @@ class Draws:
             **{fn: _placed(fn, draw) for fn, draw in placed},
             torch.bernoulli: self._bernoulli,
             torch.Tensor.bernoulli: self._bernoulli,
+            torch.randint: self._integers,
+            torch.randperm: self._order,
+            torch.multinomial: self._choice,
+            torch.Tensor.multinomial: self._choice,
         }
 
     def _uniform(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -51,6 +56,36 @@ class Draws:
         radius = torch.sqrt(-2 * torch.log1p(-self._uniform(shape, torch.float32)))
         angle = 2 * math.pi * self._uniform(shape, torch.float32)
         return (radius * torch.cos(angle)).to(dtype)
+
+    def _integers(self, *args: Any, **options: Any) -> torch.Tensor:
+        """``randint(high, size)``, ``randint(low, high, size)``; of more than 24 bits are left to torch."""
+        names = (
+            ("low", "high", "size") if len(args) + len({"low", "high", "size"} & set(options)) > 2 else _ABOVE
+        )
+        given = {**dict(zip(names, args, strict=False)), **options}
+        low, high = given.get("low", 0), given["high"]
+        if given.get("generator") is not None or not 0 < high - low <= 1 << _BITS:
+            return torch.ops.aten.randint.low(low, high, given["size"], dtype=torch.int64)
+        whole = (self._uniform(tuple(given["size"]), torch.float32) * (high - low)).floor()
+        return whole.clamp(max=high - low - 1).to(given.get("dtype") or torch.int64) + low
+
+    def _order(self, n: int, *, dtype: torch.dtype = torch.int64, **options: Any) -> torch.Tensor:
+        if options.get("generator") is not None:
+            return torch.ops.aten.randperm(n, dtype=dtype)
+        return torch.argsort(self._uniform((n,), torch.float32)).to(dtype)
+
+    def _choice(
+        self, input: torch.Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+    ) -> torch.Tensor:
+        """Of waiting times with these rates the shortest come first."""
+        if generator is not None:
+            return torch.ops.aten.multinomial(input, num_samples, replacement)
+        rates = input.detach().float()
+        if replacement:
+            rates = rates.unsqueeze(-2).expand(*rates.shape[:-1], num_samples, rates.shape[-1])
+        waits = -torch.log1p(-self._uniform(rates.shape, torch.float32))
+        keys = rates / waits.clamp(min=torch.finfo(torch.float32).tiny)
+        return keys.argmax(-1) if replacement else keys.topk(num_samples, -1).indices
 
     def _uniform_in(self, x: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         return self._uniform(x.shape, x.dtype) * (high - low) + low

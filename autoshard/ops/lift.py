@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from types import FrameType
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from autoshard.ops import recurrent
 from autoshard.ops.ctc import ctc_loss, masked_select
 from autoshard.ops.draws import Draws
 from autoshard.ops.masked import setitem
+from autoshard.ops.windows import as_strided
 
 Function = Callable[..., Any]
 
@@ -61,6 +63,8 @@ class Lifter:
             torch.Tensor.masked_select: masked_select,
             **Draws(self._drop).table(),
             torch.Tensor.__setitem__: setitem,
+            torch.as_strided: as_strided,
+            torch.Tensor.as_strided: as_strided,
         }
 
     def _drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -250,6 +254,7 @@ def lifting(lifter: Lifter, at: Callable[[FrameType | None], None]) -> Iterator[
     table = lifter.table()
 
     def entry(fn: Function) -> Function:
+        @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
             at(_frame())
             return fn(*args, **kwargs)

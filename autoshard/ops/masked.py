@@ -8,13 +8,19 @@ import torch
 
 
 def setitem(x: torch.Tensor, index: Any, value: Any) -> None:
-    """``Tensor.__setitem__``; one value for all masked places is written as a choice.
+    """``Tensor.__setitem__``; one value for all masked places is a choice, one for each is scattered.
 
-    Its gradient, unlike that of torch's own form, has no shape that depends on the mask.
+    The gradients, unlike those of torch's own form, have no shape that depends on the mask. That there are as
+    many values as places is a check of values.
     """
-    if _is_mask_of(x, index) and isinstance(value, torch.Tensor) and _same_everywhere(x, index, value):
-        mask = index.reshape(*index.shape, *[1] * (x.dim() - index.dim()))
+    if not _is_mask_of(x, index) or not isinstance(value, torch.Tensor):
+        torch.Tensor.__setitem__(x, index, value)
+        return
+    mask = index.reshape(*index.shape, *[1] * (x.dim() - index.dim()))
+    if _same_everywhere(x, index, value):
         x.copy_(torch.where(mask, value.to(x.dtype), x))
+    elif value.shape[1:] == x.shape[index.dim() :]:
+        x.copy_(x.masked_scatter(mask.expand(x.shape), value.to(x.dtype)))
     else:
         torch.Tensor.__setitem__(x, index, value)
 

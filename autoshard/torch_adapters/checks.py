@@ -49,11 +49,11 @@ class Checks:
         return self._at(frame) is not None
 
     def _at(self, frame: FrameType | None) -> tuple[ast.expr, bool] | None:
-        span = _position(frame)
-        if frame is None or span is None:
+        here = position(frame)
+        if frame is None or here is None:
             return None
         for statement, test, wanted in self._of(frame):
-            if _within(span, _span(test)) or span == statement:
+            if within(here, span(test)) or here == statement:
                 return test, wanted
         return None
 
@@ -73,9 +73,9 @@ def _checks(source: str) -> Iterator[tuple[Span, ast.expr, bool]]:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
-            yield _span(node), node.test, True
+            yield span(node), node.test, True
         elif isinstance(node, ast.If) and _only_complains(node):
-            yield _span(node), node.test, False
+            yield span(node), node.test, False
 
 
 def _only_complains(node: ast.If) -> bool:
@@ -107,13 +107,13 @@ def _plain(leaf: ast.expr) -> bool:
     return isinstance(leaf, ast.Call) and isinstance(leaf.func, ast.Name) and leaf.func.id == "isinstance"
 
 
-def _span(node: ast.stmt | ast.expr) -> Span:
+def span(node: ast.stmt | ast.expr) -> Span:
     last_line, last_column = node.end_lineno, node.end_col_offset
     assert last_line is not None and last_column is not None
     return node.lineno, node.col_offset, last_line, last_column
 
 
-def _position(frame: FrameType | None) -> Span | None:
+def position(frame: FrameType | None) -> Span | None:
     """Where in its file the instruction stands that a frame executes now."""
     if frame is None:
         return None
@@ -124,7 +124,7 @@ def _position(frame: FrameType | None) -> Span | None:
     return line, column, last_line, last_column
 
 
-def _within(inner: Span, outer: Span) -> bool:
+def within(inner: Span, outer: Span) -> bool:
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]
 
 

@@ -1,0 +1,181 @@
+"""Loops over experts with rows that a mask chooses: what is the same over all rows, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import errors_of
+from lockstep_check import RTOL
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard.errors import CaptureError
+from autoshard.passes.capture import capture
+
+EXPERTS, TOKENS, WIDTH = 4, 8, 4
+Step = Callable[["Mixture", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Mixture(nn.Module):
+    """Experts, of which each token takes the best two, and a step that lets them work."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU()) for _ in range(EXPERTS))
+        self.last = nn.ModuleList(nn.Linear(8, WIDTH) for _ in range(EXPERTS))
+        self.seen = 0
+
+    def expert(self, number: Any, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last[number](self.experts[number](x))
+        return made
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        weights, chosen = torch.topk(self.router(x).softmax(-1), 2)
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        return {"loss": self.step(self, x, weights, mask).square().sum()}
+
+
+def looping(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for hit in torch.greater(mask.sum((-1, -2)), 0).nonzero():
+        choice, token = torch.where(mask[hit].squeeze(0))
+        if token.numel() == 0:
+            continue
+        rows = x[None, token].reshape(-1, WIDTH)
+        made = self.expert(int(hit[0]), rows) * weights[token, choice, None]
+        out.index_add_(0, token, made.to(x.dtype))
+    return out
+
+
+def over_all(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        choice, token = mask[number].nonzero(as_tuple=True)
+        made = self.expert(number, x[token]) * weights[token, choice].unsqueeze(-1)
+        out = out.index_add(0, token, made)
+    return out
+
+
+@pytest.mark.parametrize("step", [looping, over_all])
+def test_equal_to_eager(step: Step) -> None:
+    torch.manual_seed(0)
+    model, x = Mixture(step), torch.randn(TOKENS, WIDTH)
+    with torch.no_grad():  # one expert that nobody chooses
+        model.router.bias[2] = -9.0
+    errors = errors_of(model, {"x": x})
+    assert max(errors.values()) < RTOL
+
+
+def counting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out, turns = torch.zeros_like(x), 0
+    for hit in (mask.sum((-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[hit].squeeze(0))
+        out.index_add_(0, token, self.expert(int(hit), x[token]) * weights[token, choice, None])
+        turns += 1
+    return out * turns
+
+
+def numbering(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number, hit in enumerate((mask.sum((-1, -2)) > 0).nonzero()):
+        choice, token = torch.where(mask[hit].squeeze(0))
+        out.index_add_(0, token, self.expert(number, x[token]) * weights[token, choice, None])
+    return out
+
+
+def stopping(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for hit in (mask.sum((-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[hit].squeeze(0))
+        out.index_add_(0, token, self.expert(int(hit), x[token]) * weights[token, choice, None])
+        break
+    return out
+
+
+def collecting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    found = []
+    for hit in (mask.sum((-1, -2)) > 0).nonzero():
+        found.append(self.last[int(hit)].weight.sum())
+    return torch.stack(found)
+
+
+def adding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for hit in (mask.sum((-1, -2)) > 0).nonzero():
+        out += self.last[int(hit)].bias
+    return out
+
+
+def averaging(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        _, token = torch.where(mask[number])
+        out.index_add_(0, token, x[token] - x[token].mean(0))
+    return out
+
+
+def sizing(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        _, token = torch.where(mask[number])
+        out.index_add_(0, token, x[token] / token.shape[0])
+    return out
+
+
+def holding(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    rows = x[torch.where(mask[0])[1]]
+    return rows
+
+
+def noting(self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for hit in (mask.sum((-1, -2)) > 0).nonzero():
+        self.seen = int(hit)
+        choice, token = torch.where(mask[hit].squeeze(0))
+        out.index_add_(0, token, self.expert(int(hit), x[token]) * weights[token, choice, None])
+    return out * self.seen
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0] / grads[0].shape[0]
+
+
+def differentiating(
+    self: Mixture, x: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        choice, token = torch.where(mask[number])
+        out.index_add_(0, token, OwnGradient.apply(x[token]) * weights[token, choice, None])
+    return out
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        counting,
+        numbering,
+        stopping,
+        collecting,
+        adding,
+        averaging,
+        sizing,
+        holding,
+        noting,
+        differentiating,
+    ],
+)
+def test_what_depends_on_how_many_rows_or_turns_there_are_is_refused(step: Step) -> None:
+    with pytest.raises(CaptureError, match=r"depends on values|_Count"):
+        capture(Mixture(step), (torch.randn(TOKENS, WIDTH),))
