@@ -163,10 +163,11 @@ class PeakRow:
 class Summary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
-    budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations; own_bound, own_gap: of
-    the chosen mesh and microbatches. layers_alike: of the longest row of equal layers, which all take the
-    same decisions; untied_bound: seconds that no plan of that mesh and those microbatches in which these
-    layers differ goes below; untied_gap: as a share of the seconds. Both None where nothing is known.
+    budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations, the gap that of the
+    seconds, with stages as they are cut; own_bound, own_gap: of the chosen mesh and microbatches, before
+    anything is cut. layers_alike: of the longest row of equal layers, which all take the same decisions;
+    untied_bound: seconds that no plan of that mesh and those microbatches in which these layers differ goes
+    below; untied_gap: as a share of the seconds. Both None where nothing is known.
     """
 
     mesh: str
@@ -231,15 +232,18 @@ def summarise(
     if uneven:
         warnings = (*warnings, f"{uneven} parameters do not divide evenly; some ranks hold less than others")
     proof = plan.proof
+    seconds = proof.seconds if settled is None else _seconds(settled, staging)
+    # what cuts cost is not in the proof's own seconds: the gap is that of the step that is told
+    gap = proof.gap if staging is None else max(proof.gap, 1.0 - proof.lower_bound / seconds)
     own, trained = own / ranks, trained / ranks
     return Summary(
         plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
         ranks * mesh.world_size,
         plan.cluster,
         plan.budget,
-        proof.seconds if settled is None else _seconds(settled, staging),
+        seconds,
         proof.lower_bound,
-        proof.gap,
+        gap,
         proof.method,
         proof.variables,
         proof.states,

@@ -244,7 +244,8 @@ class _Bounded:
 
     def tighter(self) -> float:
         """Seconds that no placements which fit go below, in any of the pipelines."""
-        if self.budget is None:
+        if self.budget is None or self.ways[0].pipe.speeds:
+            # how fast unlike ranks are is an estimate, which says nothing of what they take at least
             return self.proven
         if self.ways.ranks == 1:
             how, prices = self.ways[0], self.bare.prices * self.ways.count
