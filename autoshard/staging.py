@@ -79,8 +79,7 @@ def bare_seconds(placed: Placement) -> float:
 
 def microbatch_seconds(placed: Placement) -> float:
     """Seconds of computing and talking in one microbatch of the whole model, as the search counts them."""
-    sums = placed.setting.sums(placed.taken)
-    return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
+    return placed.setting.sums(placed.taken).microbatch
 
 
 class Schedules:

@@ -38,6 +38,11 @@ class Sums:
     update: float = 0.0
     once: float = 0.0
 
+    @property
+    def microbatch(self) -> float:
+        """Of computing and talking in one microbatch."""
+        return self.work_forward + self.work_backward + self.talk_forward + self.talk_backward
+
     def __add__(self, other: Sums) -> Sums:
         return Sums(
             self.work_forward + other.work_forward,
@@ -131,8 +136,7 @@ def busy_seconds(sums: Sums, how: Overlap) -> float:
 
 def bubble_seconds(sums: Sums, stages: float, filling: float, hops: float) -> float:
     """That a rank waits for others; see `Overlap`."""
-    once = sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
-    return filling * once / stages + hops
+    return filling * sums.microbatch / stages + hops
 
 
 def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:

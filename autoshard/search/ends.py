@@ -29,9 +29,8 @@ from autoshard.search.settle import Placed
 from autoshard.search.terms import Profile
 
 K = TypeVar("K")
-F = TypeVar("F", float, Array)
-#: times the dearest price at which layers are computed again
-_BEYOND = (2.0,)
+#: times the dearest price at which layers are computed again, for what does not fit even then
+_BEYOND = 2.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Shape:
     ranks there are, but for scalars that all of them share: the mesh with the fewest, at least two, was
     solved. ends: by sequences, ascending. calls: see `Setting`. between: bytes that one sequence hands from
     layer to layer. choices: states of all variables of one problem. state: bytes of trained parameters with
-    their gradients and optimizer, whole. tied: bytes of parameters that first and last layers have in common.
+    their gradients and optimizer, whole. common: bytes of parameters that first and last layers share.
     """
 
     meshes: tuple[Staged, ...]
@@ -119,7 +118,7 @@ class Shape:
     between: float = 0.0
     choices: int = 0
     state: float = 0.0
-    tied: float = 0.0
+    common: float = 0.0
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
@@ -133,8 +132,7 @@ class Shape:
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""
-        low, high, _ = self.place(batch)
-        return float(_least(low, high, batch, low.seconds, high.seconds))
+        return max(share * self.ends[k].seconds for k, share in self._below(batch))
 
     def shared(self, batch: int) -> float:
         """Seconds of a microbatch that a mesh with a single data rank takes less at most."""
@@ -157,21 +155,30 @@ class Shape:
         worth = [price for price in options if 0 < price < inf]
         if not worth:
             return (0.0,)
-        return (0.0, *dict.fromkeys((min(worth), max(worth), *(n * max(worth) for n in _BEYOND))))
+        return (0.0, *dict.fromkeys((min(worth), max(worth), _BEYOND * max(worth))))
 
     @cached_property
-    def _floors(self) -> dict[Regime, list[Array]]:
-        """Seconds by price, of every end; regimes are added as they are asked for."""
+    def _floors(self) -> dict[tuple[int, Regime], Array]:
+        """Seconds by price, by number of the end; regimes are added as they are asked for."""
         return {}
 
     def floors(self, batch: int, regime: Regime) -> Array:
         """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices]."""
-        for number, end in enumerate(self.ends):
-            if not len(self._floors.get(regime, [np.empty(0)] * len(self.ends))[number]):
-                self._find(number, end, regime)
-        low, high, _ = self.place(batch)
-        below, above = (self._floors[regime][self.ends.index(end)] for end in (low, high))
-        return _least(low, high, batch, below, above)
+        return np.maximum.reduce([share * self._floor(k, regime) for k, share in self._below(batch)])
+
+    def _floor(self, number: int, wanted: Regime) -> Array:
+        """Of one end; of other regimes, too, if that is not too much at once."""
+        end, prices = self.ends[number], self.prices[1:]
+        if (number, wanted) in self._floors:
+            return self._floors[number, wanted]
+        for regimes in (regimes_of(wanted), (wanted,)):
+            made = end.find_floors(prices, regimes) if prices else None
+            if made is not None:
+                break
+        rows = np.zeros((len(regimes), len(prices))) if made is None else made
+        for regime, row in zip(regimes, rows, strict=True):
+            self._floors[number, regime] = np.concatenate(([end.seconds], row))
+        return self._floors[number, wanted]
 
     def whole_floors(
         self, mesh: Mesh, batch: int, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]
@@ -180,23 +187,22 @@ class Shape:
 
         None for another mesh than the one that was solved, or where that takes long.
         """
-        low, high, _ = self.place(batch)
-        if low.mesh != mesh or high.mesh != mesh:
-            return None
-        above = high.find_whole(how, prices, exposures)
-        below = above if high.batch == batch else low.find_whole(how, prices, exposures)
-        return None if below is None or above is None else _least(low, high, batch, below, above)
+        found: list[Array] = []
+        for k, share in self._below(batch):
+            made = self.ends[k].find_whole(how, prices, exposures) if self.ends[k].mesh == mesh else None
+            if made is None:
+                return None
+            found.append(share * made)
+        return np.maximum.reduce(found)
 
-    def _find(self, number: int, end: End, wanted: Regime) -> None:
-        """Of one end; of other regimes, too, if that is not too much at once."""
-        for regimes in (regimes_of(wanted), (wanted,)):
-            made = end.find_floors(self.prices[1:], regimes) if self.prices[1:] else None
-            if made is not None or len(regimes) == 1:
-                break
-        for at, regime in enumerate(regimes):
-            found = np.zeros(len(self.prices) - 1) if made is None else made[at]
-            row = self._floors.setdefault(regime, [np.empty(0)] * len(self.ends))
-            row[number] = np.concatenate(([end.seconds], found))
+    def _below(self, batch: int) -> list[tuple[int, float]]:
+        """(number of an end, share of what it takes): each is less than what a number of sequences takes."""
+        low, high, _ = self.place(batch)
+        found = [(self.ends.index(high), batch / high.batch)]
+        # a single sequence may not be split as evenly as several together
+        if low.batch < batch < high.batch and low.batch > 1:
+            found.append((self.ends.index(low), 1.0))
+        return found
 
     def proven(self, mesh: Mesh, batch: int) -> float:
         """Seconds that no step on a mesh without a pipeline goes below, 0 if another mesh was solved.
@@ -216,13 +222,6 @@ class Shape:
         low, high = self.ends[max(0, above - 1)], self.ends[above]
         width = high.batch - low.batch
         return low, high, (batch - low.batch) / width if width else 0.0
-
-
-def _least(low: End, high: End, batch: int, below: F, above: F) -> Array:
-    """Of a number of sequences between two ends, by what these take."""
-    share = (batch / high.batch) * np.asarray(above)
-    # a single sequence may not be split as evenly as several together
-    return share if low.batch == 1 < batch else np.maximum(below, share)
 
 
 def _off_parameters(low: Way, high: Way, t: float) -> Profile:

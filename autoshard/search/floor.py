@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.cost.step_time import Exposure
 from autoshard.search.bound import extremes
 from autoshard.search.network import Array
-from autoshard.search.parameters import added_by_use
+from autoshard.search.parameters import Added, added_by_use
 from autoshard.search.pipe import Pipe
 from autoshard.search.problems import Posed
 from autoshard.search.setting import OF_STATE, Setting
@@ -134,12 +134,14 @@ def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:
     order = posed.problem.known.orders.along(tuple(terms.states), pairs)
     if order is None or order.total * len(columns) > _MOST:
         return None
+    added = added_by_use(posed) if any(c.regime.tied for c in columns) else {}
     step = max(1, _AT_ONCE // max(1, order.total))
     parts = [slice(at, at + step) for at in range(0, len(columns), step)]
     return np.concatenate(
         [
             least_of_each(
-                *_networks(posed, columns[part], {k: n[part] for k, n in counted.items()}, pairs), order
+                *_networks(posed, columns[part], {k: n[part] for k, n in counted.items()}, pairs, added),
+                order,
             )
             for part in parts
         ]
@@ -151,8 +153,9 @@ def _networks(
     columns: Sequence[_Column],
     counted: Mapping[Time, Array],
     pairs: Sequence[tuple[int, int]],
+    added: Mapping[int, Added],
 ) -> tuple[list[Array], dict[tuple[int, int], Array]]:
-    """As `least_of_each` takes them."""
+    """As `least_of_each` takes them. added: by what uses of parameters add, where they count."""
     terms = posed.problem.terms
     flat = np.zeros((sum(terms.states), len(columns)))
     for key, (at, costs) in terms.laid.alone.items():
@@ -162,15 +165,15 @@ def _networks(
         held = np.array([c.price * c.held(kind) for c in columns])
         if held.any():
             flat[at] += costs[:, None] * held
-    if any(c.regime.tied for c in columns):
+    if added:
         once = np.array([float(c.regime.once) for c in columns])
         copied = np.array([c.price * c.regime.copies for c in columns])
         tied = np.array([float(c.regime.tied) for c in columns])
-        for number, added in added_by_use(posed).items():
-            bytes_ = added.copies[:, None] + added.sums[:, None] * (1 - once)
-            kept = added.gather[:, None] * once + bytes_ * copied
+        for number, use in added.items():
+            bytes_ = use.copies[:, None] + use.sums[:, None] * (1 - once)
+            kept = use.gather[:, None] * once + bytes_ * copied
             a, b = terms.laid.ends[number]
-            flat[a:b] += np.where(added.keep[:, None], kept, added.gathers[:, None]) * tied
+            flat[a:b] += np.where(use.keep[:, None], kept, use.gathers[:, None]) * tied
     flat = flat.astype(SINGLE)
     unary = [flat[a:b] for a, b in terms.laid.ends]
     walls = [*terms.walls.items(), *((v, m) for v, m in enumerate(posed.allowed) if m is not None)]

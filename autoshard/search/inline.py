@@ -73,7 +73,7 @@ def reduce_chains(
     inside = [k for k, m in enumerate(meanings) if m.splits_layers]
     outside = [k for k, m in enumerate(meanings) if not m.splits_layers]
     found: dict[tuple[Layout, Layout], float] = {}
-    for g in {g for g in made if _sums_over(g, inside) and _sums_over(g, outside)}:
+    for g in {g for g in made if sums_over(g, inside) and sums_over(g, outside)}:
         for s in {s for s in stored if any(isinstance(s[k], Shard) for k in inside)}:
             start, goal = table.index[g], table.index[s]
             between = table.hop.item(start, goal)
@@ -87,7 +87,8 @@ def reduce_chains(
     return np.array([[found.get((g, s), 0.0) for s in stored] for g in made])
 
 
-def _sums_over(layout: Layout, axes: Sequence[int]) -> bool:
+def sums_over(layout: Layout, axes: Sequence[int]) -> bool:
+    """Whether a value is a sum over ranks of any of these axes that is still to be made."""
     return any(isinstance(layout[k], Partial) for k in axes)
 
 

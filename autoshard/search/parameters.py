@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,6 +17,7 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe, added_bytes
 from autoshard.cost.reshard import StepKind
 from autoshard.ir import DTYPES
+from autoshard.ir.flow import PortClass
 from autoshard.ir.held import held_shape
 from autoshard.placement import Layout, R, Shard, chunk
 from autoshard.search.buckets import Shares
@@ -76,31 +77,31 @@ def _parameters(posed: Posed, lives: Callable[[int, ParamVar], Sequence[ParamSta
     rows = []
     shapes: list[tuple[tuple[int, ...], ...]] = []
     shares: list[Shares] = []
-    known = posed.model.shares
-    axes = posed.problem.axes
-    groups = posed.model.flow.classes
-    backward = posed.model.folded.is_backward()
-    for number, variable in enumerate(posed.problem.variables):
-        if not isinstance(variable, ParamVar):
-            continue
-        group = groups[variable.place]
-        if not group.grads:
-            continue
+    axes, prices = posed.problem.axes, posed.prices
+    for number, variable, group, phases in _trained(posed):
         type_ = group.first.type
-        phases = {backward[name] for name, _ in posed.model.flow.targets.get(variable.place, ())}
         chosen = lives(number, variable)
         uses = dict.fromkeys(life.use for life in chosen)
         stored = dict.fromkeys(_off_data(life.stored, posed) for life in chosen)
-        wholes = [posed.prices.ops.local_bytes(type_, use, axes.sizes) for use in uses]
-        base = min(posed.prices.params.local_bytes(type_, lay, axes.mesh_sizes) for lay in stored)
-        shares.append(known[variable.place])
+        wholes = [prices.ops.local_bytes(type_, use, axes.sizes) for use in uses]
+        base = min(prices.params.local_bytes(type_, lay, axes.mesh_sizes) for lay in stored)
+        shares.append(posed.model.shares[variable.place])
         shapes.append(tuple(dict.fromkeys(held_shape(type_.shape, lay, axes.mesh_sizes) for lay in stored)))
         split = max(_data_ways(use, posed) for use in uses)
         width = DTYPES[type_.dtype][1]
-        rows.append((len(group.ports), min(wholes), base, split, width, len(phases), max(wholes)))
+        rows.append((len(group.ports), min(wholes), base, split, width, phases, max(wholes)))
     table = np.array(rows, dtype=np.float64).reshape(-1, 7)
     count, whole, base_, split_, widths, both, most = table.T
     return Parameters(count, whole, base_, split_, widths, both, most, tuple(shapes), tuple(shares))
+
+
+def _trained(posed: Posed) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
+    """(number of the variable, variable, class, how many of forward and backward use it)."""
+    flow, backward = posed.model.flow, posed.model.folded.is_backward()
+    for number, variable in enumerate(posed.problem.variables):
+        if isinstance(variable, ParamVar) and flow.classes[variable.place].grads:
+            phases = {backward[name] for name, _ in flow.targets.get(variable.place, ())}
+            yield number, variable, flow.classes[variable.place], len(phases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +124,8 @@ def added_by_use(posed: Posed) -> dict[int, Added]:
     """By number of the variable, where a use adds anything."""
     axes, prices = posed.problem.axes, posed.prices
     inner = [k for k, m in enumerate(axes.mesh_meanings) if not m.splits_batch]
-    backward = posed.model.folded.is_backward()
     found: dict[int, Added] = {}
-    for number, variable in enumerate(posed.problem.variables):
-        group = posed.model.flow.classes[variable.place] if isinstance(variable, ParamVar) else None
-        if group is None or not group.grads or not isinstance(variable, ParamVar):
-            continue
+    for number, variable, group, phases in _trained(posed):
         type_, count = group.first.type, len(group.ports)
         used = {u: prices.ops.local_bytes(type_, u, axes.sizes) for u in {s.use for s in variable.states}}
         lays = {s.stored: _off_data(s.stored, posed) for s in variable.states}
@@ -144,12 +141,11 @@ def added_by_use(posed: Posed) -> dict[int, Added]:
             n: max(share * float(seconds("all_gather", n / share, x)) for x in link) for n in used.values()
         }
         gather = np.where(larger, [count * took[used[s.use]] for s in variable.states], 0.0)
-        phases = {backward[name] for name, _ in posed.model.flow.targets.get(variable.place, ())}
         keep = np.array([s.keep for s in variable.states], dtype=bool)
         late = np.array([s.keep and s.late for s in variable.states], dtype=bool)
         width, more = DTYPES[type_.dtype][1], count * (whole - whole.min())
         sums = np.where(late, more / width * prices.recipe.sum_bytes(width), 0.0)
-        found[number] = Added(keep, gather, len(phases) * gather, more, sums)
+        found[number] = Added(keep, gather, phases * gather, more, sums)
     return found
 
 

@@ -93,7 +93,7 @@ def _candidates(
             count = max(1, total // batch)
             if (each, cut) not in bare:
                 bare[each, cut] = _Bare(shape, cut, each, setting)
-            pipes = [staged.sending(p, shape.between * each, shape.tied) for p in staged.pipes]
+            pipes = [staged.sending(p, shape.between * each, shape.common) for p in staged.pipes]
             ways_to_run = _Ways(setting, count, pipes)
             # alone, a data rank has not even scalars to share
             shared = shape.shared(each) if ways == 1 else 0.0
@@ -186,7 +186,7 @@ class _Ways:
         how = self[0].how
         busy = [(sums, busy_seconds(sums, how)) for sums in plain]
         waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
-        once = [_once(sums) / how.stages for sums in plain]
+        once = [sums.microbatch / how.stages for sums in plain]
         return [
             [
                 pipe.delayed(b + bubble_seconds(sums, how.stages, *wait), stage, self.count)
@@ -194,11 +194,6 @@ class _Ways:
             ]
             for pipe, *wait in waits
         ]
-
-
-def _once(sums: Sums) -> float:
-    """Seconds of a microbatch."""
-    return sums.work_forward + sums.work_backward + sums.talk_forward + sums.talk_backward
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class Shapes:
             choices = self._choices(mesh, sizes[0])
             state = whole_state(self.poses.model, self.ask.recipe)
             model = self.poses.model
-            between, tied = between_layers(model), tied_bytes(model)
-            return Shape(group, ends, self.setting.calls, between, choices, state, tied)
+            between, common = between_layers(model), tied_bytes(model)
+            return Shape(group, ends, self.setting.calls, between, choices, state, common)
         assert failure is not None
         raise failure
 

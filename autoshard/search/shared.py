@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoshard.placement import Layout, Partial
 from autoshard.search.entries import Joined
+from autoshard.search.inline import sums_over
 from autoshard.search.problems import Posed
 
 #: elements of the largest: statistics of channels
@@ -19,11 +19,8 @@ def shared_seconds(posed: Posed) -> float:
     data = [k for k, meaning in enumerate(posed.problem.axes.meanings) if meaning.splits_batch]
     for entry in blueprint.entries:
         if isinstance(entry, Joined) and not entry.way.grows and entry.way.type.numel <= _MOST:
-            rows = [k for k, given in enumerate(entry.way.given.layouts) if _sums_over(given, data)]
+            given = entry.way.given.layouts
+            rows = [k for k, layout in enumerate(given) if layout is not None and sums_over(layout, data)]
             costs = blueprint.prices.way(entry.way)[rows]
             found += entry.count * float(costs[np.isfinite(costs)].max(initial=0.0))
     return found
-
-
-def _sums_over(layout: Layout | None, axes: list[int]) -> bool:
-    return layout is not None and any(isinstance(layout[k], Partial) for k in axes)

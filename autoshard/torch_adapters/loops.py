@@ -41,7 +41,7 @@ class Loops:
         ]
         if not found:
             return False
-        function, loop = min(found, key=lambda pair: pair[0].lineno * -1)
+        function, loop = max(found, key=lambda pair: pair[0].lineno)
         return not loop.orelse and _direct(loop.iter) and _closed(function, loop)
 
     def _of(self, frame: FrameType) -> ast.Module | None:
