@@ -162,9 +162,17 @@ class Shape:
         """Seconds by price, by number of the end; regimes are added as they are asked for."""
         return {}
 
-    def floors(self, batch: int, regime: Regime) -> Array:
-        """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices]."""
-        return np.maximum.reduce([share * self._floor(k, regime) for k, share in self._below(batch)])
+    def looks(self, batch: int) -> int:
+        """How many ends say something of a number of sequences."""
+        return len(self._below(batch))
+
+    def floors(self, batch: int, regime: Regime, looks: int) -> Array:
+        """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices].
+
+        looks: at how many ends, those first that are likely to say most.
+        """
+        below = self._below(batch)[:looks]
+        return np.maximum.reduce([share * self._floor(k, regime) for k, share in below])
 
     def _floor(self, number: int, wanted: Regime) -> Array:
         """Of one end; of other regimes, too, if that is not too much at once."""
@@ -181,14 +189,20 @@ class Shape:
         return self._floors[number, wanted]
 
     def whole_floors(
-        self, mesh: Mesh, batch: int, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]
+        self,
+        mesh: Mesh,
+        batch: int,
+        how: Setting,
+        prices: Sequence[float],
+        exposures: Sequence[Exposure],
+        looks: int,
     ) -> Array | None:
         """Seconds of a step with all that it holds that nothing goes below, [exposures, prices].
 
-        None for another mesh than the one that was solved, or where that takes long.
+        None for another mesh than the one that was solved, or where that takes long. looks: as above.
         """
         found: list[Array] = []
-        for k, share in self._below(batch):
+        for k, share in self._below(batch)[:looks]:
             made = self.ends[k].find_whole(how, prices, exposures) if self.ends[k].mesh == mesh else None
             if made is None:
                 return None
@@ -196,7 +210,10 @@ class Shape:
         return np.maximum.reduce(found)
 
     def _below(self, batch: int) -> list[tuple[int, float]]:
-        """(number of an end, share of what it takes): each is less than what a number of sequences takes."""
+        """(number of an end, share of what it takes): each is less than what a number of sequences takes.
+
+        The larger end, which is likely to say more, goes first.
+        """
         low, high, _ = self.place(batch)
         found = [(self.ends.index(high), batch / high.batch)]
         # a single sequence may not be split as evenly as several together

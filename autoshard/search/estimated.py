@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -40,9 +41,13 @@ class Estimated:
         """What a closer look says; None if it cannot fit."""
         return self if self.view is None else self.view.closer(self)
 
-    def tighter(self) -> float:
-        """A better bound, in seconds."""
-        return self.bound if self.proof is None else max(self.bound, self.proof.tighter())
+    def bounds(self) -> Iterator[float]:
+        """Bounds in seconds, each better than the one before, or as good; each takes longer to find."""
+        best = self.bound
+        yield best
+        for bound in () if self.proof is None else self.proof.bounds():
+            best = max(best, bound)
+            yield best
 
     def may_fit(self) -> bool:
         """Whether it is not known to need more memory than there is."""
@@ -52,8 +57,8 @@ class Estimated:
 class Proof(Protocol):
     """What better bounds are made of."""
 
-    def tighter(self) -> float:
-        """Seconds that no step which fits goes below."""
+    def bounds(self) -> Iterator[float]:
+        """Seconds that no step which fits goes below; what takes longer to find comes later."""
         ...
 
 

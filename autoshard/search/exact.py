@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from math import inf, isfinite
 from typing import Protocol
 
@@ -272,16 +273,29 @@ class Exact:
             self.interrupted, placed = True, best.placed
         best = replace(best, placed=placed)
         others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
-        bound = placed.lower_bound
-        for other in sorted(others.values(), key=lambda e: e.bound):
-            if other.bound >= bound:
-                break
-            if other.may_fit():
-                bound = min(bound, other.tighter())
+        bound = lowest((e for e in others.values() if e.may_fit()), placed.lower_bound)
         # an estimate below what was found says little: those that were solved come first
         priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others.items())
         rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
+
+
+def lowest(others: Iterable[Estimated], limit: float) -> float:
+    """Seconds that none of the others goes below, ``limit`` at most.
+
+    Always whoever may be lowest is looked at again, until nothing more is to be said of it.
+    """
+    looks = [(e.bound, number, e.bounds()) for number, e in enumerate(others)]
+    heapify(looks)
+    while looks:
+        bound, number, better = looks[0]
+        if bound >= limit:
+            break
+        following = next(better, None)
+        if following is None:
+            return bound
+        heapreplace(looks, (following, number, better))
+    return limit
 
 
 def name_of(where: Configuration) -> str:

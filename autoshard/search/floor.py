@@ -26,8 +26,8 @@ from autoshard.search.together import SINGLE, least_of_each
 
 #: parts of the parameters that ranks of pipelines hold, as far as they are told apart
 _PARTS = (1.0, 1 / 16, 0.0)
-#: entries of all tables of all networks of one elimination, and in all before nothing is said
-_AT_ONCE, _MOST = 12_000_000, 40_000_000
+#: entries of all tables of all networks up to which anything is said
+_MOST = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,7 @@ def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:
     if order is None or order.total * len(columns) > _MOST:
         return None
     added = added_by_use(posed) if any(c.regime.tied for c in columns) else {}
-    step = max(1, _AT_ONCE // max(1, order.total))
-    parts = [slice(at, at + step) for at in range(0, len(columns), step)]
-    return np.concatenate(
-        [
-            least_of_each(
-                *_networks(posed, columns[part], {k: n[part] for k, n in counted.items()}, pairs, added),
-                order,
-            )
-            for part in parts
-        ]
-    )
+    return least_of_each(*_networks(posed, columns, counted, pairs, added), order)
 
 
 def _networks(

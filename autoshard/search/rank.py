@@ -122,7 +122,7 @@ class _Bare:
 
     def __init__(self, shape: Shape, staged: bool, each: int, setting: Setting) -> None:
         self._shape, self._staged, self.each, self._setting = shape, staged, each, setting
-        self._floors: dict[Regime, Array] = {}
+        self._floors: dict[tuple[Regime, int], Array] = {}
 
     @cached_property
     def free(self) -> Filling:
@@ -132,15 +132,21 @@ class _Bare:
     def lean(self) -> Filling:
         return Filling(self._shape.lean(self.each, self._staged), self._setting.calls)
 
-    def floors(self, regime: Regime) -> Array:
-        """Seconds that it takes at least with what it holds, by the price of a byte."""
-        if regime not in self._floors:
-            self._floors[regime] = self._shape.floors(self.each, regime)
-        return self._floors[regime]
+    def floors(self, regime: Regime, looks: int) -> Array:
+        """Seconds that it takes at least with what it holds, by the price of a byte; looks: see `Shape`."""
+        key = (regime, looks)
+        if key not in self._floors:
+            self._floors[key] = self._shape.floors(self.each, regime, looks)
+        return self._floors[key]
 
-    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array) -> Array | None:
+    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array, looks: int) -> Array | None:
         """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
-        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES)
+        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, looks)
+
+    @property
+    def looks(self) -> int:
+        """How many ends say something of what it takes at least."""
+        return self._shape.looks(self.each)
 
     @property
     def prices(self) -> Array:
@@ -237,26 +243,32 @@ class _Bounded:
         """(the least of these, number of the pipeline), the fastest first."""
         return sorted((self.uneven[k] * min(row, default=inf), k) for k, row in enumerate(self._steps))
 
-    def tighter(self) -> float:
+    def bounds(self) -> Iterator[float]:
         """Seconds that no placements which fit go below, in any of the pipelines."""
+        yield self.proven
         if self.budget is None or self.ways[0].pipe.speeds:
             # how fast unlike ranks are is an estimate, which says nothing of what they take at least
-            return self.proven
+            return
+        for looks in range(1, self.bare.looks + 1):
+            yield self._bound(self.budget, looks)
+
+    def _bound(self, budget: float, looks: int) -> float:
         if self.ways.ranks == 1:
             how, prices = self.ways[0], self.bare.prices * self.ways.count
-            whole = self.bare.whole_floors(self.mesh, how, prices)
+            whole = self.bare.whole_floors(self.mesh, how, prices, looks)
             if whole is not None:
-                return max(self.proven, float((whole - prices * self.budget).max()))
+                return float((whole - prices * budget).max())
+
+        def least(regime: Regime) -> Array:
+            return np.maximum(0.0, self.bare.floors(regime, looks) - self.shared)
+
         found = inf
         for k in range(len(self.uneven)):
             for lives in self.lives.least(self.bare.each):
-                found = min(found, bound_of(self.ways[k], self.bare.prices, self._least, lives, self.budget))
+                found = min(found, bound_of(self.ways[k], self.bare.prices, least, lives, budget))
             if found <= self.proven:
-                return self.proven
-        return max(found, self.proven)
-
-    def _least(self, regime: Regime) -> Array:
-        return np.maximum(0.0, self.bare.floors(regime) - self.shared)
+                break
+        return found
 
     def where(self, how: Setting) -> Configuration:
         """The configuration that runs in a setting."""

@@ -8,6 +8,7 @@ is lowered by more than their rounding can add.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from autoshard.search.order import Order
 
 #: bytes of a number, and what n sums of positive numbers may be wrong by: n times this share
 SINGLE, _ROUNDING = np.float32, 2.0**-23
+#: numbers that are added up at once; of more, one state of a variable after the other: that stays in the cache
+_SMALL = 1_000_000
 
 
 def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array], order: Order) -> Array:
@@ -43,10 +46,8 @@ def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array]
         if not near:
             value = value + costs[v].min(axis=0)
             continue
-        total = costs[v].reshape(len(costs[v]), *(1,) * len(near), -1)
-        for scope, table in tables[v]:
-            total = total + _spread(table, scope, near)
-        message = total.min(axis=0)
+        parts = [_spread(table, scope, near) for scope, table in tables[v]]
+        message = _message(costs[v].reshape(len(costs[v]), *(1,) * len(near), -1), parts)
         tables[v].clear()
         if len(near) == 1:
             costs[near[0]] = costs[near[0]] + message
@@ -54,6 +55,27 @@ def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array]
             tables[near[0]].append((near[1:], message))
     # as many numbers as there are variables and edges are added up
     return np.asarray(value * (1 - _ROUNDING * (len(costs) + len(edges))))
+
+
+def _message(total: Array, parts: Sequence[Array]) -> Array:
+    """The least over the first dim of the sum of all."""
+    # what is alike along more dims goes first
+    parts = sorted(parts, key=lambda part: part.size)
+    shape = np.broadcast_shapes(*(part.shape[1:] for part in (total, *parts)))
+    if len(total) * prod(shape) <= _SMALL:
+        for part in parts:
+            total = total + part
+        return np.asarray(total.min(axis=0))
+    least, made = np.empty(shape, total.dtype), np.empty(shape, total.dtype)
+    for state in range(len(total)):
+        into = made if state else least
+        before = total[state]
+        for part in parts[:-1]:
+            before = before + part[state]
+        np.add(before, parts[-1][state], out=into)
+        if state:
+            np.minimum(least, made, out=least)
+    return least
 
 
 def _spread(table: Array, scope: tuple[int, ...], near: tuple[int, ...]) -> Array:
