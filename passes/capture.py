@@ -7,8 +7,8 @@ as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
 from autoshard.passes.expand_repeats import expand_repeats
 from autoshard.passes.import_fx import SEED, Ends, import_joint
+from autoshard.passes.kept_module import Kept
 from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import tracing
@@ -53,19 +54,18 @@ def capture(
     """
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
-        stack.enter_context(_unchanged(model))
+        stack.enter_context(Kept.of(model))
         stack.enter_context(sets_in_order(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
+        kept = Kept.of(model)
         try:
-            joint = _whole(model, inputs, differentiate)
+            joint = _whole(kept, inputs, differentiate)
         except NeedsValuesError as asked:
-            joint = _with_values(model, inputs, differentiate, asked)
+            joint = _with_values(kept, inputs, differentiate, asked)
         return repeat_views(joint)
 
 
-def _with_values(
-    model: nn.Module, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError
-) -> Joint:
+def _with_values(model: Kept, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError) -> Joint:
     """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
 
     Looking for values takes time, which models that ask for none are spared. asked: what is raised if
@@ -84,7 +84,7 @@ def _with_values(
         raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 
 
-def _whole(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Joint:
+def _whole(model: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
     """The joint graph of the whole model, its repeated layers traced once if that can be."""
     repeats = _repeats_of(model, inputs, differentiate)
     if repeats is not None:
@@ -96,7 +96,7 @@ def _whole(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Jo
     return _joint(model, inputs, differentiate, None)
 
 
-def _with_repeats(model: nn.Module, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
+def _with_repeats(model: Kept, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
     """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
     try:
         joint = _joint(model, inputs, differentiate, repeats)
@@ -112,8 +112,9 @@ def _with_repeats(model: nn.Module, inputs: Inputs, differentiate: Differentiate
     return found
 
 
-def _repeats_of(model: nn.Module, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:
+def _repeats_of(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:
     """The repeated layers of a model, each traced once, or None if there are none that are certain."""
+    model = kept.module
     repeats = Repeats(find_groups(model))
     if not repeats.groups:
         return None
@@ -122,16 +123,16 @@ def _repeats_of(model: nn.Module, inputs: Inputs, differentiate: Differentiate) 
     mode = tracing.fake_mode()
     seed = torch.empty((), dtype=torch.int64, device="meta")
     try:
-        with _unchanged(model), torch.enable_grad(), tracing.compiling(), mode:
+        with kept, torch.enable_grad(), tracing.compiling(), mode:
             repeats.install(state.names)
             # nothing looks at which tensor is which, so that one of each type will do for the parameters
             types = {_type_of(t): t for t in state.tensors}
             shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
             held = [shared[_type_of(t)] for t in state.tensors]
             function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
-        with _unchanged(model):
+        with kept:
             repeats.trace_bodies(
-                lambda layer, args, kwargs: _joint(layer, inputs_of(args, kwargs), "all", None)
+                lambda layer, args, kwargs: _joint(Kept.of(layer), inputs_of(args, kwargs), "all", None)
             )
     except Exception:
         # whatever fails here fails in the plain trace as well, with the model's own line, or is no failure
@@ -144,7 +145,7 @@ def _type_of(tensor: torch.Tensor) -> Hashable:
 
 
 def _joint(
-    model: nn.Module,
+    kept: Kept,
     inputs: Inputs,
     differentiate: Differentiate,
     repeats: Repeats | None,
@@ -152,7 +153,8 @@ def _joint(
     with_values: bool = False,
 ) -> Joint:
     """Trace a module whose surroundings are prepared."""
-    with _unchanged(model):
+    model = kept.module
+    with kept:
         state = state_of(model)
         if repeats is not None:
             repeats.install(state.names)
@@ -179,27 +181,6 @@ def _joint(
         batch_inputs=_batch_inputs(imported.ports),
         training=model.training,
     )
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back every attribute, parameter, buffer and hook that the run of a model replaces or adds."""
-    saved = [
-        (m, dict(m.__dict__), [(d, dict(d)) for d in m.__dict__.values() if isinstance(d, dict)])
-        for m in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, tables in saved:
-            _restore(module.__dict__, attributes)
-            for table, entries in tables:
-                _restore(table, entries)
-
-
-def _restore(now: Any, before: dict[str, Any]) -> None:
-    now.clear()
-    now.update(before)
 
 
 def _described(leaf: Leaf) -> tuple[str, str]:

@@ -144,21 +144,26 @@ class _Expander:
         self.grads.update((away[k], names[v]) for k, v in body.grads if k in away)
 
     def _copy(self, body: Body, key: RepeatKey, names: dict[str, str], at: Origin, *, backward: bool) -> None:
+        refs = {name: Ref(value) for name, value in names.items()}
+        origins: dict[Origin, Origin] = {}
+        behind = f"_r{key.call}"
         for original in body.joint.graph.nodes:
             if original.backward != backward:
                 continue
-            node = substitute(original, lambda name: Ref(names[name]))
-            other = self._beside_zeros(node)
-            if other is not None:
-                names[original.name] = other
-                continue
-            outs = tuple(f"{out}_r{key.call}" for out in original.outs)
-            names.update(zip(original.outs, outs, strict=True))
             inner = original.origin
-            fqn = f"{at.fqn}.{inner.fqn}" if inner.fqn else at.fqn
-            origin = Origin(fqn, at.call, inner.source or at.source)
-            self.nodes.append(replace(_moved(node, key.site), outs=outs, origin=origin))
-            self.types.update((o, t) for o, t in zip(outs, node.types, strict=True) if t is not None)
+            if inner not in origins:
+                origins[inner] = _inside(inner, at)
+            outs = tuple([out + behind for out in original.outs])
+            node = substitute(original, refs.__getitem__, outs=outs, origin=origins[inner])
+            other = self._beside_zeros(node) if self.zeros else None
+            if other is not None:
+                names[original.name], refs[original.name] = other, Ref(other)
+                continue
+            for old, new, type_ in zip(original.outs, outs, node.types, strict=True):
+                names[old], refs[old] = new, Ref(new)
+                if type_ is not None:
+                    self.types[new] = type_
+            self.nodes.append(_moved(node, key.site))
 
     def _beside_zeros(self, node: Node) -> str | None:
         """What zeros are added to, if a node does only that: the gradient of an output that nothing uses."""
@@ -178,6 +183,12 @@ class _Expander:
             self.known[body, port.name] = f"{port.name}_layer{body}"
             self.ports.append(replace(port, name=f"{port.name}_layer{body}", target=target))
         return self.known[body, port.name]
+
+
+def _inside(inner: Origin, at: Origin) -> Origin:
+    """Where an op of a layer is in the whole model."""
+    fqn = f"{at.fqn}.{inner.fqn}" if inner.fqn else at.fqn
+    return Origin(fqn, at.call, inner.source or at.source)
 
 
 def _moved(node: Node, site: int) -> Node:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoshard.passes.capture as capturing
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
+from autoshard.passes.kept_module import Kept
 from autoshard.passes.pipeline import simplify
 from autoshard.passes.repeats import find_groups
 from autoshard.torch_adapters.absent import Absent, AbsentUsedError
@@ -237,10 +238,10 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
     traced: list[bool | None] = []
     trace = capturing._joint
 
-    def watched(model: nn.Module, inputs: Any, differentiate: Any, repeats: Any) -> Any:
-        if isinstance(model, Stack):
+    def watched(kept: Kept, inputs: Any, differentiate: Any, repeats: Any) -> Any:
+        if isinstance(kept.module, Stack):
             traced.append(None if repeats is None else repeats.apart)
-        return trace(model, inputs, differentiate, repeats)
+        return trace(kept, inputs, differentiate, repeats)
 
     monkeypatch.setattr(capturing, "_joint", watched)
     for name, wanted in (("plain", [True]), (kind, [True, False])):

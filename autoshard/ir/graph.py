@@ -137,15 +137,17 @@ def _map(arg: Arg, fn: Callable[[str], Arg]) -> Arg:
     return arg
 
 
-def substitute(node: Node, fn: Callable[[str], Arg]) -> Node:
-    """The node with every use replaced by ``fn(name)``."""
+def substitute(
+    node: Node, fn: Callable[[str], Arg], *, outs: tuple[str, ...] | None = None, origin: Origin | None = None
+) -> Node:
+    """The node with every use replaced by ``fn(name)``; with other outs and another origin if given."""
     # built directly: dataclasses.replace takes several times as long, and big graphs have many nodes
     return Node(
         node.op,
         tuple([_map(a, fn) for a in node.args]),
         tuple([(k, _map(v, fn)) for k, v in node.kwargs]) if node.kwargs else (),
-        node.outs,
+        node.outs if outs is None else outs,
         node.types,
-        node.origin,
+        node.origin if origin is None else origin,
         node.backward,
     )

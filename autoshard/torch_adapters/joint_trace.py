@@ -15,6 +15,7 @@ Leans on private interfaces: the proxy mode and tracer of ``torch.fx.experimenta
 from __future__ import annotations
 
 import importlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -166,14 +167,23 @@ def recorded(
     with torch._C.DisableTorchFunction():
         with _disable_current_modes():
             inner = [[_inner(t) for t in tensors] for tensors in lists]
-            known = [[_proxy_of(tracer, t) for t in tensors] for tensors in inner]
+            known = [[_node_of(tracer, t) for t in tensors] for tensors in inner]
             first = inner[0][0]
             assert isinstance(first, FakeTensor)
-            proxy = tracer.create_proxy("call_function", op, (*known, text), {}, name=op._opname)
-            with first.fake_mode:
-                made = [torch.empty(s, dtype=getattr(torch, d), device=first.device) for d, s in types]
-            proxy_tensor.track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+            node = tracer.create_node("call_function", op, (*known, text), {}, name=op._opname)
+            made = [_like(first, getattr(torch, dtype), sizes) for dtype, sizes in types]
+            node.meta["val"] = made
+            for position, tensor in enumerate(made):
+                each = tracer.create_node("call_function", operator.getitem, (node, position), {})
+                each.meta["val"] = tensor
+                slot = proxy_tensor._ProxyTensor(tracer.proxy(each), None)
+                proxy_tensor.set_proxy_slot(tensor, tracer, slot)
         return [FunctionalTensor.to_functional(t) for t in made]
+
+
+def _like(first: FakeTensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> FakeTensor:
+    """A new tensor beside another one; outside of all modes."""
+    return FakeTensor(first.fake_mode, torch.empty(sizes, dtype=dtype, device="meta"), first.device)
 
 
 def _placeholder(tracer: proxy_tensor.PythonKeyTracer, name: str, tensor: torch.Tensor) -> None:

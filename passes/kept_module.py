@@ -1,0 +1,42 @@
+"""Everything that a run of a model may replace or add, as it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: a dict, and what it held
+_Before = tuple[dict[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module, and the attributes, parameters, buffers and hooks that it had.
+
+    A context puts them back at its end, and may be entered again and again: looking at all of a deep model
+    takes longer than that.
+    """
+
+    module: nn.Module
+    before: tuple[_Before, ...]
+
+    @staticmethod
+    def of(module: nn.Module) -> Kept:
+        """As it is now."""
+        found: list[_Before] = []
+        for each in module.modules():
+            attributes = each.__dict__
+            found.append((attributes, dict(attributes)))
+            # tables come after what holds them
+            found += [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
+        return Kept(module, tuple(found))
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for now, before in self.before:
+            now.clear()
+            now.update(before)
