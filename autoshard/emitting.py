@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,9 @@ from autoshard.cost.stage_machines import bounding_machine
 from autoshard.errors import UsageError
 from autoshard.hierarchies import OFF, Way, best_way, comparison, ways
 from autoshard.hosting import least
-from autoshard.ir import Node
-from autoshard.ir.comm import BUCKET_BYTES, is_ring
+from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
-from autoshard.ir.lowered import Placed
+from autoshard.node_prices import NodePrices
 from autoshard.offload import Offload
 from autoshard.passes.hierarchy import ByLevel
 from autoshard.passes.offload import Hosting
@@ -39,9 +38,7 @@ from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
-from autoshard.simulate.rings import alone
 from autoshard.simulate.stage_costs import StagePrices
-from autoshard.simulate.streams import pricer
 from autoshard.stage_link import in_parts, pipe_link
 
 
@@ -141,7 +138,7 @@ def lowering_of(
 ) -> Lowering:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
-    prices = _prices(cluster, mesh, plan)
+    prices = NodePrices(cluster, mesh, _whole(mesh, plan))
     return Lowering(
         flow,
         plan,
@@ -242,21 +239,6 @@ def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lo
     taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
     if last == mesh:
         return taken  # priced already
-    prices = _prices(cluster, last, how.plan)
+    prices = NodePrices(cluster, last, _whole(last, how.plan))
     hosting = _hosting(cluster, last, prices, wanted)
     return replace(taken, seconds=prices if wanted.overlap else None, hosting=hosting)
-
-
-def _prices(cluster: Cluster, mesh: Mesh, plan: Plan) -> Seconds:
-    """Seconds of the nodes of a program for a mesh, on its fullest rank."""
-    whole = _whole(mesh, plan)
-    used = cluster.used_by(whole.world_size)
-    ops = Ops(mesh, mesh.coords(0), Behaviour())
-    price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
-
-    def seconds(node: Node, values: Mapping[str, Placed]) -> float:
-        if is_ring(node):
-            return alone(ops.in_order(node, values), price, cluster.device.overlap)
-        return sum(price(work) for work in ops.work(node, values))
-
-    return seconds

@@ -16,9 +16,11 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import hosted
 from autoshard.cost.stage_machines import rooms
+from autoshard.deep_programs import Look, look_at_deep
 from autoshard.emitting import Emission, laid_for, lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
 from autoshard.hosting import HostNeed, least, need_of
+from autoshard.ir import Folded
 from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.program.program import Program, Signature, Stages
@@ -282,6 +284,10 @@ class Fitter:
         """The simulated peak of the program that a solution becomes."""
         self.progress("simulating its memory")
         plan, how = self.lowering(settled)
+        if staging is None and not self.offload and self.ask.budget is not None:
+            deep = look_at_deep(settled.posed.model.folded, how, self._look(settled), self.ask.budget)
+            if deep is not None:
+                return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.ask.budget)
         schedule = uncut = None
         if staging is not None:
             # slices are cut out of what is not localised yet, which a cutting does not keep
@@ -326,6 +332,25 @@ class Fitter:
         step = estimate_step(prices.program, machine, behaviour=prices.behaviour)
         waits = step.spent.axes.get("host", 0.0)
         return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
+
+    def _look(self, settled: Settled) -> Callable[[Folded, Lowering], Look]:
+        """Looks at programs of a solution without a pipeline."""
+        machine = self.cluster.laid(settled.posed.order)
+        behaviour = Behaviour(recipe=self.ask.recipe)
+
+        def look(folded: Folded, how: Lowering) -> Look:
+            plan = how.plan
+            lowered, signature = lower(folded, how), Signature.of(folded.joint)
+            program = Program(plan.mesh, lowered, signature, {}, microbatches=plan.microbatches)
+            prices = StagePrices(program, machine, behaviour=behaviour)
+            peaks = Peaks(prices)
+
+            def step() -> float:
+                return step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+
+            return Look(*peaks.of(0), tuple(peaks.along(0)), step)
+
+        return look
 
     def cutting(self, settled: Settled) -> Cutting:
         """The model at the microbatch of a solution, placed by it and not cut yet."""

@@ -17,7 +17,7 @@ from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import Machine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.pipeline import Lowering, place, shortened
+from autoshard.passes.pipeline import Lowering, Shortened, place
 from autoshard.passes.shorten import Gap
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.passes.stage_ends import stays
@@ -40,7 +40,8 @@ def slots_of(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ra
 def _filled(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots | None:
     """The same by copies of equal layers; None where there are too few, or one more of them changes more
     than its own slots: a sum over layers somewhere else, say."""
-    less, more = (shortened(folded, how, more=k) for k in (0, 1))
+    short = Shortened(folded, how)
+    less, more = (short.model(more=k) for k in (0, 1))
     if less is None or more is None:
         return None
     few = _with_all(_Pricing(*less[0], cluster, recipe, ranks).slots(), [gap.of(1) for gap in less[1]])

@@ -36,7 +36,7 @@ from autoshard.passes.recompute import recompute
 from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
-from autoshard.passes.shorten import Gap, shorten
+from autoshard.passes.shorten import Gap, Shorter
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
@@ -114,15 +114,26 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     return _watched("045_recompute", lowered, watch)
 
 
-def shortened(
-    folded: Folded, how: Lowering, *, more: int = 0
-) -> tuple[tuple[Folded, Lowering], tuple[Gap, ...]] | None:
-    """The model without most of its equal layers and how to place it, with what is missing; None if it is
-    not so deep. more: see `shorten`."""
-    short = shorten(folded, how.flow, how.plan, more=more)
-    if short is None:
-        return None
-    return (short.folded, replace(how, flow=short.flow, plan=short.plan)), short.gaps
+class Shortened:
+    """A model without most of its equal layers and how to place it, in several lengths."""
+
+    def __init__(self, folded: Folded, how: Lowering) -> None:
+        self._how = how
+        self._shorter = Shorter(folded, how.flow, how.plan)
+
+    @property
+    def places(self) -> int:
+        """At how many of them layers are left out."""
+        return self._shorter.gaps
+
+    def model(
+        self, *, more: int = 0, at: int | None = None
+    ) -> tuple[tuple[Folded, Lowering], tuple[Gap, ...]] | None:
+        """One length, with what is missing; None if it is not so deep. more, at: see `Shorter`."""
+        short = self._shorter.model(more=more, at=at)
+        if short is None:
+            return None
+        return (short.folded, replace(self._how, flow=short.flow, plan=short.plan)), short.gaps
 
 
 def check_slices(folded: Folded, how: Lowering, slices: int) -> None:

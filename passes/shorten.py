@@ -59,15 +59,30 @@ class Shortened:
     gaps: tuple[Gap, ...]
 
 
-def shorten(folded: Folded, flow: Flow, plan: Plan, *, more: int = 0) -> Shortened | None:
-    """The model without most of its equal layers; None if there are too few of them, or if anything but
-    layers uses what they make.
+class Shorter:
+    """A model without most of its equal layers, in several lengths."""
 
-    more: blocks of equal layers that stay at each gap beside one on either side of it.
-    """
-    layers = _Layers(folded, flow, plan.recompute)
-    gaps = layers.gaps(more)
-    return _Shortening(layers, plan, gaps).made() if gaps else None
+    def __init__(self, folded: Folded, flow: Flow, plan: Plan) -> None:
+        self._plan = plan
+        self._layers = _Layers(folded, flow, plan.recompute)
+        self._gaps = self._layers.gaps()
+
+    @property
+    def gaps(self) -> int:
+        """At how many places layers are left out; 0 if there are too few equal ones."""
+        return len(self._gaps)
+
+    def model(self, *, more: int = 0, at: int | None = None) -> Shortened | None:
+        """The model; None if there are no gaps, or if anything but layers uses what they make.
+
+        more: blocks of equal layers that stay at each gap beside one on either side of it; at: at that one
+        alone, by number.
+        """
+        gaps = [
+            (first + more * turn, count - more * turn, turn) if at in (None, number) else (first, count, turn)
+            for number, (first, count, turn) in enumerate(self._gaps)
+        ]
+        return _Shortening(self._layers, self._plan, gaps).made() if gaps else None
 
 
 class _Layers:
@@ -99,7 +114,7 @@ class _Layers:
         #: identities of the calls that backward computes again
         self.again = self._run_again()
 
-    def gaps(self, more: int) -> list[tuple[int, int, int]]:
+    def gaps(self) -> list[tuple[int, int, int]]:
         """(first layer left out, how many, of how many a block is)."""
         looks = self._looks()
         found: list[tuple[int, int, int]] = []
@@ -108,7 +123,7 @@ class _Layers:
             turn, end = self._run(looks, at)
             blocks = (end - at) // turn - 2
             if blocks >= _WORTH:
-                found.append((at + (1 + more) * turn, (blocks - more) * turn, turn))
+                found.append((at + turn, blocks * turn, turn))
             at = end
         return found
 

@@ -17,7 +17,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.fitting import Fitter
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering, shortened
+from autoshard.passes.pipeline import Lowering, Shortened
 from autoshard.planning import plan_analysed
 from autoshard.search.ask import Ask
 from autoshard.search.plan import Recompute
@@ -129,7 +129,7 @@ def test_slots_of_equal_layers_are_those_of_one(name: str, mesh: str) -> None:
 
 def test_layers_that_would_look_otherwise_are_not_filled_in() -> None:
     folded, how, fitter = _placed(_analysed("llama"), "pp=2,fsdp=2")
-    short = shortened(folded, how)
+    short = Shortened(folded, how).model()
     assert short is not None
     less, (gap,) = short
     assert gap.left_out == tuple(f"model.layers.{k}" for k in range(2, 9)) and gap.blocks == 7
@@ -144,4 +144,4 @@ def test_layers_whose_values_all_go_elsewhere_stay() -> None:
     analysis = analyse(capture(_Listed(), (torch.randn(4, 8),), {}))
     folded, how, _ = _placed(analysis, "pp=2,fsdp=2")
     assert layer_calls(folded)
-    assert shortened(folded, how) is None
+    assert Shortened(folded, how).model() is None

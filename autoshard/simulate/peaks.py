@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 from autoshard.schedules.schedule import Kind
 from autoshard.simulate.kept import Held
 from autoshard.simulate.pipeline import in_flight_bytes
 from autoshard.simulate.stage_costs import StagePrices
-from autoshard.simulate.transients import Transients
+from autoshard.simulate.transients import Course, Transients
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """An action, or the end of a step. level: bytes as it begins, with all gradients. absent: of gradients
+    that are not there yet."""
+
+    level: float
+    absent: float
+    course: Course
+
+    @property
+    def start(self) -> float:
+        return self.level - self.absent
+
+    @property
+    def peak(self) -> float:
+        return self.start + self.course.peak
 
 
 class Peaks:
@@ -26,31 +44,42 @@ class Peaks:
         return tuple(self.of(rank) for rank in range(self.schedule.ranks))
 
     def of(self, rank: int) -> tuple[Held, float]:
-        """(what the rank holds as the part begins in which it holds most, bytes at that point).
+        """(what the rank holds as the part begins in which it holds most, bytes at that point)."""
+        state = self.prices.states[rank]
+        most = max(self._stops(rank), key=lambda stop: stop.peak)
+        activations = most.level - state.total
+        return replace(state, gradients=state.gradients - most.absent, activations=activations), most.peak
 
-        Gradients are there from the first backward of their stage on, unless they lie in buffers that are
-        always there.
-        """
+    def along(self, rank: int) -> Iterator[tuple[Sequence[str], Sequence[float]]]:
+        """Of every action of a rank, and of what ends a step: what calls its instructions, and the bytes that
+        the rank holds at each of them and as it ends."""
+        row = self.schedule.actions[rank]
+        stops = list(self._stops(rank))
+        for action, stop in zip(row, stops, strict=False):
+            labels = self.transients.labels(action.stage, action.kind)
+            yield labels, [stop.start + stop.course.ahead + bytes_ for bytes_ in stop.course.along]
+        for stop in stops[len(row) :]:
+            yield (), [stop.peak]
+
+    def _stops(self, rank: int) -> Iterator[_Stop]:
+        """Gradients are there from the first backward of their stage on, unless they lie in buffers that are
+        always there."""
         prices = self.prices
         state, row = prices.states[rank], self.schedule.actions[rank]
         missing = {} if prices.behaviour.gradient_buffers else dict(prices.gradients_of[rank])
-        most, level, absent = -inf, state.total, 0.0
         base = before = state.total
         without = sum(missing.values())
-        rises: dict[tuple[int, Kind], float] = {}
+        courses: dict[tuple[int, Kind], Course] = {}
         for action, after in zip(row, in_flight_bytes(self.schedule, row, prices.held), strict=True):
             stage, kind = action.stage, action.kind
-            rise = rises.get((stage, kind))
-            if rise is None:
-                rise = rises[stage, kind] = self.transients.of(stage, kind)
-            if before - without + rise > most:
-                most, level, absent = before - without + rise, before, without
+            course = courses.get((stage, kind))
+            if course is None:
+                course = courses[stage, kind] = self.transients.course(stage, kind)
+            yield _Stop(before, without, course)
             if stage in missing and kind in "BW":
                 del missing[stage]
                 without = sum(missing.values())
             before = base + after
-        for rise in (self.transients.end(rank), prices.behaviour.step_bytes * prices.updated(rank)):
-            if before - without + rise > most:
-                most, level, absent = before - without + rise, before, without
-        held = replace(state, gradients=state.gradients - absent, activations=level - state.total)
-        return held, most
+        yield _Stop(before, without, self.transients.course_of_end(rank))
+        step = prices.behaviour.step_bytes * prices.updated(rank)
+        yield _Stop(before, without, Course((step,)))

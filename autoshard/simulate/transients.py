@@ -33,6 +33,22 @@ class _Inside:
     leaving: tuple[OnTheWay, ...]
 
 
+@dataclass(frozen=True)
+class Course:
+    """Bytes of a rank beyond those as an action begins. along: the most at each instruction, and as it ends.
+    ahead: of what is gathered for the next one, all the time."""
+
+    along: tuple[float, ...]
+    ahead: float = 0.0
+
+    @cached_property
+    def peak(self) -> float:
+        return max(self.along) + self.ahead
+
+
+_NOTHING = Course((0.0,))
+
+
 class Transients:
     """How far the bytes of a rank rise within the actions of its program, as the executor makes and frees.
 
@@ -43,8 +59,8 @@ class Transients:
     def __init__(self, program: Program, sheets: Sheets) -> None:
         self.program, self.sheets = program, sheets
         self.owner = (0,) if program.stages is None else program.stages.schedule.owner
-        self._known: dict[tuple[int, str], float] = {}
-        self._alike: dict[Hashable, float] = {}
+        self._known: dict[tuple[int, str], Course] = {}
+        self._alike: dict[Hashable, Course] = {}
         self._inside: dict[Hashable, _Inside] = {}
         self._in_turn: dict[str, frozenset[str]] = {}
         self._storages: dict[int, Mapping[str, Storage]] = {}
@@ -55,19 +71,34 @@ class Transients:
 
     def of(self, stage: int, kind: str) -> float:
         """Bytes that the rank holds more at the peak of an action (F, B, I or W) than as it begins."""
+        return self.course(stage, kind).peak
+
+    def course(self, stage: int, kind: str) -> Course:
+        """Of an action."""
         key = (stage, kind)
         if key not in self._known:
             own = self.program.lowered.of_stage.get(stage, ())
             parts = [p for p in own if p.phase in _PHASES[kind]]
-            self._known[key] = self._rise(parts, kind) + self._ahead(parts) if parts else 0.0
+            found = self._course(parts, kind) if parts else _NOTHING
+            self._known[key] = replace(found, ahead=self._ahead(parts))
         return self._known[key]
+
+    def labels(self, stage: int, kind: str) -> tuple[str, ...]:
+        """What calls the instructions of an action, in their order."""
+        lowered = self.program.lowered
+        parts = [p for p in lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
+        return tuple(i.label if isinstance(i, Call) else i.op for p in parts for i in lowered.of(p))
 
     def end(self, rank: int) -> float:
         """Bytes that a pipeline rank holds more while it reduces gradients, after all its microbatches."""
+        return self.course_of_end(rank).peak
+
+    def course_of_end(self, rank: int) -> Course:
+        """Of the reduction of gradients."""
         parts = [p for p in self.program.lowered.parts if p.phase == "reduce" and self.owner[p.stage] == rank]
         if not parts or self.sheets.behaviour.gradient_buffers:
-            return 0.0  # buffers are reduced where they lie
-        return self._rise(parts, "end")
+            return _NOTHING  # buffers are reduced where they lie
+        return self._course(parts, "end")
 
     def _ahead(self, parts: Sequence[Part]) -> float:
         """Bytes of the parameters that are gathered for the next call while one computes, at most."""
@@ -87,7 +118,7 @@ class Transients:
 
     # -- one action ------------------------------------------------------------------------------------
 
-    def _rise(self, parts: Sequence[Part], kind: str) -> float:
+    def _course(self, parts: Sequence[Part], kind: str) -> Course:
         lowered = self.program.lowered
         items = [item for part in parts for item in lowered.of(part)]
         storage = self._storages_of(self.owner[parts[0].stage])
@@ -111,20 +142,21 @@ class Transients:
             self._alike[key] = self._walk(items, storage, staying, freed, arriving)
         return self._alike[key]
 
-    def _forward(self, parts: Sequence[Part], storage: Mapping[str, Storage], keeping: Keeping) -> float:
+    def _forward(self, parts: Sequence[Part], storage: Mapping[str, Storage], keeping: Keeping) -> Course:
         """The same of a forward whose kernels keep other values: those so far, and what a call makes."""
         lowered, stage = self.program.lowered, parts[0].stage
         stages = [s for s, owner in enumerate(self.owner) if owner == self.owner[stage]]
         per_logit, size_of = self.sheets.behaviour.loss_kept, self.sheets.ops.bytes_of
         kept = kept_in_order(self.program, stages, stage, size_of, keeping, per_logit)
         _, arriving = self._entering(parts, "F", storage)
-        level = peak = sum(size for _, size in arriving)
+        level = sum(size for _, size in arriving)
+        along: list[float] = []
         way = Messages()
         for part in parts:
             for number in range(part.start, part.stop):
-                peak = max(peak, level + self._inner(lowered.main[number], storage, (), way))
+                along.append(level + max(0.0, self._inner(lowered.main[number], storage, (), way)))
                 level += kept.get(number, 0.0)
-        return max(peak, level, level + way.arrive_all())
+        return Course((*along, level + max(0.0, way.arrive_all())))
 
     def _walk(
         self,
@@ -133,7 +165,7 @@ class Transients:
         staying: Collection[Storage],
         there: Collection[Storage],
         arriving: Collection[Storage],
-    ) -> float:
+    ) -> Course:
         """there: storages that the rank holds as the items begin, which are freed after their last use."""
         last = {storage[v]: k for k, item in enumerate(items) for v in (*uses_of(item), *item.outs)}
         dying: dict[int, list[Storage]] = {}
@@ -141,16 +173,17 @@ class Transients:
             if each not in staying:
                 dying.setdefault(k, []).append(each)
         live = {*there, *arriving}
-        level = peak = sum(size for _, size in arriving)
+        level = sum(size for _, size in arriving)
+        along: list[float] = []
         way = Messages()
         for k, item in enumerate(items):
-            peak = max(peak, level + self._inner(item, storage, live, way))
+            along.append(level + max(0.0, self._inner(item, storage, live, way)))
             made = {storage[v] for v in item.outs} - live
             gone = [each for each in dying.get(k, ()) if each in live or each in made]
             live |= made
             level += sum(size for _, size in made) - sum(size for _, size in gone)
             live.difference_update(gone)
-        return max(peak, level + way.arrive_all())
+        return Course((*along, level + way.arrive_all()))
 
     def _inner(
         self,

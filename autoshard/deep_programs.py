@@ -1,0 +1,117 @@
+"""What the program of a deep model holds and takes, from programs without most of its equal layers.
+
+Along equal layers of an action bytes change by the same from one to the next, so whatever is the most is
+there at the first or the last of them; both are in the shorter programs (`passes/shorten.py`). What is held
+at each of their instructions is linear in how many layers there are; if their peak rises with one layer more
+by the most that any of these does, it goes on like that. Seconds are those of a steady state, on which one
+and two more layers have to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import takewhile
+from math import isclose
+
+from autoshard.ir import Folded
+from autoshard.passes.pipeline import Lowering, Shortened
+from autoshard.simulate.kept import Held
+
+#: what is done once for an op of a layer takes so many times as long as what is done for each call of it
+_ONCE = 10
+#: sums of the same numbers in another order differ by less than this share
+_ROUNDING = 1e-9
+#: seconds of more layers agree to this share
+_STEADY = 1e-7
+
+
+@dataclass(frozen=True)
+class Look:
+    """At a program without a pipeline. held, bytes, along: see `simulate.peaks`. step: makes the seconds of
+    its simulated step."""
+
+    held: Held
+    bytes: float
+    along: tuple[tuple[Sequence[str], Sequence[float]], ...]
+    step: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Deep:
+    """The same of the whole program. step: seconds, None if it does not fit."""
+
+    held: Held
+    bytes: float
+    step: float | None
+
+
+def look_at_deep(
+    folded: Folded, how: Lowering, look: Callable[[Folded, Lowering], Look], budget: float
+) -> Deep | None:
+    """The program of a deep model; None where that takes as long as to look at it, or says nothing.
+
+    look: at the program of a model that is placed in a way. budget: bytes.
+    """
+    short = Shortened(folded, how)
+    first = short.model()
+    if first is None or not _is_worth_it(folded, first[0][0], short.places):
+        return None
+    gaps = first[1]
+    base = look(*first[0])
+    more: list[Look] = []
+    for number in range(len(gaps)):
+        longer = short.model(more=1, at=number)
+        assert longer is not None
+        more.append(look(*longer[0]))
+        if not _rises_most(base, more[-1]):
+            return None
+    often = [gap.blocks for gap in gaps]
+    bytes_ = _ahead(base.bytes, [m.bytes for m in more], often)
+    held = _held_ahead(base.held, [m.held for m in more], often)
+    if bytes_ > budget:
+        return Deep(held, bytes_, None)
+    longest = short.model(more=2)
+    assert longest is not None
+    last, twice = look(*longest[0]), [2] * len(gaps)
+    steps = [m.step() for m in more]
+    if not isclose(last.bytes, _ahead(base.bytes, [m.bytes for m in more], twice), rel_tol=_ROUNDING):
+        return None
+    if not isclose(last.step(), _ahead(base.step(), steps, twice), rel_tol=_STEADY):
+        return None
+    return Deep(held, bytes_, _ahead(base.step(), steps, often))
+
+
+def _is_worth_it(whole: Folded, short: Folded, places: int) -> bool:
+    """Whether programs with one more layer at each of the places, and with more at all, are looked at faster
+    than the whole one."""
+    each = {name: len(graph.nodes) for name, graph in whole.segments.items()}
+    once = _ONCE * sum(each.values())
+    long, least = (sum(each[call.segment] for call in f.calls) for f in (whole, short))
+    return (2 + places) * (once + 2 * least) < once + long
+
+
+def _rises_most(base: Look, more: Look) -> bool:
+    """Whether the peak rises by as much as what is held at any instruction does."""
+    rises = [rise for a, b in zip(base.along, more.along, strict=True) for rise in _rises(*a, *b)]
+    return more.bytes - base.bytes >= max(rises) - _ROUNDING * more.bytes
+
+
+def _rises(
+    labels: Sequence[str], bytes_: Sequence[float], longer: Sequence[str], more: Sequence[float]
+) -> Iterator[float]:
+    """By how much more is held at each instruction of an action that has more of them somewhere."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(labels, longer, strict=False))
+    before = sum(1 for _ in alike)
+    yield from (b - a for a, b in zip(bytes_[:before], more, strict=False))
+    yield from (b - a for a, b in zip(reversed(bytes_[before:]), reversed(more), strict=False))
+
+
+def _ahead(base: float, more: Sequence[float], often: Sequence[int]) -> float:
+    """What becomes of a number with so many blocks more at each of the gaps. more: with one at each."""
+    return base + sum(n * (value - base) for value, n in zip(more, often, strict=True))
+
+
+def _held_ahead(base: Held, more: Sequence[Held], often: Sequence[int]) -> Held:
+    names = [field.name for field in fields(Held)]
+    return Held(*(_ahead(getattr(base, n), [getattr(m, n) for m in more], often) for n in names))

@@ -1,0 +1,112 @@
+"""What programs without most of their equal layers say of the whole one is what it says itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import cache
+from math import inf
+
+import pytest
+import torch
+from families import _gpt2, _llama, _tokens
+from test_shorten import _bart, _gemma2
+
+import autoshard.deep_programs as deep
+from autoshard.analysis import Analysis, analyse
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.deep_programs import Look, look_at_deep
+from autoshard.fitting import Fitter
+from autoshard.ir import Folded
+from autoshard.passes.capture import capture
+from autoshard.passes.pipeline import Lowering
+from autoshard.planning import plan_analysed
+from autoshard.search.ask import Ask
+from autoshard.search.plan import Recompute
+from autoshard.search.problems import layer_calls
+from autoshard.simulate.kept import Held
+
+MODELS = {
+    "llama": lambda: _llama(layers=14),
+    "gpt2": lambda: _gpt2(layers=14),
+    "bart": _bart,
+    "gemma2": _gemma2,
+}
+Case = tuple[Folded, Lowering, Callable[[Folded, Lowering], Look]]
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Also where the whole program is looked at as fast."""
+    monkeypatch.setattr(deep, "_is_worth_it", lambda whole, short, places: True)
+    yield
+
+
+@cache
+def _analysed(name: str) -> Analysis:
+    torch.manual_seed(0)
+    return analyse(capture(MODELS[name](), (), _tokens(96)()))
+
+
+def _case(
+    name: str, mesh: str, cluster: str, again: str = "", share: float = 0.0, microbatches: int = 1
+) -> Case:
+    """A model as it is placed on a mesh, with some calls of every layer that run again."""
+    analysis, machine = _analysed(name), load_cluster(cluster)
+    planned = plan_analysed(analysis, [Mesh.parse(mesh)], machine, ask=Ask(batch=None), reasons=False)
+    assert planned.settled is not None
+    fitter = Fitter(analysis, machine, Ask(), fixed=False, progress=lambda _: None)
+    how = fitter.lowering(planned.settled)[1]
+    folded = planned.settled.posed.model.folded
+    chosen = {s: Recompute(again, int(share * c)) for s, c in layer_calls(folded).items()} if again else {}
+    plan = replace(how.plan, recompute=chosen, microbatches=microbatches)
+    return folded, replace(how, plan=plan), fitter._look(planned.settled)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mesh", "cluster"), [("dp=2,tp=2", "cpu-gloo"), ("fsdp=4,tp=2", "h100-dgx")])
+def test_it_is_what_the_whole_program_says(name: str, mesh: str, cluster: str) -> None:
+    known = 0
+    for again, share, microbatches in [("", 0, 1), ("", 0, 3), ("full", 1, 1), ("selective", 0.3, 2)]:
+        folded, how, look = _case(name, mesh, cluster, again, share, microbatches)
+        found = look_at_deep(folded, how, look, inf)
+        if found is None:
+            continue
+        known += 1
+        whole = look(folded, how)
+        assert found.bytes == pytest.approx(whole.bytes, rel=1e-9)
+        assert found.step == pytest.approx(whole.step(), rel=1e-6)
+        for each in fields(Held):
+            wanted = getattr(whole.held, each.name)
+            assert getattr(found.held, each.name) == pytest.approx(wanted, rel=1e-9, abs=1e-6 * whole.bytes)
+    # two stacks, the second of which reads what the first makes, say too little of each other
+    assert known >= 2 or name == "bart"
+
+
+def test_seconds_are_those_of_what_fits() -> None:
+    folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
+    bytes_ = look(folded, how).bytes
+    tight, wide = (look_at_deep(folded, how, look, share * bytes_) for share in (0.9, 1.1))
+    assert tight is not None and tight.step is None and tight.bytes > 0.9 * bytes_
+    assert wide is not None and wide.step is not None
+
+
+def test_what_may_peak_elsewhere_is_looked_at_whole() -> None:
+    folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
+    assert look_at_deep(folded, how, look, inf) is not None
+
+    def flat(folded: Folded, how: Lowering) -> Look:
+        """The peak does not rise, while something below it does."""
+        return replace(look(folded, how), bytes=1e12)
+
+    assert look_at_deep(folded, how, flat, inf) is None
+
+
+def test_seconds_without_a_steady_state_are_those_of_the_whole() -> None:
+    folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
+
+    def slower(folded: Folded, how: Lowering) -> Look:
+        seen = look(folded, how)
+        return replace(seen, step=lambda: seen.step() ** 2)
+
+    assert look_at_deep(folded, how, slower, inf) is None
