@@ -45,6 +45,15 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     return first if other is None else min(first, other, key=lambda order: (order.total, order.largest))
 
 
+def find_order_before(
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], last: Collection[int]
+) -> Order:
+    """A greedy order in which some variables, neighbours of each other, come last."""
+    found = _greedy(sizes, neighbours, by_fill=True, last=last)
+    assert found is not None
+    return found
+
+
 def find_small_order(
     sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
 ) -> Order | None:
@@ -104,25 +113,27 @@ def _greedy(
     by_fill: bool,
     most: int = 0,
     total: int = 0,
+    last: Collection[int] = (),
 ) -> Order | None:
-    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit."""
+    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit. last:
+    variables that come after all others."""
     graph = [set(n) for n in neighbours]
     # most variables are alone by now: they come first, in order, as they would out of the heap
-    variables = [v for v, n in enumerate(graph) if not n]
+    variables = [v for v, n in enumerate(graph) if not n and v not in last]
     if most and max((sizes[v] for v in variables), default=0) > most:
         return None
     room = total - sum([sizes[v] for v in variables])
     if most and room < 0:
         return None
     scores: dict[int, tuple[int, int, int]] = {
-        v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2
+        v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2 and v not in last
     }
     heap = list(scores.values())
     heapq.heapify(heap)
     core_scored = False
-    gone = [not n for n in graph]
+    gone = [not n or v in last for v, n in enumerate(graph)]
     around: list[set[int]] = [set()] * len(graph)
-    while len(variables) < len(graph):
+    while len(variables) < len(graph) - len(last):
         if not heap:
             assert not core_scored
             core = [v for v in range(len(graph)) if not gone[v]]
@@ -144,6 +155,8 @@ def _greedy(
         variables.append(v)
         around[v] = graph[v]
         for changed in _remove(v, graph, wide=core_scored and by_fill):
+            if changed in last:
+                continue
             if core_scored:
                 new = _score(changed, graph, sizes, by_fill)
             elif len(graph[changed]) <= 2:
@@ -154,7 +167,9 @@ def _greedy(
             if scores.get(changed) != new:
                 scores[changed] = new
                 heapq.heappush(heap, new)
-    return _finish(sizes, variables, around)
+    for v in sorted(last):
+        around[v] = {w for w in graph[v] if w > v}
+    return _finish(sizes, [*variables, *sorted(last)], around)
 
 
 def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -> tuple[int, int, int]:

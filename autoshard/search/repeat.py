@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
@@ -20,9 +21,10 @@ from autoshard.search.chain import Chain, Pair, Tables, reduced
 from autoshard.search.eliminate import Elimination
 from autoshard.search.min_plus import Squares
 from autoshard.search.network import Array, CostNetwork, Limits, NoFiniteAssignment
-from autoshard.search.order import Order, find_order
+from autoshard.search.order import Order, find_order_before
 from autoshard.search.prune import Contradiction, Residual, fold_decided, make_consistent, prune
 from autoshard.search.solve import solve
+from autoshard.search.together import least_over
 
 #: links between copies up to which every choice of their ends is compared
 _FEW_LINKS = 12
@@ -172,16 +174,26 @@ class _Draft:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """costs: the least total for each joint state of the scope. best: all states if there is no scope."""
+    """costs: the least total for each joint state of the scope. order: in which it is last. pruned: what is
+    left of the network, if not all. best: all states if there is no scope."""
 
     draft: _Draft
     costs: Array
-    elimination: _Given | None = None
+    order: Order | None = None
+    pruned: Residual | None = None
     best: tuple[int, ...] = ()
 
     def states(self, given: Sequence[int]) -> tuple[int, ...]:
         """The best states of all variables when those of the scope are given."""
-        return self.best if self.elimination is None else self.elimination.given(self.draft.scope, given)
+        return self.best if self.order is None else _given(self._net, self.order, self.draft.scope, given)
+
+    @cached_property
+    def _net(self) -> Residual:
+        if self.pruned is not None:
+            return self.pruned
+        net = Residual.of(self.draft.network)
+        fold_decided(net)
+        return net
 
 
 class _Powers:
@@ -298,21 +310,26 @@ class _Powers:
         scope = drafts[0].scope
         if not scope:
             return [self._whole(draft) for draft in drafts]
-        residuals = [Residual.of(draft.network) for draft in drafts]
-        for residual in residuals:
-            fold_decided(residual)
-        order = _order_of(residuals, scope)
-        orders = [order] * len(drafts)
-        if order.largest > _LARGE:
-            residuals = [_pruned(draft) for draft in drafts]
-            orders = [_order_of([residual], scope) for residual in residuals]
-        if max(order.largest for order in orders) > self.room.table:
+        order = _order_of([draft.network for draft in drafts], scope)
+        if order.largest <= _LARGE:
+            costs = _over([draft.network for draft in drafts], order, scope)
+            return [_Piece(draft, self._folded(costs[..., k]), order) for k, draft in enumerate(drafts)]
+        return [self._large(draft) for draft in drafts]
+
+    def _large(self, draft: _Draft) -> _Piece:
+        """A piece that is pruned first."""
+        net = _pruned(draft)
+        network = CostNetwork(
+            tuple(net.unary),
+            tuple(np.zeros(len(u)) for u in net.unary),
+            {(a, b): table for a, row in enumerate(net.rows) for b, table in row.items() if a < b},
+        )
+        order = _order_of([network], draft.scope)
+        if order.largest > self.room.table:
             raise _TooLarge
-        found = []
-        for draft, residual, own in zip(drafts, residuals, orders, strict=True):
-            elimination = _Given(residual, own)
-            found.append(_Piece(draft, self._folded(elimination.over(draft)), elimination))
-        return found
+        costs = np.full([len(draft.network.unary[v]) for v in draft.scope], np.inf)
+        costs[np.ix_(*(net.kept[v] for v in draft.scope))] = _over([network], order, draft.scope)[..., 0]
+        return _Piece(draft, self._folded(costs), order, net)
 
     def _whole(self, draft: _Draft) -> _Piece:
         """A piece without a scope, minimised over everything by whatever method there is."""
@@ -370,20 +387,29 @@ def _unravel(joint: int, sizes: Sequence[int]) -> list[int]:
     return [int(x) for x in np.unravel_index(joint, tuple(sizes))] if sizes else []
 
 
-def _order_of(residuals: Sequence[Residual], scope: Sequence[int]) -> Order:
-    """One order for all, whose edges are completed to be the same.
-
-    The variables of the scope become neighbours, so they meet in one bucket, whose belief is what is wanted.
-    """
-    rows = [set().union(*around) for around in zip(*(r.rows for r in residuals), strict=True)]
+def _order_of(networks: Sequence[CostNetwork], scope: Sequence[int]) -> Order:
+    """One order for all, in which the scope, whose variables become neighbours, comes last."""
+    sizes = [len(u) for u in networks[0].unary]
+    rows: list[set[int]] = [set() for _ in sizes]
+    for network in networks:
+        for a, b in network.edges:
+            if sizes[a] > 1 and sizes[b] > 1:
+                rows[a].add(b)
+                rows[b].add(a)
     for a in scope:
         rows[a].update(b for b in scope if b != a)
-    for residual in residuals:
-        sizes = residual.sizes
-        for a, around in enumerate(rows):
-            for b in around.difference(residual.rows[a]):
-                residual.rows[a][b] = np.zeros((sizes[a], sizes[b]))
-    return find_order(residuals[0].sizes, rows)
+    return find_order_before(sizes, rows, scope)
+
+
+def _over(networks: Sequence[CostNetwork], order: Order, scope: Sequence[int]) -> Array:
+    """The least costs of networks with the same states over their scope, [*scope, networks]."""
+    unary = [np.stack(costs, axis=-1) for costs in zip(*(n.unary for n in networks), strict=True)]
+    edges: dict[Pair, Array] = {}
+    for pair in dict.fromkeys(pair for network in networks for pair in network.edges):
+        tables = [network.edges.get(pair) for network in networks]
+        known = next(t for t in tables if t is not None)
+        edges[pair] = np.stack([np.zeros(known.shape) if t is None else t for t in tables], axis=-1)
+    return least_over(unary, edges, order, scope)
 
 
 def _pruned(draft: _Draft) -> Residual:
@@ -410,35 +436,21 @@ def _pruned(draft: _Draft) -> Residual:
     return residual
 
 
-class _Given(Elimination):
-    """An elimination that can be asked for a few variables together; states in their first numbering."""
-
-    def __init__(self, net: Residual, order: Order) -> None:
-        super().__init__(net, order)
-        self.unary, self.kept = tuple(net.unary), tuple(net.kept)
-
-    def over(self, draft: _Draft) -> Array:
-        """The least total cost for every joint state of the scope, whose variables are all neighbours."""
-        wanted = set(draft.scope)
-        # all of them are in the bucket of the one that goes first
-        position = {v: at for at, v in enumerate(self.order.variables)}
-        home = min(wanted, key=position.__getitem__)
-        belief = next(belief for v, belief, _ in self.calibrate() if v == home)
-        bucket = (home, *self.order.later[home])
-        left = [w for w in bucket if w in wanted]
-        away = tuple(a for a, w in enumerate(bucket) if w not in wanted)
-        some = belief.min(axis=away).transpose([left.index(w) for w in draft.scope])
-        costs = np.full([len(draft.network.unary[v]) for v in draft.scope], np.inf)
-        costs[np.ix_(*(self.kept[v] for v in draft.scope))] = some
-        return costs
-
-    def given(self, scope: Sequence[int], states: Sequence[int]) -> tuple[int, ...]:
-        """The best states of all variables with these for the scope."""
-        unary = list(self.unary)
-        for v, s in zip(scope, states, strict=True):
-            unary[v] = np.where(self.kept[v] == s, unary[v], np.inf)
-        found = self.solve(unary)[1]
-        return tuple(int(kept[s]) for kept, s in zip(self.kept, found, strict=True))
+def _given(net: Residual, order: Order, scope: Sequence[int], states: Sequence[int]) -> tuple[int, ...]:
+    """The best states of all variables with these for the scope, in their first numbering."""
+    sizes = net.sizes
+    for v, later in enumerate(order.later):
+        for w in later:
+            if w not in net.rows[v]:
+                net.rows[v][w], net.rows[w][v] = (
+                    np.zeros((sizes[v], sizes[w])),
+                    np.zeros((sizes[w], sizes[v])),
+                )
+    unary = list(net.unary)
+    for v, s in zip(scope, states, strict=True):
+        unary[v] = np.where(net.kept[v] == s, unary[v], np.inf)
+    found = Elimination(net, order).solve(unary)[1]
+    return tuple(int(kept[s]) for kept, s in zip(net.kept, found, strict=True))
 
 
 def _cover(onward: Tables, sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -65,15 +65,17 @@ def bound_of(
     flights = {False: min(1.0, how.flight)}
     if how.pipe.splits_backward and not others:
         flights[True] = min(1.0, waiting)
+    each = [weights(how.how, exposure) for exposure in EXPOSURES]
+    counted = [how.time_weight(exposure) for exposure in EXPOSURES]
+    # [exposures, options, classes]
+    spent = np.tensordot([[count(key) for key in lives.times] for count in counted], lives.seconds, (1, 1))
+    # where messages show, computing counts in part; no less is left of everything else, at a higher price
+    part = np.array([[min(w.work_forward, w.work_backward)] for w in each])
     found = 0.0
-    for exposure in EXPOSURES:
-        weight, counted = weights(how.how, exposure), how.time_weight(exposure)
-        # where messages show, computing counts in part; no less is left of everything else, at a higher price
-        part = min(weight.work_forward, weight.work_backward)
-        spent = np.tensordot(lives.seconds, [counted(key) for key in lives.times], (1, 0))
-        for waits, flight in flights.items():
-            floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
-            price = prices * (part / flight)
-            least = (spent[:, None] + price[:, None] * held[:, None]).min(axis=0).sum(axis=1)
-            found = max(found, float((floor + least - price * budget).max()))
+    for waits, flight in flights.items():
+        floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
+        price = prices * (part / flight)  # [exposures, prices]
+        least = spent[:, :, None] + price[:, None, :, None] * held[:, None]
+        rest = least.min(axis=1).sum(axis=-1)
+        found = max(found, float((floor + rest - price * budget).max()))
     return found

@@ -28,33 +28,73 @@ def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array]
     [states of u, states of v, networks], or with 1 in place of networks where they are the same in all.
     order: of variables with two states or more, as neighbours by these edges.
     """
-    costs = list(unary)
-    rows: list[dict[int, Array]] = [{} for _ in costs]
-    for (u, v), table in edges.items():
-        if len(table) == 1:
-            costs[v] = costs[v] + table[0]
-        elif table.shape[1] == 1:
-            costs[u] = costs[u] + table[:, 0]
-        else:
-            rows[u][v], rows[v][u] = table, table.swapaxes(0, 1)
-    tables: list[list[tuple[tuple[int, ...], Array]]] = [[] for _ in costs]
-    for v, later in enumerate(order.later):
-        tables[v] = [((w,), rows[v][w]) for w in later if w in rows[v]]
-    value = np.zeros(costs[0].shape[1]) if costs else np.zeros(0)  # in double precision
-    for v in order.variables:
-        near = order.later[v]
-        if not near:
-            value = value + costs[v].min(axis=0)
-            continue
-        parts = [_spread(table, scope, near) for scope, table in tables[v]]
-        message = _message(costs[v].reshape(len(costs[v]), *(1,) * len(near), -1), parts)
-        tables[v].clear()
-        if len(near) == 1:
-            costs[near[0]] = costs[near[0]] + message
-        else:
-            tables[near[0]].append((near[1:], message))
+    value = _Together(unary, edges, order).least_without(order.variables)
     # as many numbers as there are variables and edges are added up
-    return np.asarray(value * (1 - _ROUNDING * (len(costs) + len(edges))))
+    return np.asarray(value * (1 - _ROUNDING * (len(unary) + len(edges))))
+
+
+def least_over(
+    unary: Sequence[Array], edges: Mapping[tuple[int, int], Array], order: Order, scope: Sequence[int]
+) -> Array:
+    """The least cost of each network for all states of a few variables, [*scope, networks].
+
+    unary, edges: as above, in any precision. order: one in which the variables of the scope come last.
+    """
+    both = _Together(unary, edges, order)
+    value = both.least_without([v for v in order.variables if v not in scope])
+    return value + both.left(scope)
+
+
+class _Together:
+    """Networks on the way of their elimination.
+
+    costs: of every variable left, [states, networks]. tables: of every variable with those that it goes
+    before: (their scope, [states, *scope, networks]).
+    """
+
+    def __init__(self, unary: Sequence[Array], edges: Mapping[tuple[int, int], Array], order: Order) -> None:
+        self.order, self.costs = order, list(unary)
+        rows: list[dict[int, Array]] = [{} for _ in unary]
+        for (u, v), table in edges.items():
+            if len(table) == 1:
+                self.costs[v] = self.costs[v] + table[0]
+            elif table.shape[1] == 1:
+                self.costs[u] = self.costs[u] + table[:, 0]
+            else:
+                rows[u][v], rows[v][u] = table, table.swapaxes(0, 1)
+        self.tables: list[list[tuple[tuple[int, ...], Array]]] = [
+            [((w,), rows[v][w]) for w in later if w in rows[v]] for v, later in enumerate(order.later)
+        ]
+
+    def least_without(self, variables: Sequence[int]) -> Array:
+        """Eliminate variables, the first of the order; what those cost that are tied to none, [networks]."""
+        costs, tables = self.costs, self.tables
+        value = np.zeros(costs[0].shape[1]) if costs else np.zeros(0)  # in double precision
+        for v in variables:
+            near = self.order.later[v]
+            if not near:
+                value = value + costs[v].min(axis=0)
+                continue
+            parts = [_spread(table, scope, near) for scope, table in tables[v]]
+            message = _message(costs[v].reshape(len(costs[v]), *(1,) * len(near), -1), parts)
+            tables[v].clear()
+            if len(near) == 1:
+                costs[near[0]] = costs[near[0]] + message
+            else:
+                tables[near[0]].append((near[1:], message))
+        return value
+
+    def left(self, scope: Sequence[int]) -> Array:
+        """The sum of what is left over these variables, [*scope, networks]."""
+        total = np.zeros((*(len(self.costs[v]) for v in scope), self.costs[scope[0]].shape[1]))
+        axis = {v: k for k, v in enumerate(scope)}
+        for v in scope:
+            for near, table in (((), self.costs[v]), *self.tables[v]):
+                axes = [axis[w] for w in (v, *near)]
+                by_axis = table.transpose([*np.argsort(axes), len(axes)])
+                sizes = dict(zip(sorted(axes), by_axis.shape, strict=False))
+                total += by_axis.reshape(*(sizes.get(k, 1) for k in range(len(scope))), -1)
+        return total
 
 
 def _message(total: Array, parts: Sequence[Array]) -> Array:
