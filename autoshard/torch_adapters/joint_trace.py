@@ -19,6 +19,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -164,21 +165,24 @@ def recorded(
     lists: of tensors of the trace; what they are is not changed. types: (dtype, sizes) per result. No mode
     sees the op, and autograd does not either.
     """
-    with torch._C.DisableTorchFunction():
-        with _disable_current_modes():
-            inner = [[_inner(t) for t in tensors] for tensors in lists]
-            known = [[_node_of(tracer, t) for t in tensors] for tensors in inner]
-            first = inner[0][0]
-            assert isinstance(first, FakeTensor)
-            node = tracer.create_node("call_function", op, (*known, text), {}, name=op._opname)
-            made = [_like(first, getattr(torch, dtype), sizes) for dtype, sizes in types]
-            node.meta["val"] = made
-            for position, tensor in enumerate(made):
-                each = tracer.create_node("call_function", operator.getitem, (node, position), {})
-                each.meta["val"] = tensor
-                slot = proxy_tensor._ProxyTensor(tracer.proxy(each), None)
-                proxy_tensor.set_proxy_slot(tensor, tracer, slot)
-        return [FunctionalTensor.to_functional(t) for t in made]
+    functional = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        inner = [[_inner(t) for t in tensors] for tensors in lists]
+        known = [[_node_of(tracer, t) for t in tensors] for tensors in inner]
+        first = inner[0][0]
+        assert isinstance(first, FakeTensor)
+        # what the tracer's own way notes of the arguments for a code generator takes longer than all the rest
+        create = partial(fx.Tracer.create_node, tracer, "call_function")
+        node = create(op, (*known, text), {}, name=op._opname)
+        made = [_like(first, getattr(torch, dtype), sizes) for dtype, sizes in types]
+        node.meta["val"] = made
+        for position, tensor in enumerate(made):
+            each = create(operator.getitem, (node, position), {})
+            each.meta["val"] = tensor
+            slot = proxy_tensor._ProxyTensor(tracer.proxy(each), None)
+            proxy_tensor.set_proxy_slot(tensor, tracer, slot)
+        # as `FunctionalTensor.to_functional` does for what has no gradient
+        return [FunctionalTensor(torch._to_functional_tensor(t), functional) for t in made]
 
 
 def _like(first: FakeTensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> FakeTensor:
