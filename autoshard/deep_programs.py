@@ -18,8 +18,8 @@ from autoshard.ir import Folded
 from autoshard.passes.pipeline import Lowering, Shortened
 from autoshard.simulate.kept import Held
 
-#: what is done once for an op of a layer takes so many times as long as what is done for each call of it
-_ONCE = 10
+#: what every program does for an op of a layer takes so many times as long as what it does for each call
+_ONCE = 3
 #: sums of the same numbers in another order differ by less than this share
 _ROUNDING = 1e-9
 #: seconds of more layers agree to this share
@@ -88,7 +88,7 @@ def _is_worth_it(whole: Folded, short: Folded, places: int) -> bool:
     each = {name: len(graph.nodes) for name, graph in whole.segments.items()}
     once = _ONCE * sum(each.values())
     long, least = (sum(each[call.segment] for call in f.calls) for f in (whole, short))
-    return (2 + places) * (once + 2 * least) < once + long
+    return (2 + places) * (once + 2 * least) < long
 
 
 def _rises_most(base: Look, more: Look) -> bool:

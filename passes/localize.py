@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autoshard.ir import Graph, Node, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
+from autoshard.passes.known import Known
 from autoshard.rules.core import Factored, RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
 
 
-def localize(lowered: Lowered, rules: Mapping[str, RuleFn], mesh: MeshShape) -> Lowered:
-    """Every node as a rank runs it; types stay global, layouts say what a rank holds."""
-    segments = {name: _segment(seg, rules, mesh) for name, seg in lowered.segments.items()}
+def localize(lowered: Lowered, rules: Mapping[str, RuleFn], mesh: MeshShape, known: Known) -> Lowered:
+    """Every node as a rank runs it; types stay global, layouts say what a rank holds.
+
+    known: of programs with the same rules.
+    """
+    segments = {
+        name: known.of("localize", segment, mesh, partial(_segment, segment, rules, mesh))
+        for name, segment in lowered.segments.items()
+    }
     return replace(lowered, segments=segments)
 
 

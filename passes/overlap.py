@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 
 from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.comm import axes_of, is_message, is_ring
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.passes.known import Known
 
 #: seconds of a node, given the types and layouts of the values around it
 Seconds = Callable[[Node, Mapping[str, Placed]], float]
@@ -22,9 +24,13 @@ Seconds = Callable[[Node, Mapping[str, Placed]], float]
 _WORTH = 1e-3
 
 
-def overlap(lowered: Lowered, seconds: Seconds) -> Lowered:
+def overlap(lowered: Lowered, seconds: Seconds, known: Known) -> Lowered:
     """The program with every segment in its best order; its first message says what that saves."""
-    return replace(lowered, segments={n: _segment(s, seconds) for n, s in lowered.segments.items()})
+    segments = {
+        name: known.of("overlap", segment, seconds, partial(_segment, segment, seconds))
+        for name, segment in lowered.segments.items()
+    }
+    return replace(lowered, segments=segments)
 
 
 def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autoshard.cost.reshard import ReshardCost
@@ -25,6 +25,7 @@ from autoshard.passes.hierarchy import ByLevel, by_level
 from autoshard.passes.insert_collectives import insert_collectives
 from autoshard.passes.join_messages import join_messages
 from autoshard.passes.keep_part import keep_part
+from autoshard.passes.known import Known
 from autoshard.passes.localize import localize
 from autoshard.passes.normalize import normalize
 from autoshard.passes.offload import Hosting, offload
@@ -63,7 +64,8 @@ class Lowering:
     which ops are ordered beside messages; None to leave them as they are. quantise: with how few bits
     parameters, gradients and activations may travel; None for all of them. hierarchy: axes whose
     collectives are done level by level. secondary: which parameters and gradients are split over fewer
-    ranks within a step. hosting: what waits in host memory, None for nothing.
+    ranks within a step. hosting: what waits in host memory, None for nothing. known: what passes made of
+    segments, for programs that differ in flow and plan alone.
     """
 
     flow: Flow
@@ -83,6 +85,7 @@ class Lowering:
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
     hosting: Hosting | None = None
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @property
     def last_mesh(self) -> MeshShape:
@@ -103,7 +106,7 @@ def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
 def place(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
     """The passes after the search up to what every rank of an uncut model computes."""
     lowered = _moved(folded, how, watch)
-    return _watched("050_localize", localize(lowered, how.rules, how.mesh), watch)
+    return _watched("050_localize", localize(lowered, how.rules, how.mesh, how.known), watch)
 
 
 def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
@@ -170,12 +173,14 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
     if slices > 1:
         lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
         _watched("058_slice_sequence", lowered, watch)
-        lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh), watch)
+        lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh, how.known), watch)
     if how.ring is not None:
         ports, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
         apart = {each.levels.axis for each in how.hierarchy}
         how_to = Rings(how.mesh, how.ring, frozenset(apart), moving=how.seconds is not None)
-        lowered = _watched("059b_ring_products", ring_products(lowered, ports, grads, how_to), watch)
+        lowered = _watched(
+            "059b_ring_products", ring_products(lowered, ports, grads, how_to, how.known), watch
+        )
     if how.bucket:
         lowered = _watched("060_bucket", bucket_collectives(lowered, apart=how.beside), watch)
     grads = _results(folded, lowered, "grad")
@@ -217,7 +222,7 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         lowered = join_messages(lowered, how.last_mesh, how.join)
         _watched("093b_join_messages", lowered, watch)
     if how.seconds is not None:
-        lowered = _watched("094_overlap", overlap(lowered, how.seconds), watch)
+        lowered = _watched("094_overlap", overlap(lowered, how.seconds, how.known), watch)
     return lowered
 
 

@@ -22,6 +22,7 @@ from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_message
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.passes.fuse_bias import fused
+from autoshard.passes.known import Known
 from autoshard.passes.overlap import Seconds, shortest
 from autoshard.rules.local import MeshShape, symbolic_shape
 
@@ -58,18 +59,19 @@ class _Found:
 
 
 def ring_products(
-    lowered: Lowered, parameters: Collection[str], gradients: Collection[str], how: Rings
+    lowered: Lowered, parameters: Collection[str], gradients: Collection[str], how: Rings, known: Known
 ) -> Lowered:
     """The program with rings where they make a segment shorter; each says by how much.
 
     parameters: inputs of the program that are. gradients: values of main that are results.
     """
     stored, grads = _stored(lowered, parameters), _grads(lowered, gradients)
-    segments = {
-        name: _Segment(s, stored.get(name, frozenset()), grads.get(name, frozenset()), how).run()
-        for name, s in lowered.segments.items()
-    }
-    return replace(lowered, segments=segments)
+
+    def made(name: str, segment: LoweredSegment) -> LoweredSegment:
+        own, out = stored.get(name, frozenset()), grads.get(name, frozenset())
+        return known.of("rings", segment, (own, out, how), lambda: _Segment(segment, own, out, how).run())
+
+    return replace(lowered, segments={name: made(name, s) for name, s in lowered.segments.items()})
 
 
 # -- what belongs to parameters ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from autoshard.ir import Call, Node, Ref, TensorType
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Lowered, Placed
 from autoshard.ir.rings import ring_flop, ring_of
+from autoshard.passes.known import Known
 from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.placement import P, R, Shard
 from autoshard.program.program import Program
@@ -211,7 +212,7 @@ def test_axes_that_are_taken_apart_have_no_rings() -> None:
 
     def made(*without: str) -> Lowered:
         how = Rings(MeshShape(("tp",), (2,)), lambda n, _: float(not is_ring(n)), frozenset(without))
-        return ring_products(plain.lowered, ports, grads, how)
+        return ring_products(plain.lowered, ports, grads, how, Known())
 
     assert made("tp") == plain.lowered
     assert made("dp") != plain.lowered
