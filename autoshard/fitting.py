@@ -27,9 +27,10 @@ from autoshard.program.program import Program, Signature, Stages
 from autoshard.search.amounts import bytes_up
 from autoshard.search.ask import Ask, Settled
 from autoshard.search.choose import retuned
-from autoshard.search.configuration import alike
+from autoshard.search.configuration import Configuration, alike
 from autoshard.search.explain import explain
 from autoshard.search.plan import Plan
+from autoshard.search.setting import Setting
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks
@@ -150,16 +151,21 @@ class Fitter:
         start = max(1.0, found.placed.bytes / budget) if self.offload.activations else 1.0
         high, low = start, 0.0
         room = self._less(start, over, found)
+        too_large: Hashable = None
         for _ in range(_ROUNDS):
             if high - low <= _NEAR:
                 break
             room = room if low < room < high else (low + high) / 2
             tried = retuned(found, self.ask, room)
             if tried is None:
+                if self._leaves_no_less(room, measured[-1][0]):
+                    too_large = _kind_of(measured[-1][0])
                 low, room = room, (room + high) / 2
                 continue
+            if _kind_of(tried) == too_large:
+                break  # what runs the same again never holds as little as it would have to
             if best is None and self._seconds(tried) >= limit:
-                if _kind(tried) == _kind(measured[-1][0]):
+                if _kind_of(tried) == _kind_of(measured[-1][0]):
                     return Fitted(tried)  # with more room it does not fit
                 slower, low, room = tried, room, (room + high) / 2
                 continue
@@ -196,6 +202,11 @@ class Fitter:
         more = self._known_more(tried)
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
+    def _leaves_no_less(self, room: float, tried: Settled) -> bool:
+        """Whether a share of the memory is about what one like this may be given at most."""
+        more = self._known_more(tried)
+        return more is not None and self.ask.budget is not None and room > 1 - more / self.ask.budget - _NEAR
+
     def measured(self, found: Settled) -> float | None:
         """Seconds of the simulated step of a solution that was made a program, None of others."""
         known = next((made for _, made in self._fitted if _same(made.settled, found)), None)
@@ -229,7 +240,7 @@ class Fitter:
         peak = self.peak(tried, staging)
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
-        kind, more = _kind(tried), peak.bytes - tried.placed.bytes
+        kind, more = _kind_of(tried), peak.bytes - tried.placed.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
         return peak.over, Fitted(tried, staging, peak)
 
@@ -259,7 +270,13 @@ class Fitter:
 
     def _known_more(self, tried: Settled) -> float | None:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""
-        return self._more.get(_kind(tried)) if tried.configuration.pipe.ranks == 1 else None
+        return self._more.get(_kind_of(tried)) if tried.configuration.pipe.ranks == 1 else None
+
+    def beyond(self, where: Configuration, setting: Setting) -> float:
+        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
+        if where.pipe.ranks > 1 or self.offload.activations:
+            return 0.0
+        return max(0.0, self._more.get(_kind(where, setting), 0.0))
 
     def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
         name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
@@ -378,10 +395,14 @@ class Fitter:
         return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
 
 
-def _kind(found: Settled) -> Hashable:
+def _kind_of(found: Settled) -> Hashable:
+    return _kind(found.configuration, found.placed.setting)
+
+
+def _kind(where: Configuration, setting: Setting) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
-    again = {(name, r.policy) for name, r in found.placed.setting.recompute.items() if r.calls}
-    return frozenset(again), alike(found.configuration)
+    again = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
+    return frozenset(again), alike(where)
 
 
 def _same(a: Settled, b: Settled) -> bool:

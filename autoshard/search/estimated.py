@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Protocol
 
 from autoshard.search.configuration import Configuration
@@ -19,7 +20,8 @@ class Estimated:
     what parameters take leaves no room for anything else in any placements that were looked at. choices:
     states of all variables of a problem of its shape, which say how long a solution takes. proof: of what a
     better bound is made. view: what a closer look is taken at; None once there is nothing more to see.
-    floor: of the seconds, with room for everything but parameters that do not fit.
+    floor: of the seconds, with room for everything but parameters that do not fit. beyond: bytes that its
+    program is thought to hold beyond what the search counts.
     """
 
     configuration: Configuration
@@ -31,6 +33,7 @@ class Estimated:
     proof: Proof | None = field(default=None, compare=False, repr=False)
     view: View | None = field(default=None, compare=False, repr=False)
     floor: float = 0.0
+    beyond: float = 0.0
 
     @property
     def rough(self) -> bool:
@@ -49,6 +52,14 @@ class Estimated:
             best = max(best, bound)
             yield best
 
+    def holding(self, beyond: float) -> Estimated:
+        """The same if its program holds so many bytes more than the search counts."""
+        if beyond <= self.beyond or self.proof is None:
+            return self
+        seconds, how = self.proof.leaving(beyond)
+        slower = max(self.seconds, seconds)
+        return replace(self, setting=how, seconds=slower, beyond=beyond, hopeless=not isfinite(slower))
+
     def may_fit(self) -> bool:
         """Whether it is not known to need more memory than there is."""
         return self.view is None or self.view.may_fit()
@@ -59,6 +70,10 @@ class Proof(Protocol):
 
     def bounds(self) -> Iterator[float]:
         """Seconds that no step which fits goes below; what takes longer to find comes later."""
+        ...
+
+    def leaving(self, bytes_: float) -> tuple[float, Setting]:
+        """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         ...
 
 

@@ -43,6 +43,10 @@ class Judge(Protocol):
         """Seconds of the simulated step of a program, None of a solution that was not made one."""
         ...
 
+    def beyond(self, where: Configuration, setting: Setting) -> float:
+        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
+        ...
+
 
 class Exact:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
@@ -100,6 +104,8 @@ class Exact:
                     out.append(estimated)
                 elif estimated.rough:
                     left.put(self._closer(estimated))
+                elif (fuller := self._fuller(estimated)) is not estimated:
+                    left.put(fuller)
                 else:
                     solved.append(estimated)
                     self._solve(race, estimated)
@@ -148,6 +154,12 @@ class Exact:
                 raise
             self.interrupted = True
             return estimated
+
+    def _fuller(self, estimated: Estimated) -> Estimated:
+        """With what programs like it were found to hold; the same if that is known to it already."""
+        if self.judge is None or self.ask.budget is None:
+            return estimated
+        return estimated.holding(self.judge.beyond(estimated.configuration, estimated.setting))
 
     def _solve(self, race: Race, estimated: Estimated) -> None:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""

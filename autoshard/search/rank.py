@@ -316,6 +316,12 @@ class _Bounded:
                 best = (self.uneven[k] * filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
+    def leaving(self, bytes_: float) -> tuple[float, Setting]:
+        """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
+        less = self if self.budget is None else replace(self, budget=self.budget - bytes_)
+        seconds, how = less.best()
+        return inf if seconds is None else seconds, how
+
     def leaves_room(self) -> bool:
         """Whether parameters alone fit, in any of the placements."""
         how, each = self.ways[0], self.bare.each
