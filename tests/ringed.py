@@ -55,7 +55,7 @@ def even_cluster() -> Cluster:
 def free_rings() -> Iterator[None]:
     """Rings cost nothing while this lasts, so that all of them are worth it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoshard.emitting.alone", lambda *_: 0.0)
+        patch.setattr("autoshard.node_prices.alone", lambda *_: 0.0)
         yield
 
 
