@@ -16,7 +16,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.recipe import hosted
 from autoshard.cost.stage_machines import rooms
-from autoshard.deep_programs import Look, look_at_deep
+from autoshard.deep_programs import Look, Step, look_at_deep
 from autoshard.emitting import Emission, laid_for, lowering_of, saving_of, schedule_of
 from autoshard.errors import InfeasibleError
 from autoshard.hosting import HostNeed, least, need_of
@@ -362,8 +362,10 @@ class Fitter:
             prices = StagePrices(program, machine, behaviour=behaviour)
             peaks = Peaks(prices)
 
-            def step() -> float:
-                return step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+            def step() -> Step:
+                seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+                parts = prices.parts.all.values()
+                return Step(seconds, tuple((p.seconds, p.talk + p.hidden) for p in parts))
 
             return Look(*peaks.of(0), tuple(peaks.along(0)), step)
 

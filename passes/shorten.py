@@ -192,16 +192,10 @@ class _Shortening:
 
     def made(self) -> Shortened | None:
         layers, folded = self.layers, self.layers.folded
-        calls: list[Call] = []
-        for call in folded.calls:
-            layer = layers.number.get(call.label)
-            if layer is not None and layer in self.gap_of:
-                continue
-            args = tuple(self._instead(layer, value) for value in call.args)
-            if None in args:
-                return None
-            calls.append(replace(call, args=tuple(a for a in args if a is not None)))
         joint = folded.joint
+        calls = self._calls()
+        if calls is None:
+            return None
         gone = {v for k in self.gap_of for call in layers.calls[k] for v in call.outs}
         numbers = [n for n, r in enumerate(joint.results) if r.value not in gone]
         results = tuple(joint.results[n] for n in numbers)
@@ -222,6 +216,46 @@ class _Shortening:
         # the classes of ports keep their names, by which the plan knows them
         flow = replace(layers.flow, results=tuple(layers.flow.results[n] for n in numbers))
         return Shortened(short, flow, plan, tuple(map(self._gap, self.gaps)))
+
+    def _calls(self) -> list[Call] | None:
+        """Those that are left, in order; None if something that they take is not there by then.
+
+        What stands for a call that is left out comes where that would have come: in backward a layer may take
+        a view that the layer before it makes.
+        """
+        layers, folded = self.layers, self.layers.folded
+        #: by identity, in order: the calls that stay, with what they take
+        left: dict[int, Call] = {}
+        #: call that is left out -> the one that stands for it
+        stands: dict[int, int] = {}
+        for call in folded.calls:
+            layer = layers.number.get(call.label)
+            if layer is not None and layer in self.gap_of:
+                continue
+            args: list[str] = []
+            for value in call.args:
+                other = self._instead(layer, value)
+                if other is None:
+                    return None
+                if other != value:
+                    stands[id(self._maker(value))] = id(self._maker(other))
+                args.append(other)
+            left[id(call)] = replace(call, args=tuple(args))
+        known = {p.name for p in folded.joint.ports}
+        ordered: list[Call] = []
+        for call in folded.calls:
+            made = left.pop(id(call) if id(call) in left else stands.get(id(call), 0), None)
+            if made is None:
+                continue
+            if not known.issuperset(made.args):
+                return None
+            known.update(made.outs)
+            ordered.append(made)
+        return ordered
+
+    def _maker(self, value: str) -> Call:
+        layer, number, _ = self.layers.maker[value]
+        return self.layers.calls[layer][number]
 
     def _instead(self, layer: int | None, value: str) -> str | None:
         """The value that stands for one that a layer takes, None if nothing does."""

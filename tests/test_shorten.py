@@ -66,6 +66,24 @@ def _bart() -> nn.Module:
     return BartForConditionalGeneration(config)
 
 
+def _opt() -> nn.Module:
+    """Whose backward of one layer takes a view that the layer before it makes."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        hidden_size=32,
+        ffn_dim=48,
+        word_embed_proj_dim=32,
+        vocab_size=96,
+        max_position_embeddings=32,
+        dropout=0.0,
+        use_cache=False,
+    )
+    return OPTForCausalLM(config)
+
+
 class _Listed(nn.Module):
     """Layers of which the loss takes all that they make."""
 
@@ -86,6 +104,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: _gpt2(layers=11),
     "bart": _bart,
     "gemma2": _gemma2,
+    "opt": _opt,
 }
 
 
