@@ -20,85 +20,15 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.step_time import Exposure
 from autoshard.search.again import Filling
 from autoshard.search.configuration import Staged, data_ways
+from autoshard.search.end import End, Way
 from autoshard.search.floor import Regime, regimes_of
 from autoshard.search.network import Array
-from autoshard.search.parameters import Parameters, parameters_of
-from autoshard.search.problems import Posed
 from autoshard.search.setting import OF_STATE, Setting
-from autoshard.search.settle import Placed
 from autoshard.search.terms import Profile
 
 K = TypeVar("K")
 #: times the dearest price at which layers are computed again, for what does not fit even then
 _BEYOND = 2.0
-
-
-@dataclass(frozen=True)
-class Way:
-    """Placements of everything: what they take, and how they use the parameters."""
-
-    taken: Profile
-    parameters: Parameters
-
-
-@dataclass(frozen=True)
-class End:
-    """One microbatch solved exactly.
-
-    batch: sequences per data rank. free: the fastest placements. seconds: that computing and talking take at
-    least. mesh: that was solved. proven: seconds that no step of a single microbatch on it goes below.
-    find_lean: makes placements that hold less, gradients on their way counted or not. find_bytes: says what
-    is held at least beside parameters, with everything computed again. Both are only asked where memory is
-    short. find_chain: seconds of the ops of forward, in order; only asked where there are pipelines.
-    find_floors, find_whole: make `search.floor.floors` and `whole_floors` at some prices. find_least: says
-    what parameters take at least. All three are only asked where something has to be proven. find_shared: is
-    only asked where there is a single data rank.
-    """
-
-    batch: int
-    free: Way
-    seconds: float
-    mesh: Mesh
-    proven: float
-    find_lean: Callable[[bool], Way]
-    find_bytes: Callable[[], float]
-    find_chain: Callable[[], tuple[float, ...]]
-    find_floors: Callable[[Sequence[float], Sequence[Regime]], Array | None]
-    find_whole: Callable[[Setting, Sequence[float], Sequence[Exposure]], Array | None]
-    find_least: Callable[[], Parameters]
-    find_shared: Callable[[], float]
-
-    @cached_property
-    def shared(self) -> float:
-        """Seconds that data ranks take at most to share what holds no batch, which one alone does not."""
-        return self.find_shared()
-
-    @cached_property
-    def least(self) -> Parameters:
-        """Of the parameters, however they are used."""
-        return self.find_least()
-
-    @cached_property
-    def lean(self) -> Way:
-        """For steps without a pipeline."""
-        return self.find_lean(True)
-
-    @cached_property
-    def staged(self) -> Way:
-        """For the stages of a pipeline, which have nothing on its way to a reduction."""
-        return self.find_lean(False)
-
-    def holding(self, staged: bool) -> Way:
-        """Placements that hold less. staged: for a stage of a pipeline."""
-        return self.staged if staged else self.lean
-
-    @cached_property
-    def bytes(self) -> float:
-        return self.find_bytes()
-
-    @cached_property
-    def chain(self) -> tuple[float, ...]:
-        return self.find_chain()
 
 
 @dataclass(frozen=True)
@@ -110,6 +40,8 @@ class Shape:
     solved. ends: by sequences, ascending. calls: see `Setting`. between: bytes that one sequence hands from
     layer to layer. choices: states of all variables of one problem. state: bytes of trained parameters with
     their gradients and optimizer, whole. common: bytes of parameters that first and last layers share.
+    find_alone: solves so many sequences on a mesh with a single data rank, which the one that was solved need
+    not be; None where that cannot be.
     """
 
     meshes: tuple[Staged, ...]
@@ -119,6 +51,7 @@ class Shape:
     choices: int = 0
     state: float = 0.0
     common: float = 0.0
+    find_alone: Callable[[Mesh, int], End | None] = lambda mesh, batch: None
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
@@ -180,7 +113,7 @@ class Shape:
         if (number, wanted) in self._floors:
             return self._floors[number, wanted]
         for regimes in (regimes_of(wanted), (wanted,)):
-            made = end.find_floors(prices, regimes) if prices else None
+            made = end.floors(prices, regimes) if prices else None
             if made is not None:
                 break
         rows = np.zeros((len(regimes), len(prices))) if made is None else made
@@ -203,11 +136,24 @@ class Shape:
         """
         found: list[Array] = []
         for k, share in self._below(batch)[:looks]:
-            made = self.ends[k].find_whole(how, prices, exposures) if self.ends[k].mesh == mesh else None
+            made = self.ends[k].whole_floors(how, prices, exposures) if self.ends[k].mesh == mesh else None
             if made is None:
                 return None
             found.append(share * made)
         return np.maximum.reduce(found)
+
+    def alone(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
+        """`floors` of a mesh with a single data rank, None if it cannot be solved."""
+        end = self.find_alone(mesh, batch)
+        if end is None:
+            return None
+
+        def least(regime: Regime) -> Array:
+            rest = end.floors(self.prices[1:], (regime,)) if self.prices[1:] else None
+            others = np.zeros(len(self.prices) - 1) if rest is None else rest[0]
+            return np.concatenate(([end.seconds], others))
+
+        return least
 
     def _below(self, batch: int) -> list[tuple[int, float]]:
         """(number of an end, share of what it takes): each is less than what a number of sequences takes.
@@ -252,11 +198,6 @@ def _off_parameters(low: Way, high: Way, t: float) -> Profile:
 def between(low: Profile, high: Profile, t: float) -> Profile:
     """The profile at a share ``t`` of the way from one to the other."""
     return Profile(_mixed(low.seconds, high.seconds, t), _mixed(low.bytes, high.bytes, t))
-
-
-def way_of(posed: Posed, placed: Placed) -> Way:
-    """What is worth knowing of placements."""
-    return Way(placed.taken, parameters_of(posed, placed))
 
 
 def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:

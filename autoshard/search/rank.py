@@ -5,7 +5,7 @@ A few exact solutions per shape of the mesh give everything else by interpolatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -19,7 +19,8 @@ from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.again import Filling
 from autoshard.search.configuration import Configuration, data_ways, microbatch_sizes
-from autoshard.search.ends import End, Shape, between
+from autoshard.search.end import End
+from autoshard.search.ends import Shape, between
 from autoshard.search.estimated import Estimated
 from autoshard.search.floor import Regime
 from autoshard.search.network import Array
@@ -143,6 +144,10 @@ class _Bare:
         """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
         return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, looks)
 
+    def alone(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
+        """The same of a mesh with a single data rank, by regime; None if it cannot be solved."""
+        return self._shape.alone(mesh, batch)
+
     @property
     def looks(self) -> int:
         """How many ends say something of what it takes at least."""
@@ -251,6 +256,10 @@ class _Bounded:
             return
         for looks in range(1, self.bare.looks + 1):
             yield self._bound(self.budget, looks)
+        # what a single data rank need not share may be most of a bound that others have
+        alone = self.bare.alone(self.mesh, self.batch) if self.shared else None
+        if alone is not None:
+            yield self._least(self.budget, alone)
 
     def _bound(self, budget: float, looks: int) -> float:
         if self.ways.ranks == 1:
@@ -258,10 +267,12 @@ class _Bounded:
             whole = self.bare.whole_floors(self.mesh, how, prices, looks)
             if whole is not None:
                 return float((whole - prices * budget).max())
+        return self._least(
+            budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared)
+        )
 
-        def least(regime: Regime) -> Array:
-            return np.maximum(0.0, self.bare.floors(regime, looks) - self.shared)
-
+    def _least(self, budget: float, least: Callable[[Regime], Array]) -> float:
+        """least: seconds of a microbatch at least with what it holds, by the price of a byte."""
         found = inf
         for k in range(len(self.uneven)):
             for lives in self.lives.least(self.bare.each):

@@ -7,27 +7,19 @@ from dataclasses import replace
 from math import gcd
 
 from autoshard.cluster.mesh import Axis, Mesh
-from autoshard.cost.step_time import Exposure
 from autoshard.errors import UsageError
 from autoshard.search.ask import Ask
 from autoshard.search.configuration import Staged, data_ways, microbatch_sizes
-from autoshard.search.ends import End, Shape, Way, way_of
+from autoshard.search.end import End
+from autoshard.search.ends import Shape
 from autoshard.search.estimated import Estimated
-from autoshard.search.floor import Regime, floors, whole_floors
-from autoshard.search.network import Array
-from autoshard.search.parameters import Parameters, least_parameters, whole_state
+from autoshard.search.parameters import whole_state
 from autoshard.search.poses import Poses
 from autoshard.search.problem import experts_of
 from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
-from autoshard.search.setting import OF_STATE, Setting
-from autoshard.search.settle import priced
-from autoshard.search.shared import shared_seconds
-from autoshard.search.solve import least_cost
-from autoshard.search.terms import Bytes, compose
+from autoshard.search.setting import Setting
 from autoshard.search.traffic import between_layers, tied_bytes
-from autoshard.search.tune import FINAL, ROUGH
-from autoshard.search.uneven import chain_of
 
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
@@ -96,7 +88,8 @@ class Shapes:
             state = whole_state(self.poses.model, self.ask.recipe)
             model = self.poses.model
             between, common = between_layers(model), tied_bytes(model)
-            return Shape(group, ends, self.setting.calls, between, choices, state, common)
+            calls = self.setting.calls
+            return Shape(group, ends, calls, between, choices, state, common, self._alone)
         assert failure is not None
         raise failure
 
@@ -119,72 +112,17 @@ class Shapes:
 
     def _end(self, mesh: Mesh, each: int, least: int) -> End:
         """each: sequences per data rank; least: of the smallest microbatch with more than one."""
-        ways = data_ways(mesh)
-        posed = self.poses.priced(mesh, each * ways, self.ask.pins, least * ways)
-        free = posed.free
+        ways, pins = data_ways(mesh), self.ask.pins
+        posed = self.poses.priced(mesh, each * ways, pins, least * ways)
+        return self._solved_end(each, posed, lambda: self.poses.of(mesh, least * ways, pins))
 
-        def lean(sending: bool) -> Way:
-            """Placements to which half the activations are worth half the time.
+    def _alone(self, mesh: Mesh, batch: int) -> End | None:
+        """So many sequences on a mesh with a single data rank."""
+        try:
+            posed = self.poses.of(mesh, batch, self.ask.pins, roughly=True)
+        except UsageError:
+            return None
+        return self._solved_end(batch, posed, lambda: posed)
 
-            What parameters hold depends on the data ranks, which the mesh that is solved need not have.
-            """
-            setting = replace(self.setting, sending=sending)
-            held = replace(free.setting, sending=sending).held(free.taken).activations
-            price = free.seconds / held if held else 0.0
-            placed = priced(posed.problem, setting, price, allowed=posed.allowed, limits=FINAL)
-            return way_of(posed, placed)
-
-        def least_bytes() -> float:
-            return self._least_bytes(posed)
-
-        def chain() -> tuple[float, ...]:
-            return chain_of(posed, free)
-
-        def floors_at(prices: Sequence[float], regimes: Sequence[Regime]) -> Array | None:
-            return floors(posed, self.setting, prices, regimes, recompute=self.ask.recompute)
-
-        def whole_at(how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]) -> Array | None:
-            return whole_floors(posed, how, prices, exposures, recompute=self.ask.recompute)
-
-        def least_used() -> Parameters:
-            return least_parameters(posed)
-
-        def shared() -> float:
-            return shared_seconds(self.poses.of(mesh, least * ways, self.ask.pins))
-
-        return End(
-            each,
-            way_of(posed, free),
-            _least_seconds(posed),
-            mesh,
-            free.lower_bound,
-            lean,
-            least_bytes,
-            chain,
-            floors_at,
-            whole_at,
-            least_used,
-            shared,
-        )
-
-    def _least_bytes(self, posed: Posed) -> float:
-        """Bytes that no placements go below, with everything computed again, but for what belongs to
-        parameters, which depends on the data ranks."""
-        setting = replace(self.setting, optimistic=self.ask.recompute)
-
-        def weight(key: Bytes) -> float:
-            return 0.0 if key.kind in OF_STATE else setting.bytes_weight(key)
-
-        network = compose(posed.problem.terms, lambda key: 0.0, weight, posed.allowed)
-        return least_cost(network.at_price(1.0), ROUGH, posed.problem.known.orders)
-
-
-def _least_seconds(posed: Posed) -> float:
-    """Seconds of computing and talking that no placements go below, for one microbatch."""
-    network = compose(
-        posed.problem.terms,
-        lambda key: float(key.kind in ("work", "talk")),
-        lambda key: 0.0,
-        posed.allowed,
-    )
-    return least_cost(network, ROUGH, posed.problem.known.orders)
+    def _solved_end(self, each: int, posed: Posed, find_smallest: Callable[[], Posed]) -> End:
+        return End.of(each, posed, self.setting, find_smallest, recompute=self.ask.recompute)
