@@ -31,16 +31,19 @@ class Orders:
         """The order for a network of these states and edges, variables with one state being no neighbours."""
         return self.along(tuple([len(u) for u in network.unary]), tuple(network.edges))
 
-    def along(self, sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> Order | None:
-        """The same, by the number of states of every variable and the pairs that have an edge."""
-        key = (sizes, edges)
+    def along(
+        self, sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...], most: int = _ENTRIES
+    ) -> Order | None:
+        """The same, by the number of states of every variable and the pairs that have an edge. most: entries
+        of all tables."""
+        key = (sizes, edges, most)
         if key not in self._found:
             near: list[set[int]] = [set() for _ in sizes]
             for u, v in edges:
                 if sizes[u] > 1 and sizes[v] > 1:
                     near[u].add(v)
                     near[v].add(u)
-            self._found[key] = find_small_order(sizes, near, _ENTRIES, _ENTRIES)
+            self._found[key] = find_small_order(sizes, near, most, most)
         return self._found[key]
 
 

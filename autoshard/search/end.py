@@ -33,26 +33,25 @@ class Way:
 class End:
     """A microbatch.
 
-    batch: sequences per data rank. posed: its problem. free: the fastest placements. seconds: that computing
-    and talking take at least. setting: of a step of one microbatch. recompute: whether anything may run
-    again. find_smallest: poses the smallest microbatch of more than one sequence.
+    batch: sequences per data rank. posed: its problem. setting: of a step of one microbatch. recompute:
+    whether anything may run again. find_smallest: poses the smallest microbatch of more than one sequence.
     """
 
     batch: int
     posed: Posed
-    free: Way
-    seconds: float
     setting: Setting
     recompute: bool
     find_smallest: Callable[[], Posed]
 
-    @staticmethod
-    def of(
-        batch: int, posed: Posed, setting: Setting, find_smallest: Callable[[], Posed], *, recompute: bool
-    ) -> End:
-        """Solve it."""
-        free, seconds = way_of(posed, posed.free), _least_seconds(posed)
-        return End(batch, posed, free, seconds, setting, recompute, find_smallest)
+    @cached_property
+    def free(self) -> Way:
+        """The fastest placements."""
+        return way_of(self.posed, self.posed.free)
+
+    @cached_property
+    def seconds(self) -> float:
+        """That computing and talking take at least."""
+        return _least_seconds(self.posed)
 
     @property
     def mesh(self) -> Mesh:

@@ -29,6 +29,8 @@ from autoshard.search.terms import Profile
 K = TypeVar("K")
 #: times the dearest price at which layers are computed again, for what does not fit even then
 _BEYOND = 2.0
+#: number of the price that is looked at alone where all of them take long
+_ALONE = 1
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class Shape:
     solved. ends: by sequences, ascending. calls: see `Setting`. between: bytes that one sequence hands from
     layer to layer. choices: states of all variables of one problem. state: bytes of trained parameters with
     their gradients and optimizer, whole. common: bytes of parameters that first and last layers share.
-    find_alone: solves so many sequences on a mesh with a single data rank, which the one that was solved need
-    not be; None where that cannot be.
+    find_end: solves so many sequences per data rank on a mesh; None where that cannot be, or was done often.
     """
 
     meshes: tuple[Staged, ...]
@@ -51,7 +52,7 @@ class Shape:
     choices: int = 0
     state: float = 0.0
     common: float = 0.0
-    find_alone: Callable[[Mesh, int], End | None] = lambda mesh, batch: None
+    find_end: Callable[[Mesh, int], End | None] = lambda mesh, each: None
 
     def free(self, batch: int) -> Profile:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
@@ -99,6 +100,11 @@ class Shape:
         """How many ends say something of a number of sequences."""
         return len(self._below(batch))
 
+    @cached_property
+    def _known_floors(self) -> dict[int, dict[Regime, Array]]:
+        """The same of other ends, by their identity; they stay with who makes them."""
+        return {}
+
     def floors(self, batch: int, regime: Regime, looks: int) -> Array:
         """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices].
 
@@ -108,18 +114,27 @@ class Shape:
         return np.maximum.reduce([share * self._floor(k, regime) for k, share in below])
 
     def _floor(self, number: int, wanted: Regime) -> Array:
-        """Of one end; of other regimes, too, if that is not too much at once."""
-        end, prices = self.ends[number], self.prices[1:]
-        if (number, wanted) in self._floors:
-            return self._floors[number, wanted]
-        for regimes in (regimes_of(wanted), (wanted,)):
-            made = end.floors(prices, regimes) if prices else None
+        """Of one end."""
+        if (number, wanted) not in self._floors:
+            for regime, row in self._rows(self.ends[number], wanted).items():
+                self._floors[number, regime] = row
+        return self._floors[number, wanted]
+
+    def _rows(self, end: End, wanted: Regime) -> dict[Regime, Array]:
+        """Seconds by price of an end; of other regimes, too, or at fewer prices, as far as that is quick."""
+        prices = self.prices[1:]
+        for regimes, asked in (
+            (regimes_of(wanted), prices),
+            ((wanted,), prices),
+            ((wanted,), prices[_ALONE : _ALONE + 1]),
+        ):
+            made = end.floors(asked, regimes) if asked else None
             if made is not None:
                 break
-        rows = np.zeros((len(regimes), len(prices))) if made is None else made
-        for regime, row in zip(regimes, rows, strict=True):
-            self._floors[number, regime] = np.concatenate(([end.seconds], row))
-        return self._floors[number, wanted]
+        found = np.zeros((len(regimes), len(prices)))
+        if made is not None:
+            found[:, [prices.index(price) for price in asked]] = made
+        return {r: np.concatenate(([end.seconds], row)) for r, row in zip(regimes, found, strict=True)}
 
     def whole_floors(
         self,
@@ -142,18 +157,24 @@ class Shape:
             found.append(share * made)
         return np.maximum.reduce(found)
 
-    def alone(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
-        """`floors` of a mesh with a single data rank, None if it cannot be solved."""
-        end = self.find_alone(mesh, batch)
+    def floors_of(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
+        """The same of exactly so many sequences, with as many data ranks as were solved, or with a single one
+        if the mesh has no more; None if that cannot be."""
+        end = self.find_end(mesh if data_ways(mesh) == 1 else self.ends[0].mesh, batch)
         if end is None:
             return None
+        known = self._known_floors.setdefault(id(end), {})
 
         def least(regime: Regime) -> Array:
-            rest = end.floors(self.prices[1:], (regime,)) if self.prices[1:] else None
-            others = np.zeros(len(self.prices) - 1) if rest is None else rest[0]
-            return np.concatenate(([end.seconds], others))
+            if regime not in known:
+                known.update(self._rows(end, regime))
+            return known[regime]
 
         return least
+
+    def is_end(self, batch: int) -> bool:
+        """Whether so many sequences were solved."""
+        return any(end.batch == batch for end in self.ends)
 
     def _below(self, batch: int) -> list[tuple[int, float]]:
         """(number of an end, share of what it takes): each is less than what a number of sequences takes.

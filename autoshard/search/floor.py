@@ -26,8 +26,8 @@ from autoshard.search.together import SINGLE, least_of_each
 
 #: parts of the parameters that ranks of pipelines hold, as far as they are told apart
 _PARTS = (1.0, 1 / 16, 0.0)
-#: entries of all tables of all networks up to which anything is said
-_MOST = 40_000_000
+#: entries of all tables of a network, and of all networks together, up to which anything is said
+_WIDE, _MOST = 16_000_000, 40_000_000
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,31 @@ class Regime:
 
     waits: whether gradients of parameters wait, as `zb-h1` has it. once: whether a gather for the whole step
     serves a single microbatch; of several, gradients are added up. copies: part of the parameters that a rank
-    may have to hold for what it keeps gathered. tied: whether gathers over axes inside layers cost what they
-    take.
+    may have to hold for what it keeps gathered. tied: part of what gathers over axes inside layers take
+    that counts.
     """
 
     waits: bool = False
     once: bool = False
     copies: float = 0.0
-    tied: bool = False
+    tied: float = 0.0
 
 
-def regime_of(how: Setting, *, tied: bool, waits: bool) -> Regime:
+def regime_of(how: Setting, *, tied: float, waits: bool) -> Regime:
     """What holds for a step in a setting. waits: whether to look at where gradients of parameters wait."""
     ranks, alone = how.pipe.ranks, how.microbatches == 1
     copies = 0.0 if not tied or (alone and ranks > 1) else _copies(ranks)
-    return Regime(waits, alone and ranks == 1 and tied, copies, tied)
+    return Regime(waits, alone and ranks == 1 and tied > 0, copies, tied)
 
 
 def regimes_of(regime: Regime) -> tuple[Regime, ...]:
     """Those that are likely to be asked for as well: without a pipeline, or with one."""
-    one = Regime(copies=1.0, tied=True)
+    one = Regime(copies=1.0, tied=regime.tied)
     if not regime.tied:
         return (Regime(), Regime(waits=True))
     if regime.copies == 1.0:
         return one, replace(one, once=True)
-    return tuple(Regime(waits, False, part, True) for waits in (False, True) for part in _PARTS[1:])
+    return tuple(Regime(waits, False, part, regime.tied) for waits in (False, True) for part in _PARTS[1:])
 
 
 def _copies(ranks: int) -> float:
@@ -131,7 +131,8 @@ def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:
     pairs = tuple(
         dict.fromkeys((*terms.hard, *(p for k, t in terms.pairs.items() if counted[k].any() for p in t)))
     )
-    order = posed.problem.known.orders.along(tuple(terms.states), pairs)
+    orders, states = posed.problem.known.orders, tuple(terms.states)
+    order = orders.along(states, pairs) or orders.along(states, pairs, _WIDE)
     if order is None or order.total * len(columns) > _MOST:
         return None
     added = added_by_use(posed) if any(c.regime.tied for c in columns) else {}
@@ -158,7 +159,7 @@ def _networks(
     if added:
         once = np.array([float(c.regime.once) for c in columns])
         copied = np.array([c.price * c.regime.copies for c in columns])
-        tied = np.array([float(c.regime.tied) for c in columns])
+        tied = np.array([c.regime.tied for c in columns])
         for number, use in added.items():
             bytes_ = use.copies[:, None] + use.sums[:, None] * (1 - once)
             kept = use.gather[:, None] * once + bytes_ * copied

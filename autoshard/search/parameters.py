@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import floor, prod
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +31,8 @@ from autoshard.search.terms import Bytes, Profile, Time
 from autoshard.search.variables import ParamState, ParamVar
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
+#: into so many steps parts of gathers are rounded, so that many meshes have the same
+_TIES = 2
 
 
 @dataclass(frozen=True)
@@ -313,27 +315,29 @@ class Zero:
             ),
         ]
 
-    def ties(self, mesh: Mesh, links: Sequence[AxisLink], shown: float) -> bool:
-        """Whether parameters are gathered over data axes first: then what a use adds is no less than gathers
-        of the whole over axes inside layers. The other way round more would travel over data axes, at a part
-        ``shown`` of its seconds."""
+    def ties(self, mesh: Mesh, links: Sequence[AxisLink], shown: float) -> float:
+        """Part of the gathers of the whole over axes inside layers that a use adds at least, in steps.
+
+        Where parameters are gathered over data axes first that is all of it. The other way round more would
+        travel over data axes, at a part ``shown`` of its seconds, and that may be less.
+        """
         given = self.given
         stored = [k for k, a in enumerate(mesh.axes) if a.meaning.stores_sharded]
         inner = [k for k, a in enumerate(mesh.axes) if not a.meaning.splits_batch and a.size > 1]
         larger = given.most > MORE * self._part
         if not inner or not larger.any():
-            return True
+            return 1.0
         if len(stored) > 1 or len(inner) > 1:
-            return False
+            return 0.0
         share = np.array([s.gather.of("all_gather") for s in given.shares])[larger]
 
         def took(nbytes: Array, axis: int) -> Array:
             return np.asarray(share * seconds("all_gather", nbytes[larger] / share, links[axis]))
 
         inside = took(given.most, inner[0])
-        return all(
-            bool((shown * (took(given.most, k) - took(self._part, k)) >= inside).all()) for k in stored
-        )
+        instead = [shown * (took(given.most, k) - took(self._part, k)) / inside for k in stored]
+        least = min((float(each.min()) for each in instead), default=1.0)
+        return floor(_TIES * min(1.0, max(0.0, least))) / _TIES
 
     def _divides(self, ways: int) -> tuple[Mask, Mask]:
         """Classes of which every rank holds some, however they are stored, and those of which that depends

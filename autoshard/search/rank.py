@@ -144,9 +144,14 @@ class _Bare:
         """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
         return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, looks)
 
-    def alone(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
-        """The same of a mesh with a single data rank, by regime; None if it cannot be solved."""
-        return self._shape.alone(mesh, batch)
+    def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
+        """The same by regime, solved anew; None if it cannot be."""
+        return self._shape.floors_of(mesh, self.each)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it was solved, rather than found between two that were."""
+        return self._shape.is_end(self.each)
 
     @property
     def looks(self) -> int:
@@ -256,10 +261,11 @@ class _Bounded:
             return
         for looks in range(1, self.bare.looks + 1):
             yield self._bound(self.budget, looks)
-        # what a single data rank need not share may be most of a bound that others have
-        alone = self.bare.alone(self.mesh, self.batch) if self.shared else None
-        if alone is not None:
-            yield self._least(self.budget, alone)
+        if self.shared or not self.bare.is_end:
+            # what all sequences share is little between two ends, and a single data rank may share nothing
+            own = self.bare.floors_of(self.mesh)
+            if own is not None:
+                yield self._least(self.budget, own)
 
     def _bound(self, budget: float, looks: int) -> float:
         if self.ways.ranks == 1:

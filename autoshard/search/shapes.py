@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import gcd
 
 from autoshard.cluster.mesh import Axis, Mesh
@@ -16,7 +17,6 @@ from autoshard.search.estimated import Estimated
 from autoshard.search.parameters import whole_state
 from autoshard.search.poses import Poses
 from autoshard.search.problem import experts_of
-from autoshard.search.problems import Posed
 from autoshard.search.rank import rank
 from autoshard.search.setting import Setting
 from autoshard.search.traffic import between_layers, tied_bytes
@@ -24,6 +24,8 @@ from autoshard.search.traffic import between_layers, tied_bytes
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
 _MIDDLE = 8
+#: microbatches that are solved for their bounds alone, by all shapes together
+_FURTHER = 12
 #: but problems of more states than this take too long for a third time
 _LARGE = 8_000
 
@@ -35,6 +37,8 @@ class Shapes:
         self, poses: Poses, ask: Ask, setting: Setting, total: int, progress: Callable[[str], None]
     ) -> None:
         self.poses, self.ask, self.setting, self.total, self.progress = poses, ask, setting, total, progress
+        #: how many microbatches were solved for their bounds alone
+        self.further = 0
 
     def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
         """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
@@ -81,6 +85,8 @@ class Shapes:
                 # larger ones have no placements that this has not
                 least = min((b for b in sizes if b > 1), default=1)
                 ends = tuple(self._end(mesh, b, least) for b in chosen)
+                for end in ends:
+                    _ = end.free, end.seconds  # what is wrong with a mesh shows here
             except UsageError as error:
                 failure = error
                 continue
@@ -89,7 +95,7 @@ class Shapes:
             model = self.poses.model
             between, common = between_layers(model), tied_bytes(model)
             calls = self.setting.calls
-            return Shape(group, ends, calls, between, choices, state, common, self._alone)
+            return Shape(group, ends, calls, between, choices, state, common, self._further(least))
         assert failure is not None
         raise failure
 
@@ -114,15 +120,23 @@ class Shapes:
         """each: sequences per data rank; least: of the smallest microbatch with more than one."""
         ways, pins = data_ways(mesh), self.ask.pins
         posed = self.poses.priced(mesh, each * ways, pins, least * ways)
-        return self._solved_end(each, posed, lambda: self.poses.of(mesh, least * ways, pins))
+        smallest = partial(self.poses.of, mesh, least * ways, pins)
+        return End(each, posed, self.setting, self.ask.recompute, smallest)
 
-    def _alone(self, mesh: Mesh, batch: int) -> End | None:
-        """So many sequences on a mesh with a single data rank."""
-        try:
-            posed = self.poses.of(mesh, batch, self.ask.pins, roughly=True)
-        except UsageError:
-            return None
-        return self._solved_end(batch, posed, lambda: posed)
+    def _further(self, least: int) -> Callable[[Mesh, int], End | None]:
+        """Solves other microbatches than those that were chosen; least: see `_end`."""
+        known: dict[tuple[Mesh, int], End | None] = {}
 
-    def _solved_end(self, each: int, posed: Posed, find_smallest: Callable[[], Posed]) -> End:
-        return End.of(each, posed, self.setting, find_smallest, recompute=self.ask.recompute)
+        def further(mesh: Mesh, each: int) -> End | None:
+            key = (mesh, each)
+            if key not in known:
+                if self.further >= _FURTHER:
+                    return None
+                self.further += 1
+                try:
+                    known[key] = self._end(mesh, each, min(each, least))
+                except UsageError:
+                    known[key] = None
+            return known[key]
+
+        return further

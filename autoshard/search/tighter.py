@@ -35,10 +35,10 @@ class Lives:
     seconds: Array
     kinds: tuple[Bytes, ...]
     bytes: Array
-    tied: bool
+    tied: float
 
     @staticmethod
-    def of(lived: Sequence[Lived], *, tied: bool) -> Lives:
+    def of(lived: Sequence[Lived], *, tied: float) -> Lives:
         times = tuple(dict.fromkeys(key for one in lived for key in one.seconds))
         kinds = tuple(dict.fromkeys(kind for one in lived for kind in one.bytes))
         nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))

@@ -18,7 +18,7 @@ from autoshard.search.order import Order
 #: bytes of a number, and what n sums of positive numbers may be wrong by: n times this share
 SINGLE, _ROUNDING = np.float32, 2.0**-23
 #: numbers that are added up at once; more go state by state of a variable, which stays in the cache
-_SMALL = 1_000_000
+_SMALL = 500_000
 
 
 def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array], order: Order) -> Array:
