@@ -120,8 +120,9 @@ class _Machines:
         """A mesh for every one of so many ranks."""
         if ranks == 1:
             return Staged(mesh, pipes, batches)
-        if self._cluster.alike:
-            return Staged(mesh, pipes, batches, pipe_link(self._cluster, mesh, ranks))
+        used = self._cluster.used_by(ranks * mesh.world_size)
+        if used.alike:  # as far as it is used: one group of several may be enough
+            return Staged(mesh, pipes, batches, pipe_link(used, mesh, ranks))
         laid = laid_roughly(self._cluster, whole_mesh(mesh, ranks))
         links = self._between(laid, mesh, ranks)
         slowest = max(links[:-1], key=lambda link: seconds("send", _MESSAGE, link))

@@ -91,6 +91,13 @@ def test_ranks_of_one_kind_are_not_told_apart() -> None:
     assert stage_machines(HOLMES, Mesh.parse("dp=8"), 8) == ()  # inside a node, groups are alike
 
 
+def test_one_group_of_several_is_a_cluster_of_one_kind() -> None:
+    """As many devices as the first of its groups has."""
+    found = searched(MIXED, 64, LAYERS, 256, PipeAsk())
+    assert any(s.ranks > 1 for s in found)
+    assert not any(s.devices or s.links for s in found)
+
+
 @pytest.mark.parametrize("cluster", [HOLMES, MIXED])
 @pytest.mark.parametrize("inner", ["fsdp=16", "dp=2,fsdp=2,tp=8", "fsdp=32"])
 def test_every_rank_is_priced_in_its_group(cluster: Cluster, inner: str) -> None:
