@@ -17,7 +17,8 @@ from itertools import takewhile
 from math import isclose
 
 from autoshard.ir import Folded
-from autoshard.passes.pipeline import Lowering, Shortened
+from autoshard.passes.pipeline import Lowering
+from autoshard.passes.shorten import Shortened, Shorter
 from autoshard.simulate.kept import Held
 
 #: what every program does for an op of a layer takes so many times as long as what it does for each call
@@ -62,17 +63,21 @@ def look_at_deep(
 
     look: at the program of a model that is placed in a way. budget: bytes.
     """
-    short = Shortened(folded, how)
-    first = short.model()
-    if first is None or not _is_worth_it(folded, first[0][0], short.places):
+    shorter = Shorter(folded, how.flow, how.plan)
+    first = shorter.model()
+    if first is None or not _is_worth_it(folded, first):
         return None
-    gaps = first[1]
-    base = look(*first[0])
+
+    def at(short: Shortened) -> Look:
+        return look(short.folded, how.of(short))
+
+    gaps, base = first.gaps, at(first)
     more: list[Look] = []
     for number in range(len(gaps)):
-        longer = short.model(more=1, at=number)
-        assert longer is not None
-        more.append(look(*longer[0]))
+        longer = shorter.model(more=1, at=number)
+        if longer is None:
+            return None
+        more.append(at(longer))
         if not _rises_most(base, more[-1]):
             return None
     often = [gap.blocks for gap in gaps]
@@ -80,9 +85,10 @@ def look_at_deep(
     held = _held_ahead(base.held, [m.held for m in more], often)
     if bytes_ > budget:
         return Deep(held, bytes_, None)
-    longest = short.model(more=2)
-    assert longest is not None
-    last, twice = look(*longest[0]), [2] * len(gaps)
+    longest = shorter.model(more=2)
+    if longest is None:
+        return None
+    last, twice = at(longest), [2] * len(gaps)
     if not isclose(last.bytes, _ahead(base.bytes, [m.bytes for m in more], twice), rel_tol=_ROUNDING):
         return None
     step, steps = base.step(), [m.step() for m in more]
@@ -93,13 +99,13 @@ def look_at_deep(
     return Deep(held, bytes_, _ahead(step.seconds, seconds, often))
 
 
-def _is_worth_it(whole: Folded, short: Folded, places: int) -> bool:
-    """Whether programs with one more layer at each of the places, and with more at all, are looked at faster
+def _is_worth_it(whole: Folded, short: Shortened) -> bool:
+    """Whether programs with one more layer at each of the gaps, and with more at all, are looked at faster
     than the whole one."""
     each = {name: len(graph.nodes) for name, graph in whole.segments.items()}
     once = _ONCE * sum(each.values())
-    long, least = (sum(each[call.segment] for call in f.calls) for f in (whole, short))
-    return (2 + places) * (once + 2 * least) < long
+    long, least = (sum(each[call.segment] for call in f.calls) for f in (whole, short.folded))
+    return (2 + len(short.gaps)) * (once + 2 * least) < long
 
 
 def _rises_most(base: Look, more: Look) -> bool:

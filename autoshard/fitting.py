@@ -270,13 +270,15 @@ class Fitter:
 
     def _known_more(self, tried: Settled) -> float | None:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""
-        return self._more.get(_kind_of(tried)) if tried.configuration.pipe.ranks == 1 else None
+        return self._more_like(tried.configuration, tried.placed.setting)
+
+    def _more_like(self, where: Configuration, setting: Setting) -> float | None:
+        return self._more.get(_kind(where, setting)) if where.pipe.ranks == 1 else None
 
     def beyond(self, where: Configuration, setting: Setting) -> float:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
-        if where.pipe.ranks > 1 or self.offload.activations:
-            return 0.0
-        return max(0.0, self._more.get(_kind(where, setting), 0.0))
+        more = None if self.offload.activations else self._more_like(where, setting)
+        return max(0.0, more or 0.0)
 
     def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
         name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
@@ -328,12 +330,7 @@ class Fitter:
                 offload=self.offload,
             )
 
-        machine = self.cluster.laid(settled.posed.order)
-
-        def prices_of(program: Program) -> StagePrices:
-            return StagePrices(program, machine, behaviour=Behaviour(recipe=self.ask.recipe))
-
-        budget = self.ask.budget
+        budget, prices_of = self.ask.budget, self._pricing(settled)
         prices = prices_of(least(build, prices_of, budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
@@ -346,24 +343,28 @@ class Fitter:
             behaviour = prices.behaviour
             seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
             return Peak(rank, held, most, step=seconds, over=over)
-        step = estimate_step(prices.program, machine, behaviour=prices.behaviour)
+        step = estimate_step(prices.program, prices.cluster, behaviour=prices.behaviour)
         waits = step.spent.axes.get("host", 0.0)
         return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
 
+    def _pricing(self, settled: Settled) -> Callable[[Program], StagePrices]:
+        """Prices programs of a solution."""
+        machine = self.cluster.laid(settled.posed.order)
+        return lambda program: StagePrices(program, machine, behaviour=Behaviour(recipe=self.ask.recipe))
+
     def _look(self, settled: Settled) -> Callable[[Folded, Lowering], Look]:
         """Looks at programs of a solution without a pipeline."""
-        machine = self.cluster.laid(settled.posed.order)
-        behaviour = Behaviour(recipe=self.ask.recipe)
+        prices_of = self._pricing(settled)
 
         def look(folded: Folded, how: Lowering) -> Look:
             plan = how.plan
             lowered, signature = lower(folded, how), Signature.of(folded.joint)
             program = Program(plan.mesh, lowered, signature, {}, microbatches=plan.microbatches)
-            prices = StagePrices(program, machine, behaviour=behaviour)
+            prices = prices_of(program)
             peaks = Peaks(prices)
 
             def step() -> Step:
-                seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap)
+                seconds = step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap)
                 parts = prices.parts.all.values()
                 return Step(seconds, tuple((p.seconds, p.talk + p.hidden) for p in parts))
 

@@ -17,8 +17,8 @@ from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import Machine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.pipeline import Lowering, Shortened, place
-from autoshard.passes.shorten import Gap
+from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.shorten import Gap, Shortened, Shorter
 from autoshard.passes.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.passes.stage_ends import stays
 from autoshard.passes.stage_places import places_apart
@@ -40,15 +40,19 @@ def slots_of(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ra
 def _filled(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots | None:
     """The same by copies of equal layers; None where there are too few, or one more of them changes more
     than its own slots: a sum over layers somewhere else, say."""
-    short = Shortened(folded, how)
-    less, more = (short.model(more=k) for k in (0, 1))
+    shorter = Shorter(folded, how.flow, how.plan)
+    less, more = (shorter.model(more=k) for k in (0, 1))
     if less is None or more is None:
         return None
-    few = _with_all(_Pricing(*less[0], cluster, recipe, ranks).slots(), [gap.of(1) for gap in less[1]])
+
+    def slots(short: Shortened) -> Slots:
+        return _Pricing(short.folded, how.of(short), cluster, recipe, ranks).slots()
+
+    few = _with_all(slots(less), [gap.of(1) for gap in less.gaps])
     if few is None:
         return None
-    found = _Pricing(*more[0], cluster, recipe, ranks).slots()
-    return _with_all(found, more[1]) if found.equals(few) else None
+    found = slots(more)
+    return _with_all(found, more.gaps) if found.equals(few) else None
 
 
 def _with_all(slots: Slots, gaps: Iterable[Gap]) -> Slots | None:

@@ -65,7 +65,7 @@ def capture(
         return repeat_views(joint)
 
 
-def _with_values(model: Kept, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError) -> Joint:
+def _with_values(kept: Kept, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError) -> Joint:
     """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
 
     Looking for values takes time, which models that ask for none are spared. asked: what is raised if
@@ -74,9 +74,9 @@ def _with_values(model: Kept, inputs: Inputs, differentiate: Differentiate, aske
     fixed = inputs_of(*inputs.call, fix_sizes=True)
     if len(fixed.tensors) < len(inputs.tensors):
         with suppress(NeedsValuesError):  # it asks for other numbers than these, too
-            return _whole(model, fixed, differentiate)
+            return _whole(kept, fixed, differentiate)
     try:
-        return _joint(model, fixed, differentiate, None, with_values=True)
+        return _joint(kept, fixed, differentiate, None, with_values=True)
     except NeedsValuesError:
         raise
     except CaptureError as error:
@@ -84,29 +84,29 @@ def _with_values(model: Kept, inputs: Inputs, differentiate: Differentiate, aske
         raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
 
 
-def _whole(model: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
+def _whole(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
     """The joint graph of the whole model, its repeated layers traced once if that can be."""
-    repeats = _repeats_of(model, inputs, differentiate)
+    repeats = _repeats_of(kept, inputs, differentiate)
     if repeats is not None:
         try:
-            return _with_repeats(model, inputs, differentiate, repeats)
+            return _with_repeats(kept, inputs, differentiate, repeats)
         except (NotRepeated, CaptureError):
             # the plain trace finds the same fault, if it is one, and names the layer's own line
-            return _joint(model, inputs, differentiate, None)
-    return _joint(model, inputs, differentiate, None)
+            return _joint(kept, inputs, differentiate, None)
+    return _joint(kept, inputs, differentiate, None)
 
 
-def _with_repeats(model: Kept, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
+def _with_repeats(kept: Kept, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
     """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
     try:
-        joint = _joint(model, inputs, differentiate, repeats)
+        joint = _joint(kept, inputs, differentiate, repeats)
         found = expand_repeats(joint, repeats.bodies, repeats.away)
     except (NotApart, AbsentUsedError):
         found = None
     if found is not None:
         return found
     repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
-    joint = _joint(model, inputs, differentiate, repeats)
+    joint = _joint(kept, inputs, differentiate, repeats)
     found = expand_repeats(joint, repeats.bodies, repeats.away)
     assert found is not None
     return found

@@ -37,7 +37,7 @@ from autoshard.passes.recompute import recompute
 from autoshard.passes.ring_products import Rings, ring_products
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
-from autoshard.passes.shorten import Gap, Shorter
+from autoshard.passes.shorten import Shortened
 from autoshard.passes.slice_places import places_of
 from autoshard.passes.slice_sequence import slice_sequence
 from autoshard.passes.split_backward import split_backward
@@ -87,6 +87,10 @@ class Lowering:
     hosting: Hosting | None = None
     known: Known = field(default_factory=Known, compare=False, repr=False)
 
+    def of(self, short: Shortened) -> Lowering:
+        """The same for the model without most of its equal layers."""
+        return replace(self, flow=short.flow, plan=short.plan)
+
     @property
     def last_mesh(self) -> MeshShape:
         """The mesh that a rank's program is for: axes that are taken apart are there part by part."""
@@ -115,28 +119,6 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     _watched("040_insert_collectives", lowered, watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     return _watched("045_recompute", lowered, watch)
-
-
-class Shortened:
-    """A model without most of its equal layers and how to place it, in several lengths."""
-
-    def __init__(self, folded: Folded, how: Lowering) -> None:
-        self._how = how
-        self._shorter = Shorter(folded, how.flow, how.plan)
-
-    @property
-    def places(self) -> int:
-        """At how many of them layers are left out."""
-        return self._shorter.gaps
-
-    def model(
-        self, *, more: int = 0, at: int | None = None
-    ) -> tuple[tuple[Folded, Lowering], tuple[Gap, ...]] | None:
-        """One length, with what is missing; None if it is not so deep. more, at: see `Shorter`."""
-        short = self._shorter.model(more=more, at=at)
-        if short is None:
-            return None
-        return (short.folded, replace(self._how, flow=short.flow, plan=short.plan)), short.gaps
 
 
 def check_slices(folded: Folded, how: Lowering, slices: int) -> None:

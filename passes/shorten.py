@@ -67,11 +67,6 @@ class Shorter:
         self._layers = _Layers(folded, flow, plan.recompute)
         self._gaps = self._layers.gaps()
 
-    @property
-    def gaps(self) -> int:
-        """At how many places layers are left out; 0 if there are too few equal ones."""
-        return len(self._gaps)
-
     def model(self, *, more: int = 0, at: int | None = None) -> Shortened | None:
         """The model; None if there are no gaps, or if anything but layers uses what they make.
 

@@ -39,7 +39,7 @@ Case = tuple[Folded, Lowering, Callable[[Folded, Lowering], Look]]
 @pytest.fixture(autouse=True)
 def _always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Also where the whole program is looked at as fast."""
-    monkeypatch.setattr(deep, "_is_worth_it", lambda whole, short, places: True)
+    monkeypatch.setattr(deep, "_is_worth_it", lambda whole, short: True)
     yield
 
 

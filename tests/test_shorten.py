@@ -17,7 +17,8 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.fitting import Fitter
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
-from autoshard.passes.pipeline import Lowering, Shortened
+from autoshard.passes.pipeline import Lowering
+from autoshard.passes.shorten import Shorter
 from autoshard.planning import plan_analysed
 from autoshard.search.ask import Ask
 from autoshard.search.plan import Recompute
@@ -148,11 +149,11 @@ def test_slots_of_equal_layers_are_those_of_one(name: str, mesh: str) -> None:
 
 def test_layers_that_would_look_otherwise_are_not_filled_in() -> None:
     folded, how, fitter = _placed(_analysed("llama"), "pp=2,fsdp=2")
-    short = Shortened(folded, how).model()
+    short = Shorter(folded, how.flow, how.plan).model()
     assert short is not None
-    less, (gap,) = short
+    (gap,) = short.gaps
     assert gap.left_out == tuple(f"model.layers.{k}" for k in range(2, 9)) and gap.blocks == 7
-    slots = _Pricing(*less, fitter.cluster, fitter.ask.recipe, 2).slots()
+    slots = _Pricing(short.folded, how.of(short), fitter.cluster, fitter.ask.recipe, 2).slots()
     first = next(k for k, slot in enumerate(slots.all) if slot.label == gap.behind[0])
     slots.costs_of.forward[first] *= 1.5
     assert slots.filled(gap) is None
@@ -163,4 +164,4 @@ def test_layers_whose_values_all_go_elsewhere_stay() -> None:
     analysis = analyse(capture(_Listed(), (torch.randn(4, 8),), {}))
     folded, how, _ = _placed(analysis, "pp=2,fsdp=2")
     assert layer_calls(folded)
-    assert Shortened(folded, how).model() is None
+    assert Shorter(folded, how.flow, how.plan).model() is None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import TypeVar
 
@@ -92,18 +92,13 @@ class Shape:
         return (0.0, *dict.fromkeys((min(worth), max(worth), _BEYOND * max(worth))))
 
     @cached_property
-    def _floors(self) -> dict[tuple[int, Regime], Array]:
-        """Seconds by price, by number of the end; regimes are added as they are asked for."""
+    def _floors(self) -> dict[tuple[End, Regime], Array]:
+        """Seconds by price, of ends; regimes are added as they are asked for."""
         return {}
 
     def looks(self, batch: int) -> int:
         """How many ends say something of a number of sequences."""
         return len(self._below(batch))
-
-    @cached_property
-    def _known_floors(self) -> dict[int, dict[Regime, Array]]:
-        """The same of other ends, by their identity; they stay with who makes them."""
-        return {}
 
     def floors(self, batch: int, regime: Regime, looks: int) -> Array:
         """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices].
@@ -111,17 +106,12 @@ class Shape:
         looks: at how many ends, those first that are likely to say most.
         """
         below = self._below(batch)[:looks]
-        return np.maximum.reduce([share * self._floor(k, regime) for k, share in below])
+        return np.maximum.reduce([share * self._floor(self.ends[k], regime) for k, share in below])
 
-    def _floor(self, number: int, wanted: Regime) -> Array:
-        """Of one end."""
-        if (number, wanted) not in self._floors:
-            for regime, row in self._rows(self.ends[number], wanted).items():
-                self._floors[number, regime] = row
-        return self._floors[number, wanted]
-
-    def _rows(self, end: End, wanted: Regime) -> dict[Regime, Array]:
-        """Seconds by price of an end; of other regimes, too, or at fewer prices, as far as that is quick."""
+    def _floor(self, end: End, wanted: Regime) -> Array:
+        """Of one end; of other regimes, too, or at fewer prices, as far as that is quick."""
+        if (end, wanted) in self._floors:
+            return self._floors[end, wanted]
         prices = self.prices[1:]
         for regimes, asked in (
             (regimes_of(wanted), prices),
@@ -134,7 +124,9 @@ class Shape:
         found = np.zeros((len(regimes), len(prices)))
         if made is not None:
             found[:, [prices.index(price) for price in asked]] = made
-        return {r: np.concatenate(([end.seconds], row)) for r, row in zip(regimes, found, strict=True)}
+        for regime, row in zip(regimes, found, strict=True):
+            self._floors[end, regime] = np.concatenate(([end.seconds], row))
+        return self._floors[end, wanted]
 
     def whole_floors(
         self,
@@ -143,19 +135,16 @@ class Shape:
         how: Setting,
         prices: Sequence[float],
         exposures: Sequence[Exposure],
-        looks: int,
+        look: int,
     ) -> Array | None:
         """Seconds of a step with all that it holds that nothing goes below, [exposures, prices].
 
-        None for another mesh than the one that was solved, or where that takes long. looks: as above.
+        None for another mesh than the one that was solved, or where that takes long. look: number of the end
+        that says so, among those that `floors` looks at.
         """
-        found: list[Array] = []
-        for k, share in self._below(batch)[:looks]:
-            made = self.ends[k].whole_floors(how, prices, exposures) if self.ends[k].mesh == mesh else None
-            if made is None:
-                return None
-            found.append(share * made)
-        return np.maximum.reduce(found)
+        k, share = self._below(batch)[look]
+        made = self.ends[k].whole_floors(how, prices, exposures) if self.ends[k].mesh == mesh else None
+        return None if made is None else share * made
 
     def floors_of(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
         """The same of exactly so many sequences, with as many data ranks as were solved, or with a single one
@@ -163,14 +152,7 @@ class Shape:
         end = self.find_end(mesh if data_ways(mesh) == 1 else self.ends[0].mesh, batch)
         if end is None:
             return None
-        known = self._known_floors.setdefault(id(end), {})
-
-        def least(regime: Regime) -> Array:
-            if regime not in known:
-                known.update(self._rows(end, regime))
-            return known[regime]
-
-        return least
+        return partial(self._floor, end)
 
     def is_end(self, batch: int) -> bool:
         """Whether so many sequences were solved."""

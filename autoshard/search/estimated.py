@@ -47,7 +47,6 @@ class Estimated:
     def bounds(self) -> Iterator[float]:
         """Bounds in seconds, each better than the one before, or as good; each takes longer to find."""
         best = self.bound
-        yield best
         for bound in () if self.proof is None else self.proof.bounds():
             best = max(best, bound)
             yield best

@@ -140,9 +140,9 @@ class _Bare:
             self._floors[key] = self._shape.floors(self.each, regime, looks)
         return self._floors[key]
 
-    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array, looks: int) -> Array | None:
+    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array, look: int) -> Array | None:
         """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
-        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, looks)
+        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, look)
 
     def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
         """The same by regime, solved anew; None if it cannot be."""
@@ -268,9 +268,10 @@ class _Bounded:
                 yield self._least(self.budget, own)
 
     def _bound(self, budget: float, looks: int) -> float:
+        """By so many ends, of which the last one may say something of the whole step."""
         if self.ways.ranks == 1:
             how, prices = self.ways[0], self.bare.prices * self.ways.count
-            whole = self.bare.whole_floors(self.mesh, how, prices, looks)
+            whole = self.bare.whole_floors(self.mesh, how, prices, looks - 1)
             if whole is not None:
                 return float((whole - prices * budget).max())
         return self._least(

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
-from autoshard.schedules.schedule import Kind
 from autoshard.simulate.kept import Held
 from autoshard.simulate.pipeline import in_flight_bytes
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.transients import Course, Transients
 
 
-@dataclass(frozen=True)
-class _Stop:
-    """An action, or the end of a step. level: bytes as it begins, with all gradients. absent: of gradients
-    that are not there yet."""
+class _Stop(NamedTuple):
+    """An action, or the end of a step; a tuple, since pipelines have tens of thousands. level: bytes as it
+    begins, with all gradients. absent: of gradients that are not there yet."""
 
     level: float
     absent: float
@@ -69,13 +68,9 @@ class Peaks:
         missing = {} if prices.behaviour.gradient_buffers else dict(prices.gradients_of[rank])
         base = before = state.total
         without = sum(missing.values())
-        courses: dict[tuple[int, Kind], Course] = {}
         for action, after in zip(row, in_flight_bytes(self.schedule, row, prices.held), strict=True):
             stage, kind = action.stage, action.kind
-            course = courses.get((stage, kind))
-            if course is None:
-                course = courses[stage, kind] = self.transients.course(stage, kind)
-            yield _Stop(before, without, course)
+            yield _Stop(before, without, self.transients.course(stage, kind))
             if stage in missing and kind in "BW":
                 del missing[stage]
                 without = sum(missing.values())

@@ -77,17 +77,19 @@ class Transients:
         """Of an action."""
         key = (stage, kind)
         if key not in self._known:
-            own = self.program.lowered.of_stage.get(stage, ())
-            parts = [p for p in own if p.phase in _PHASES[kind]]
+            parts = self._parts(stage, kind)
             found = self._course(parts, kind) if parts else _NOTHING
             self._known[key] = replace(found, ahead=self._ahead(parts))
         return self._known[key]
 
     def labels(self, stage: int, kind: str) -> tuple[str, ...]:
         """What calls the instructions of an action, in their order."""
-        lowered = self.program.lowered
-        parts = [p for p in lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
-        return tuple(i.label if isinstance(i, Call) else i.op for p in parts for i in lowered.of(p))
+        items = (i for p in self._parts(stage, kind) for i in self.program.lowered.of(p))
+        return tuple(i.label if isinstance(i, Call) else i.op for i in items)
+
+    def _parts(self, stage: int, kind: str) -> list[Part]:
+        """What an action runs."""
+        return [p for p in self.program.lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
 
     def end(self, rank: int) -> float:
         """Bytes that a pipeline rank holds more while it reduces gradients, after all its microbatches."""
