@@ -1,7 +1,8 @@
 """Orders of elimination of a pairwise network, found greedily.
 
-How large the tables of an elimination become depends on its order alone. Variables with few neighbours go
-first; then those that add least fill (edges between neighbours that were none) or have the smallest table.
+How large the tables of an elimination become depends on its order alone. Variables with a single neighbour
+go first; then those that add least fill (edges between neighbours that were none), each edge counted by the
+states of its ends, or those that have the smallest table.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import log, prod
 
 #: above this many variables in the core, and above this degree, fill edges are not counted
 _FILL_CORE = 1500
 _FILL_DEGREE = 48
 #: tables of this many entries and more are all the same
 _HUGE = 10**18
+#: the logarithm of a number of states is counted in steps of this part: whole numbers add up alike in any order
+_STEP = 1e-3
+#: entries of all tables of an order up to which finding another takes longer than it saves
+_ENOUGH = 800_000
 #: a table takes no more than this part of the entries that are left for all
 _SHARE = 8
 
@@ -35,21 +40,45 @@ class Order:
     total: int
 
 
+@dataclass(frozen=True)
+class _Rule:
+    """Who goes first of those with more than two neighbours.
+
+    power: of the logarithm of its states, by which a variable counts in the fill between it and another; None
+    where tables alone decide.
+    """
+
+    power: int | None
+
+    def weights(self, sizes: Sequence[int]) -> list[int]:
+        if self.power is None:
+            return []
+        known = {size: round(log(size) ** self.power / _STEP) if size > 1 else 0 for size in set(sizes)}
+        return [known[size] for size in sizes]
+
+
+#: an edge makes tables larger by the product of the states of its ends
+_BY_FILL, _BY_WIDE_FILL, _BY_TABLE = _Rule(1), _Rule(2), _Rule(None)
+
+
 def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> Order:
-    """A greedy order: who has at most two neighbours goes first, which is safe; then who adds least fill."""
-    first = _greedy(sizes, neighbours, by_fill=True)
-    assert first is not None
-    if first.largest <= 100_000:
-        return first
-    other = _greedy(sizes, neighbours, by_fill=False, most=first.largest, total=first.total)
-    return first if other is None else min(first, other, key=lambda order: (order.total, order.largest))
+    """A greedy order: who has at most one neighbour goes first, which is safe; then who adds least fill."""
+    best = _greedy(sizes, neighbours, _BY_FILL)
+    assert best is not None
+    for rule in (_BY_WIDE_FILL, _BY_TABLE):
+        if best.total <= _ENOUGH:
+            break
+        other = _greedy(sizes, neighbours, rule, most=best.largest, total=best.total)
+        if other is not None:
+            best = min(best, other, key=lambda order: (order.total, order.largest))
+    return best
 
 
 def find_order_before(
     sizes: Sequence[int], neighbours: Sequence[Collection[int]], last: Collection[int]
 ) -> Order:
     """A greedy order in which some variables, neighbours of each other, come last."""
-    found = _greedy(sizes, neighbours, by_fill=True, last=last)
+    found = _greedy(sizes, neighbours, _BY_FILL, last=last)
     assert found is not None
     return found
 
@@ -58,12 +87,15 @@ def find_small_order(
     sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
 ) -> Order | None:
     """A greedy order with no table larger than ``largest`` and no more than ``total`` entries in all; None if
-    neither way to choose gives one."""
-    for by_fill in (True, False):
-        found = _greedy(sizes, neighbours, by_fill=by_fill, most=largest, total=total)
-        if found is not None:
-            return found
-    return None
+    no way to choose gives one."""
+    best = None
+    for rule in (_BY_FILL, _BY_WIDE_FILL, _BY_TABLE):
+        if best is not None and best.total <= _ENOUGH:
+            break
+        room = total if best is None else best.total
+        found = _greedy(sizes, neighbours, rule, most=largest, total=room)
+        best = found or best
+    return best
 
 
 def order_beside(
@@ -109,8 +141,8 @@ def order_beside(
 def _greedy(
     sizes: Sequence[int],
     neighbours: Sequence[Collection[int]],
+    rule: _Rule,
     *,
-    by_fill: bool,
     most: int = 0,
     total: int = 0,
     last: Collection[int] = (),
@@ -126,10 +158,11 @@ def _greedy(
     if most and room < 0:
         return None
     scores: dict[int, tuple[int, int, int]] = {
-        v: (len(n), 0, v) for v, n in enumerate(graph) if 1 <= len(n) <= 2 and v not in last
+        v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) == 1 and v not in last
     }
     heap = list(scores.values())
     heapq.heapify(heap)
+    weights = rule.weights(sizes)
     core_scored = False
     gone = [not n or v in last for v, n in enumerate(graph)]
     around: list[set[int]] = [set()] * len(graph)
@@ -137,9 +170,10 @@ def _greedy(
         if not heap:
             assert not core_scored
             core = [v for v in range(len(graph)) if not gone[v]]
-            by_fill = by_fill and len(core) <= _FILL_CORE
+            if len(core) > _FILL_CORE:
+                weights = []
             core_scored = True
-            scores = {v: _score(v, graph, sizes, by_fill) for v in core}
+            scores = {v: _score(v, graph, sizes, weights) for v in core}
             heap = list(scores.values())
             heapq.heapify(heap)
         score = heapq.heappop(heap)
@@ -154,12 +188,12 @@ def _greedy(
         gone[v] = True
         variables.append(v)
         around[v] = graph[v]
-        for changed in _remove(v, graph, wide=core_scored and by_fill):
+        for changed in _remove(v, graph, wide=core_scored and bool(weights)):
             if changed in last:
                 continue
             if core_scored:
-                new = _score(changed, graph, sizes, by_fill)
-            elif len(graph[changed]) <= 2:
+                new = _score(changed, graph, sizes, weights)
+            elif len(graph[changed]) <= 1:
                 new = (len(graph[changed]), 0, changed)
             else:
                 scores.pop(changed, None)
@@ -172,17 +206,19 @@ def _greedy(
     return _finish(sizes, [*variables, *sorted(last)], around)
 
 
-def _score(v: int, graph: list[set[int]], sizes: Sequence[int], by_fill: bool) -> tuple[int, int, int]:
+def _score(v: int, graph: list[set[int]], sizes: Sequence[int], weights: list[int]) -> tuple[int, int, int]:
+    """weights: by which variables count in fill, none where tables decide."""
     near = graph[v]
     degree = len(near)
-    if degree <= 2:
-        return (degree - 3, 0, v)
+    if degree <= 1:
+        return (degree - 2, 0, v)
     if degree > _FILL_DEGREE:
-        return (degree * degree if by_fill else _HUGE + degree, 0, v)
+        return (degree * degree if weights else _HUGE + degree, 0, v)
     table = min(prod([sizes[w] for w in near]) * sizes[v], _HUGE)
-    if not by_fill:
+    if not weights:
         return (table, 0, v)
-    missing = sum([degree - 1 - len(near & graph[w]) for w in near]) // 2
+    # of every ordered pair of neighbours that have no edge yet
+    missing = sum([weights[w] * (sum([weights[u] for u in near - graph[w]]) - weights[w]) for w in near])
     return (missing, table, v)
 
 
