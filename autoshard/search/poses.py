@@ -78,15 +78,18 @@ class Poses:
             )
         return self._posed[key]
 
-    def priced(self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int) -> Posed:
+    def priced(
+        self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int, *, bounds: bool = False
+    ) -> Posed:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
-        leaves the same to decide."""
+        leaves the same to decide. bounds: or where that takes no more."""
         found = self.of(mesh, least, pins, roughly=True)
-        if batch == least or not found.problem.grows_to(batch):
+        grows = found.problem.grows_to(batch) or (bounds and found.problem.bounds(batch))
+        if batch == least or not grows:
             return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
         if key not in self._grown:
-            self._grown[key] = grown(found, batch, self.setting)
+            self._grown[key] = grown(found, batch)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import gcd, prod
 
 import numpy as np
 
@@ -162,6 +163,19 @@ class Problem:
         """Whether microbatches of ``batch`` sequences leave the same to decide."""
         laid = self.blueprint.batch if self.blueprint is not None else 0
         return laid > 0 and batch % laid == 0
+
+    def bounds(self, batch: int) -> bool:
+        """Whether `grown` to microbatches of ``batch`` sequences takes no more than they do: nothing that
+        splits them over devices does not split these.
+
+        An axis may split whatever its size divides, so that no prime factor of the devices may divide more
+        sequences than before.
+        """
+        laid = self.blueprint.batch if self.blueprint is not None else 0
+        if laid == 0 or batch < laid:
+            return False
+        even = gcd(batch, prod(self.axes.sizes) ** batch.bit_length())
+        return laid % even == 0
 
     def grown(self, batch: int) -> Problem:
         """The same for microbatches of ``batch`` sequences. Its layouts are still those of the smaller batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
@@ -28,8 +29,7 @@ from autoshard.search.tune import FINAL
 class Posed:
     """A problem on a mesh that has a solution. strict: all work is divided as the axes mean.
 
-    free: the best placements without recomputation or a memory limit. allowed: what pins leave of each
-    variable's states.
+    setting: of a step of a single microbatch. allowed: what pins leave of each variable's states.
     """
 
     model: Model
@@ -37,9 +37,15 @@ class Posed:
     prices: Prices
     problem: Problem
     strict: bool
-    free: Placed
+    setting: Setting
     order: RankOrder | None = None
     allowed: tuple[Array | None, ...] = ()
+
+    @cached_property
+    def free(self) -> Placed:
+        """The best placements without recomputation or a memory limit, found with as much work as in the end,
+        when the same network may be asked for again."""
+        return place(self.problem, self.setting, None, allowed=self.allowed, limits=FINAL)
 
 
 def pose(
@@ -75,8 +81,8 @@ def pose(
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
-            # solved with as much work as in the end, when the same network may be asked for again
-            free = place(few, setting, None, allowed=allowed, limits=FINAL)
+            posed = Posed(model, mesh, prices, few, strict, setting, order, allowed)
+            _ = posed.free  # what is wrong shows here
         except NoFiniteAssignment:
             if not strict:
                 check_pins(pins, masks, problem)
@@ -85,15 +91,13 @@ def pose(
         except UsageError as error:
             reasons.append(error)
             continue
-        return Posed(model, mesh, prices, few, strict, free, order, allowed)
+        return posed
     raise reasons[-1]
 
 
-def grown(posed: Posed, batch: int, setting: Setting) -> Posed:
+def grown(posed: Posed, batch: int) -> Posed:
     """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
-    problem = posed.problem.grown(batch)
-    free = place(problem, setting, None, allowed=posed.allowed, limits=FINAL)
-    return replace(posed, problem=problem, free=free)
+    return replace(posed, problem=posed.problem.grown(batch))
 
 
 def layer_calls(folded: Folded) -> Mapping[str, int]:

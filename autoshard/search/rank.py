@@ -255,38 +255,41 @@ class _Bounded:
 
     def bounds(self) -> Iterator[float]:
         """Seconds that no placements which fit go below, in any of the pipelines."""
-        yield self.proven
+        known = self.proven
+        yield known
         if self.budget is None or self.ways[0].pipe.speeds:
             # how fast unlike ranks are is an estimate, which says nothing of what they take at least
             return
         for looks in range(1, self.bare.looks + 1):
-            yield self._bound(self.budget, looks)
+            known = max(known, self._bound(self.budget, looks, known))
+            yield known
         if self.shared or not self.bare.is_end:
             # what all sequences share is little between two ends, and a single data rank may share nothing
             own = self.bare.floors_of(self.mesh)
             if own is not None:
-                yield self._least(self.budget, own)
+                yield self._least(self.budget, own, known)
 
-    def _bound(self, budget: float, looks: int) -> float:
-        """By so many ends, of which the last one may say something of the whole step."""
+    def _bound(self, budget: float, looks: int, known: float) -> float:
+        """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
         if self.ways.ranks == 1:
             how, prices = self.ways[0], self.bare.prices * self.ways.count
             whole = self.bare.whole_floors(self.mesh, how, prices, looks - 1)
             if whole is not None:
                 return float((whole - prices * budget).max())
         return self._least(
-            budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared)
+            budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
         )
 
-    def _least(self, budget: float, least: Callable[[Regime], Array]) -> float:
-        """least: seconds of a microbatch at least with what it holds, by the price of a byte."""
+    def _least(self, budget: float, least: Callable[[Regime], Array], known: float) -> float:
+        """least: seconds of a microbatch at least with what it holds, by the price of a byte. known: a bound
+        that was found already; one that is not above it says nothing, whatever it is."""
         found = inf
         for k in range(len(self.uneven)):
             for lives in self.lives.least(self.bare.each):
                 found = min(found, bound_of(self.ways[k], self.bare.prices, least, lives, budget))
-            if found <= self.proven:
+            if found <= known:
                 break
-        return found
+        return max(found, known)
 
     def where(self, how: Setting) -> Configuration:
         """The configuration that runs in a setting."""

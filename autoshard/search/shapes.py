@@ -116,10 +116,11 @@ class Shapes:
             return [self.poses.captured]
         return microbatch_sizes(staged.mesh, self.total)
 
-    def _end(self, mesh: Mesh, each: int, least: int) -> End:
-        """each: sequences per data rank; least: of the smallest microbatch with more than one."""
+    def _end(self, mesh: Mesh, each: int, least: int, *, bounds: bool = False) -> End:
+        """each: sequences per data rank; least: of the smallest microbatch with more than one. bounds: what
+        takes no more will do."""
         ways, pins = data_ways(mesh), self.ask.pins
-        posed = self.poses.priced(mesh, each * ways, pins, least * ways)
+        posed = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
         smallest = partial(self.poses.of, mesh, least * ways, pins)
         return End(each, posed, self.setting, self.ask.recompute, smallest)
 
@@ -134,7 +135,7 @@ class Shapes:
                     return None
                 self.further += 1
                 try:
-                    known[key] = self._end(mesh, each, min(each, least))
+                    known[key] = self._end(mesh, each, min(each, least), bounds=True)
                 except UsageError:
                     known[key] = None
             return known[key]

@@ -28,13 +28,15 @@ EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0))
 class Lives:
     """What classes of parameters take at least, by stages of ZeRO.
 
-    seconds: [stages, times, classes], and bytes: [stages, kinds, classes]. tied: see `search.floor.Regime`.
+    seconds: [times, stages x classes], and bytes: [kinds, stages x classes]. stages: how many. tied: see
+    `search.floor.Regime`.
     """
 
     times: tuple[Time, ...]
     seconds: Array
     kinds: tuple[Bytes, ...]
     bytes: Array
+    stages: int
     tied: float
 
     @staticmethod
@@ -44,9 +46,10 @@ class Lives:
         nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))
         return Lives(
             times,
-            np.array([[one.seconds.get(key, nothing) for key in times] for one in lived]),
+            np.array([np.concatenate([one.seconds.get(key, nothing) for one in lived]) for key in times]),
             kinds,
-            np.array([[one.bytes.get(kind, nothing) for kind in kinds] for one in lived]),
+            np.array([np.concatenate([one.bytes.get(kind, nothing) for one in lived]) for kind in kinds]),
+            len(lived),
             tied,
         )
 
@@ -59,23 +62,23 @@ def bound_of(
     prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
     least with what it holds at each of these, by regime; both [prices].
     """
-    held = np.tensordot(lives.bytes, [how.bytes_weight(kind) for kind in lives.kinds], (1, 0))
+    held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
     waiting, others = how.waiting
     # no rank holds less than its share of what is in flight
     flights = {False: min(1.0, how.flight)}
     if how.pipe.splits_backward and not others:
         flights[True] = min(1.0, waiting)
-    each = [weights(how.how, exposure) for exposure in EXPOSURES]
+    shown = [weights(how.how, exposure) for exposure in EXPOSURES]
     counted = [how.time_weight(exposure) for exposure in EXPOSURES]
-    # [exposures, options, classes]
-    spent = np.tensordot([[count(key) for key in lives.times] for count in counted], lives.seconds, (1, 1))
+    # [exposures, stages x classes]
+    spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
     # where messages show, computing counts in part; no less is left of everything else, at a higher price
-    part = np.array([[min(w.work_forward, w.work_backward)] for w in each])
+    part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
     found = 0.0
     for waits, flight in flights.items():
         floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
         price = prices * (part / flight)  # [exposures, prices]
-        least = spent[:, :, None] + price[:, None, :, None] * held[:, None]
-        rest = least.min(axis=1).sum(axis=-1)
-        found = max(found, float((floor + rest - price * budget).max()))
+        least = spent[:, None] + price[:, :, None] * held  # [exposures, prices, stages x classes]
+        each = least.reshape(*price.shape, lives.stages, -1).min(axis=2)
+        found = max(found, float((floor + each.sum(axis=-1) - price * budget).max()))
     return found

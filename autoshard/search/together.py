@@ -68,20 +68,26 @@ class _Together:
 
     def least_without(self, variables: Sequence[int]) -> Array:
         """Eliminate variables, the first of the order; what those cost that are tied to none, [networks]."""
-        costs, tables = self.costs, self.tables
-        value = np.zeros(costs[0].shape[1]) if costs else np.zeros(0)  # in double precision
+        costs, tables, later = self.costs, self.tables, self.order.later
+        networks = costs[0].shape[1] if costs else 0
+        value = np.zeros(networks)  # in double precision
         for v in variables:
-            near = self.order.later[v]
+            near, own = later[v], costs[v]
             if not near:
-                value = value + costs[v].min(axis=0)
+                value = value + np.minimum.reduce(own)
                 continue
-            parts = [_spread(table, scope, near) for scope, table in tables[v]]
-            message = _message(costs[v].reshape(len(costs[v]), *(1,) * len(near), -1), parts)
-            tables[v].clear()
             if len(near) == 1:
-                costs[near[0]] = costs[near[0]] + message
+                # all tables are over these two
+                total = own[:, None]
+                for _, table in tables[v]:
+                    total = total + table
+                costs[near[0]] = costs[near[0]] + np.minimum.reduce(total)
             else:
+                sizes = [len(costs[w]) for w in near]
+                parts = [_spread(table, scope, near) for scope, table in tables[v]]
+                message = _message(own.reshape(len(own), *(1,) * len(near), networks), parts, sizes)
                 tables[near[0]].append((near[1:], message))
+            tables[v].clear()
         return value
 
     def left(self, scope: Sequence[int]) -> Array:
@@ -97,15 +103,16 @@ class _Together:
         return total
 
 
-def _message(total: Array, parts: Sequence[Array]) -> Array:
-    """The least over the first dim of the sum of all."""
-    # what is alike along more dims goes first
-    parts = sorted(parts, key=lambda part: part.size)
-    shape = np.broadcast_shapes(*(part.shape[1:] for part in (total, *parts)))
-    if len(total) * prod(shape) <= _SMALL:
+def _message(total: Array, parts: list[Array], sizes: Sequence[int]) -> Array:
+    """The least over the first dim of the sum of all. sizes: of the others, but for the last one."""
+    if len(parts) > 1:
+        # what is alike along more dims goes first
+        parts.sort(key=_size)
+    if len(total) * prod(sizes) * total.shape[-1] <= _SMALL:
         for part in parts:
             total = total + part
-        return np.asarray(total.min(axis=0))
+        return np.asarray(np.minimum.reduce(total))
+    shape = (*sizes, total.shape[-1])
     least, made = np.empty(shape, total.dtype), np.empty(shape, total.dtype)
     for state in range(len(total)):
         into = made if state else least
@@ -118,7 +125,13 @@ def _message(total: Array, parts: Sequence[Array]) -> Array:
     return least
 
 
+def _size(table: Array) -> int:
+    return table.size
+
+
 def _spread(table: Array, scope: tuple[int, ...], near: tuple[int, ...]) -> Array:
     """A table over (v, *scope) as one over (v, *near)."""
-    sizes = dict(zip(scope, table.shape[1:-1], strict=True))
-    return table.reshape(len(table), *(sizes.get(w, 1) for w in near), table.shape[-1])
+    if len(scope) == len(near):
+        return table
+    sizes = dict(zip(scope, table.shape[1:], strict=False))
+    return table.reshape(len(table), *[sizes.get(w, 1) for w in near], table.shape[-1])

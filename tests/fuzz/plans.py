@@ -57,7 +57,7 @@ def random_plan(analysis: Analysis, mesh: Mesh, cluster: Cluster, rng: random.Ra
         again = _recomputed(analysis, rng)
         setting = Setting(microbatches, layer_calls(analysis.folded), again)
         placed = placed_at(problem, setting, network, states)
-        posed = Posed(analysis.model, inner, prices, problem, strict, placed)
+        posed = Posed(analysis.model, inner, prices, problem, strict, replace(setting, microbatches=1))
         where = Configuration(inner, batch_of(analysis.folded), microbatches)
         settled = Settled(posed, placed, where, cluster, 0.0)
         plan = explain(settled, cluster, analysis.fingerprint, reasons=False)
