@@ -26,12 +26,14 @@ from autoshard.cost.collective import _FORMULAS, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Node
+from autoshard.ir import Call, Node, Ref, TensorType
+from autoshard.ir.lowered import Placed
+from autoshard.placement import Partial, Replicate, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import VIEWS, placed_of, unfused
+from autoshard.simulate.ops import VIEWS, Ops, placed_of, unfused
 from autoshard.simulate.step import estimate_step, simulated
 from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients
@@ -64,6 +66,45 @@ def test_tiles_run_in_waves() -> None:
     # one row more needs a second wave of large tiles; smaller tiles fill it better, at a lower rate
     assert full < product(1001, 100) <= 2 * full
     assert product(10, 10) <= full
+
+
+def test_idle_multiprocessors_share_a_sum() -> None:
+    """One tile of ten: eight of them do an eighth each, and their parts are written and read once more."""
+    alone = 2.0 * 100 * 100 * 100_000 / (1e15 / 10)
+    parts = 2.0 * 8 * 100 * 100 * 4 / PLAIN.traffic
+    assert product(100, 100, 100_000) == pytest.approx(alone / 8 + parts)
+    # where the sum is short, that takes longer than it saves
+    assert product(100, 100, 100) == pytest.approx(2.0 * 100 * 100 * 100 / (1e15 / 10))
+
+
+def test_convolutions_are_products_of_places_and_channels() -> None:
+    image, weight, made = (TensorType(s, "f32") for s in ((8, 3, 14, 14), (6, 3, 3, 3), (8, 6, 12, 12)))
+    split = (Shard(0),)
+    whole = (Replicate(),)
+    values = {
+        "x": Placed(image, split),
+        "w": Placed(weight, whole),
+        "y": Placed(made, split),
+        "dx": Placed(image, split),
+        "dw": Placed(weight, (Partial(),)),
+    }
+    args = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    forward = Node("aten.convolution.default", (Ref("x"), Ref("w"), None, *args), (), ("y",), (made,))
+    ops = Ops(Mesh.parse("dp=4"), (0,), Behaviour())
+    moved = 4.0 * (2 * 3 * 14 * 14 + 6 * 27 + 2 * 6 * 12 * 12)
+    assert ops.work(forward, values) == [Product(1, 2 * 144, 6, 27, "f32", moved)]
+    back = Node(
+        "aten.convolution_backward.default",
+        (Ref("y"), Ref("x"), Ref("w"), None, *args, (True, True, False)),
+        (),
+        ("dx", "dw", "db"),
+        (image, weight, None),
+    )
+    found = [work for work in ops.work(back, values) if isinstance(work, Product)]
+    assert [(w.rows, w.columns) for w in found] == [(2 * 196, 3), (6, 27)]
+    only = replace(back, types=(None, weight, None))
+    (one,) = (work for work in ops.work(only, values) if isinstance(work, Product))
+    assert (one.rows, one.columns, one.depth) == (6, 27, 2 * 144)
 
 
 def test_short_sums_are_slower_per_flop() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 
+import numpy as np
+
 from autoshard.cluster.cluster import Device
-from autoshard.cost.compute import flop_rate
+from autoshard.cost.compute import Array, flop_rate
 from autoshard.ir import DTYPES
 
 #: (rows, columns) of smaller tiles as parts of the largest, with the part of its rate that they reach: each
@@ -13,29 +16,52 @@ from autoshard.ir import DTYPES
 #: guide", section 3.1, has the reason.
 _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.92), (0.5, 0.5, 0.75), (0.25, 0.5, 0.55))
 
+#: bytes of a number that is added to others
+_PART = 4
 #: bytes that rows are aligned to, and what a large product that is not keeps of its rate
 _WORD, _UNALIGNED = 16, 0.4
 
 
 def product_seconds(
-    batch: int, rows: int, columns: int, depth: int, dtype: str, nbytes: float, device: Device
+    batch: int,
+    rows: int,
+    columns: int,
+    depth: int,
+    dtype: str,
+    nbytes: float,
+    device: Device,
+    *,
+    over_rows: bool = False,
 ) -> float:
-    """Seconds of ``batch`` products [rows, depth] @ [depth, columns] that move nbytes.
+    """Seconds of ``batch`` products [rows, depth] @ [depth, columns] that move nbytes. over_rows: whether the
+    sum is over rows of both factors, which need not be so many that they fill words.
 
     The tiles of the result run in waves, one tile per multiprocessor; the last wave may be nearly empty, and
     the edge tiles as well (NVIDIA, "Matrix multiplication background user's guide", sections 3.2 and 3.3). A
     short sum does not fill the pipeline of a tile: the rate is depth / (depth + kernels.depth) of the best,
     for types slower than those of 16 bits, and where rows are not aligned, with as much less in place of
-    kernels.depth.
-    The tile size is the one that does best. Never below the time for the traffic.
+    kernels.depth. Where there are fewer tiles than multiprocessors, several of these share a sum and add up
+    what they have ("split-K": NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", parallelized
+    reductions). The size of tiles and the split are those that do best. Never below the time for the traffic.
     """
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
-    aligned = _aligned(batch, columns, depth, dtype, device)
+    aligned = _aligned(batch, columns, rows if over_rows else depth, dtype, device)
     rate *= aligned
-    best = max(_used(batch, rows, columns, device, tile) for tile in _TILES)
-    reached = rate * best * filled(depth, dtype, device, aligned)
-    work = 2.0 * batch * rows * columns * depth / reached if best else 0.0
+    flop = 2.0 * batch * rows * columns * depth
+
+    def taken(tile: tuple[float, float, float], split: int) -> float:
+        used = _used(batch * split, rows, columns, device, tile)
+        seconds = flop / (rate * used * filled(depth / split, dtype, device, aligned))
+        # each part is written and read once more, in f32
+        parts = 2.0 * _PART * split * batch * rows * columns if split > 1 else 0.0
+        return seconds + traffic_seconds(parts, device, launch=False)
+
+    work = 0.0
+    if flop:
+        work = min(
+            taken(tile, split) for tile in _TILES for split in _splits(batch, rows, columns, device, tile)
+        )
     busy = max(work, traffic_seconds(nbytes, device, launch=False))
     return busy + device.launch_overhead if busy else 0.0
 
@@ -45,6 +71,12 @@ def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> fl
     return depth / (depth + aligned * _begin_and_end(dtype, device)) if depth else 1.0
 
 
+def filled_all(depth: Array, dtype: str, device: Device) -> Array:
+    """The same of many, with rows that are aligned."""
+    taken = depth + _begin_and_end(dtype, device)
+    return np.divide(depth, taken, out=np.ones_like(depth), where=depth > 0)
+
+
 def _begin_and_end(dtype: str, device: Device) -> float:
     """Length of a sum that takes as long as beginning and ending a tile, which is no slower for types whose
     products are; what those of 8 bits lose is in kernels.narrow."""
@@ -52,37 +84,58 @@ def _begin_and_end(dtype: str, device: Device) -> float:
     return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / device.half_flops)
 
 
-def _aligned(batch: int, columns: int, depth: int, dtype: str, device: Device) -> float:
+def _aligned(batch: int, columns: int, other: int, dtype: str, device: Device) -> float:
     """Part of the rate where rows do not lie in memory at whole 16 bytes, as matrix units want them (NVIDIA,
-    "Matrix multiplication background user's guide", section 3.1).
+    "Matrix multiplication background user's guide", section 3.1). other: length of the rows of the factor
+    that has none of the result's columns.
 
     Of many small products at once the vector units do them; a large one keeps, as is assumed, two fifths.
     """
     vector = device.peak_flops["f32"]
     peak = device.peak_flops.get(dtype, vector)
     width = DTYPES[dtype][1] if dtype in DTYPES else 1
-    if peak <= vector or not (columns * width % _WORD or depth * width % _WORD):
+    if peak <= vector or not (columns * width % _WORD or other * width % _WORD):
         return 1.0
     return vector / peak if batch > 1 else max(_UNALIGNED, vector / peak)
+
+
+def _splits(
+    batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]
+) -> Iterator[int]:
+    """Into how many parts sums may be divided: no more than give every multiprocessor something to do."""
+    tiles, at_once = _tiles(batch, rows, columns, device, tile)
+    split = 1
+    yield split
+    while 2 * split * tiles <= at_once:
+        split *= 2
+        yield split
 
 
 def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
     """Part of the best rate that tiles of a size reach."""
     kernels = device.kernels
-    high, wide, reached = tile
-    down, across = kernels.tile[0] * high, kernels.tile[1] * wide
-    if rows < columns:  # tiles lie either way
-        down, across = across, down
-    tiles = batch * ceil(rows / down) * ceil(columns / across)
+    tiles, at_once = _tiles(batch, rows, columns, device, tile)
     if not tiles:
         return 0.0
+    reached = tile[2]
+    down, across = kernels.tile[0] * tile[0], kernels.tile[1] * tile[1]
     useful = batch * rows * columns / (tiles * down * across)
-    units = kernels.multiprocessors
-    if not units:
+    if not at_once:
         return reached * useful
-    # a multiprocessor holds as many small tiles as one large one
-    at_once = units * kernels.tile[0] * kernels.tile[1] / (down * across)
     return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
+
+
+def _tiles(
+    batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]
+) -> tuple[int, float]:
+    """(tiles of a size in a result, how many of them run at once, 0 if that has no end)."""
+    kernels = device.kernels
+    down, across = kernels.tile[0] * tile[0], kernels.tile[1] * tile[1]
+    if rows < columns:  # tiles lie either way
+        down, across = across, down
+    # a multiprocessor holds as many small tiles as one large one
+    at_once = kernels.multiprocessors * kernels.tile[0] * kernels.tile[1] / (down * across)
+    return batch * ceil(rows / down) * ceil(columns / across), at_once
 
 
 def attention_seconds(

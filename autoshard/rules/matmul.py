@@ -100,6 +100,8 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     reduce = [(f, "sum") for f in batch]
     if groups == 1 and not transposed:
         reduce += [(f, "sum") for f in made]
+    # of the input gradient and the weight gradient, those that are made
+    products = sum(t is not None for t in node.types[:2])
     return Factored(
         tuple(build.sizes),
         ((batch, made, *after), (batch, channels, *space), weight_dims),
@@ -108,7 +110,7 @@ def convolution_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
         tuple(reduce),
         ((0,),),
         "matmul",
-        4.0 * grad.numel * prod(weight.shape[1:]),
+        2.0 * products * grad.numel * prod(weight.shape[1:]),
         _local_bias,
     )
 

@@ -53,6 +53,9 @@ VIEWS = frozenset(
         "detach.default",
     )
 )
+_CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+#: products of rows with rows
+_OUTER = frozenset(("autoshard.expert_outer.default", "autoshard.expert_outer_part.default"))
 _NORM_BACKWARD = "aten.native_layer_norm_backward.default"
 #: bytes of an element of a narrow copy
 _NARROW = 1
@@ -139,7 +142,7 @@ class Ops:
         if node.op == _NORM_BACKWARD:
             moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
         if node.op in PRODUCTS:
-            return [self._other_product(node, ins, outs, dtype, moved)]
+            return self._other_products(node, ins, outs, dtype, moved)
         kernel = specs().get(node.op)
         if kernel is not None:
             cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
@@ -176,10 +179,10 @@ class Ops:
             return [product]
         return [Traffic(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
 
-    def _other_product(
+    def _other_products(
         self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float
-    ) -> Work:
-        """A product without rows and columns of its own (convolutions, experts): as one long one."""
+    ) -> list[Work]:
+        """Products without rows and columns of their own (convolutions, experts), each as a long one."""
         ways = prod(
             size
             for axis, size in enumerate(self.mesh.sizes)
@@ -187,10 +190,37 @@ class Ops:
         )
         flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
         if not flop:
-            return Traffic(moved)
+            return [Traffic(moved)]
+        sides = self._sides(node, outs)
+        each, bytes_ = flop / len(sides), moved / len(sides)
+        return [
+            Product(1, rows, columns, max(1, round(each / (2 * rows * columns))), dtype, bytes_, over)
+            for rows, columns, over in sides
+        ]
+
+    def _sides(self, node: Node, outs: Sequence[Placed]) -> list[tuple[int, int, bool]]:
+        """(rows, columns, whether the sum is over rows of both factors) of each product of an op.
+
+        A convolution is a product of every place of every image with the channels; for the gradient of its
+        weight, of the channels with the parts of a filter (NVIDIA, "Convolutional layers user's guide",
+        table 1).
+        """
+        if node.op == _CONVOLUTION:
+            return [(*self._places(self.shape(outs[0])), False)]
+        if node.op == _CONVOLUTION_BACKWARD:
+            image, weight = (t is not None for t in node.types[:2])
+            found = [(*self._places(self.shape(outs[0])), False)] if image else []
+            if weight:
+                shape = self.shape(outs[int(image)])
+                found.append((max(1, shape[0]), max(1, prod(shape[1:])), True))
+            return found
         out = self.shape(max(outs, key=lambda v: prod(self.shape(v))))
-        rows, columns = max(1, prod(out[:-1])), max(1, out[-1] if out else 1)
-        return Product(1, rows, columns, max(1, round(flop / (2 * rows * columns))), dtype, moved)
+        return [(max(1, prod(out[:-1])), max(1, out[-1] if out else 1), node.op in _OUTER)]
+
+    @staticmethod
+    def _places(shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of images [images, channels, ...]."""
+        return max(1, shape[0] * prod(shape[2:])), max(1, shape[1])
 
     def _attention(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str) -> list[Work]:
         backward = "backward" in node.op

@@ -97,7 +97,14 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
     match work:
         case Product():
             return product_seconds(
-                work.batch, work.rows, work.columns, work.depth, work.dtype, work.nbytes, device
+                work.batch,
+                work.rows,
+                work.columns,
+                work.depth,
+                work.dtype,
+                work.nbytes,
+                device,
+                over_rows=work.over_rows,
             )
         case Attention():
             return attention_seconds(
