@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -36,11 +37,18 @@ CASES = (
     ("gpt2", "h100-dgx", "fsdp=2,tp=2", 0.8),
     ("llama", "h100-dgx", "fsdp=4,tp=2", 0.6),
 )
-DEEP = (("deep", "h100-dgx", "fsdp=2,tp=2", 0.7), ("deep", "h100-dgx", "fsdp=4,tp=2", 0.8))
+DEEP = (("deep", "slow", "fsdp=2,tp=2", 0.7), ("deep", "slow", "fsdp=4,tp=2", 0.8))
+#: products take as many times longer on the slow cluster, so that messages of small models have company
+_SLOWER = 100
 
 
 def _cluster(name: str) -> Cluster:
-    return even_cluster() if name == "even" else load_cluster(name)
+    if name != "slow":
+        return even_cluster() if name == "even" else load_cluster(name)
+    cluster = load_cluster("h100-dgx")
+    device = cluster.device
+    rates = {kind: rate / _SLOWER for kind, rate in device.peak_flops.items()}
+    return replace(cluster, device=replace(device, peak_flops=rates))
 
 
 @functools.cache
