@@ -15,7 +15,7 @@ from autoshard.rules.digits import DigitTable, find_digits
 from autoshard.rules.registry import RULES, rules_for
 from autoshard.rules.states import Digit
 from autoshard.rules.user import Rules, rule_table
-from autoshard.search.problem import Model
+from autoshard.search.problem.problem import Model
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.search.choose import Ask
-from autoshard.search.pins import Pin
-from autoshard.search.plan import Plan
-from autoshard.search.problem import batch_of
-from autoshard.search.tactics import Tactic, parse_tactics
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.choosing.tactics import Tactic, parse_tactics
+from autoshard.search.plans.plan import Plan
+from autoshard.search.problem.pins import Pin
+from autoshard.search.problem.problem import batch_of
 
 
 @dataclass(frozen=True)

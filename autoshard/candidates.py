@@ -18,8 +18,8 @@ from autoshard.cost.stage_machines import (
 )
 from autoshard.errors import UsageError
 from autoshard.schedules.registry import check_slices, default_slices, lookup
-from autoshard.search.configuration import Staged, data_ways
-from autoshard.search.pipe import Pipe, pipes_of
+from autoshard.search.solving.configuration import Staged, data_ways
+from autoshard.search.solving.pipe import Pipe, pipes_of
 from autoshard.stage_link import pipe_link
 
 #: bytes of a message by which links are compared

@@ -35,7 +35,7 @@ from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
 from autoshard.simulate.stage_costs import StagePrices

@@ -1,8 +1,8 @@
 """What a solution of the search holds as a program: stages cut, passes run, peaks simulated, until it fits.
 
-The search counts bytes by what they are (`search/terms.py`), not what lives inside a part for a moment, nor
-what a pipeline's schedule piles up on one rank. So whatever would be taken is lowered and its memory
-simulated, and solved again with less room as long as it does not fit.
+The search counts bytes by what they are (`search/problem/terms.py`), not what lives inside a part for a
+moment, nor what a pipeline's schedule piles up on one rank. So whatever would be taken is lowered and its
+memory simulated, and solved again with less room as long as it does not fit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autoshard.ir import Folded
 from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.program.program import Program, Signature, Stages
-from autoshard.search.amounts import bytes_up
-from autoshard.search.ask import Ask, Settled
-from autoshard.search.choose import retuned
-from autoshard.search.configuration import Configuration, alike
-from autoshard.search.explain import explain
-from autoshard.search.plan import Plan
-from autoshard.search.setting import Setting
+from autoshard.search.choosing.ask import Ask, Settled
+from autoshard.search.choosing.choose import retuned
+from autoshard.search.plans.plan import Plan
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.amounts import bytes_up
+from autoshard.search.solving.configuration import Configuration, alike
+from autoshard.search.solving.setting import Setting
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
 from autoshard.simulate.peaks import Peaks

@@ -9,7 +9,7 @@ from autoshard.cluster.cluster import host_of
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import InfeasibleError
 from autoshard.program.program import Program
-from autoshard.search.amounts import bytes_up
+from autoshard.search.solving.amounts import bytes_up
 from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.stage_costs import StagePrices

@@ -20,13 +20,13 @@ from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import check_slices
 from autoshard.rules.user import Rules
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.configuration import Staged, microbatch_sizes
-from autoshard.search.explain import explain
-from autoshard.search.plan import Plan
-from autoshard.search.problem import batch_of, experts_of
-from autoshard.search.problems import layer_calls
-from autoshard.search.rebatch import unlike_batch
+from autoshard.search.choosing.choose import Ask, Settled, choose
+from autoshard.search.plans.plan import Plan
+from autoshard.search.problem.problem import batch_of, experts_of
+from autoshard.search.problem.rebatch import unlike_batch
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.configuration import Staged, microbatch_sizes
+from autoshard.search.solving.problems import layer_calls
 from autoshard.staging import Staging
 
 Progress = Callable[[str], None]

@@ -14,8 +14,8 @@ import numpy as np
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.passes.shorten import Gap
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.cuts import Ask, Line, best_cuts, places_of
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.solving.cuts import Ask, Line, best_cuts, places_of
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes
 from autoshard.simulate.slices import in_slices
 

@@ -21,12 +21,12 @@ from autoshard.passes.uncut import Uncut
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.amounts import bytes_up
-from autoshard.search.cuts import Ask
-from autoshard.search.pipe import TRIED
-from autoshard.search.plan import Pipeline
-from autoshard.search.problems import layer_calls
-from autoshard.search.settle import Placed as Placement
+from autoshard.search.plans.plan import Pipeline
+from autoshard.search.solving.amounts import bytes_up
+from autoshard.search.solving.cuts import Ask
+from autoshard.search.solving.pipe import TRIED
+from autoshard.search.solving.problems import layer_calls
+from autoshard.search.solving.settle import Placed as Placement
 from autoshard.simulate.pipeline import (
     StageCosts,
     Timeline,

@@ -14,12 +14,12 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.offload import Offload
 from autoshard.planning import Planned, plan_analysed
 from autoshard.report.summary import Summary, summarise
-from autoshard.search.ask import Ask
-from autoshard.search.pins import Pin
-from autoshard.search.plan import Plan
-from autoshard.search.problem import batch_of
-from autoshard.search.problems import layer_calls
-from autoshard.search.tactics import parse_tactics
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.choosing.tactics import parse_tactics
+from autoshard.search.plans.plan import Plan
+from autoshard.search.problem.pins import Pin
+from autoshard.search.problem.problem import batch_of
+from autoshard.search.solving.problems import layer_calls
 
 Progress = Callable[[str], None]
 

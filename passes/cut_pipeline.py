@@ -22,7 +22,7 @@ from autoshard.passes.stage_ends import stage_ends
 from autoshard.passes.stage_places import StagePlaces, stage_places
 from autoshard.passes.uncut import Uncut
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Cut
+from autoshard.search.plans.plan import Cut
 
 #: the stage of statements that are replaced by what every stage adds
 _NOWHERE = -1

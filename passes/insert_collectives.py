@@ -17,7 +17,7 @@ from autoshard.ir.flow import Flow, Place
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
 from autoshard.placement import Layout, Shard
 from autoshard.rules.local import MeshShape, symbolic_extent
-from autoshard.search.plan import Plan, why_key
+from autoshard.search.plans.plan import Plan, why_key
 
 
 def insert_collectives(

@@ -44,7 +44,7 @@ from autoshard.passes.split_backward import split_backward
 from autoshard.passes.uncut import Uncut
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 G = TypeVar("G", Folded, Lowered)
 #: told of every graph as it is made: (pass name, graph)

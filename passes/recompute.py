@@ -28,7 +28,7 @@ from autoshard.passes.slices import fresh, moved_inputs, roots_of, sliced
 from autoshard.placement import Layout
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 
 _AGAIN = "again"
 

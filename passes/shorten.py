@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from autoshard.ir import Call, Folded
 from autoshard.ir.flow import Flow
-from autoshard.search.plan import Plan, Recompute
+from autoshard.search.plans.plan import Plan, Recompute
 
 #: layers may be equal in turns of so many
 _TURNS = range(1, 9)

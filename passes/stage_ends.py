@@ -16,7 +16,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.ir.statements import Statements
 from autoshard.placement import R
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Cut
+from autoshard.search.plans.plan import Cut
 
 
 def stage_ends(whole: Statements, cuts: Sequence[Cut], mesh: MeshShape) -> list[int]:

@@ -21,9 +21,9 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choose import Ask
-from autoshard.search.pins import Pin
-from autoshard.search.plan import Recompute
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.pins import Pin
 from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
 

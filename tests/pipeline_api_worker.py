@@ -31,7 +31,7 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.runtime.groups import device_mesh_for
 from autoshard.runtime.module import bind
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
 
 ADAM = {"lr": 1e-2, "eps": 1e-4}
 COUNT = 4

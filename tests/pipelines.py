@@ -16,7 +16,7 @@ from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
 
 #: sequences of one microbatch
 PIECE = 4

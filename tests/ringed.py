@@ -16,8 +16,8 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir.comm import is_ring
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choose import Ask
-from autoshard.search.pins import Pin
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.problem.pins import Pin
 
 #: weights by columns, then by rows: what lies between layers is then divided along the sequence
 _PINS = {

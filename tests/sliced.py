@@ -16,7 +16,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plan import Pipeline
+from autoshard.search.plans.plan import Pipeline
 
 SEQ = 32
 

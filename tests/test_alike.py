@@ -18,12 +18,12 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.step_time import Exposure
 from autoshard.passes.capture import capture
 from autoshard.planning import plan_analysed
-from autoshard.search.alike import Alike
-from autoshard.search.problem import Model
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.setting import Setting
-from autoshard.search.terms import profile
-from autoshard.search.unrolled import NotAChain, runs_of, unroll
+from autoshard.search.problem.alike import Alike
+from autoshard.search.problem.problem import Model
+from autoshard.search.problem.terms import profile
+from autoshard.search.reasons.unrolled import NotAChain, runs_of, unroll
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.setting import Setting
 
 HEADS, WIDTH, STEPS = 4, 8, 40
 

@@ -36,12 +36,12 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.unfilled import Unfilled
 from autoshard.passes.capture import capture
-from autoshard.search.choose import Ask, choose
-from autoshard.search.configuration import Staged
-from autoshard.search.pipe import Pipe
-from autoshard.search.plan import Recompute
-from autoshard.search.rebatch import rebatched
-from autoshard.search.uneven import busiest, chain_of
+from autoshard.search.bounds.uneven import busiest, chain_of
+from autoshard.search.choosing.choose import Ask, choose
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.rebatch import rebatched
+from autoshard.search.solving.configuration import Staged
+from autoshard.search.solving.pipe import Pipe
 from autoshard.stage_link import pipe_link
 from autoshard.validate.models import Architecture, on_meta
 

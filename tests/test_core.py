@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from test_search import SHAPES, few, layered, network_of
 
 from autoshard.search import Limits, solve
-from autoshard.search.core import Core
-from autoshard.search.dive import widen
-from autoshard.search.improve import measure
-from autoshard.search.order import find_order, order_beside
-from autoshard.search.prune import Residual
+from autoshard.search.networks.core import Core
+from autoshard.search.networks.dive import widen
+from autoshard.search.networks.improve import measure
+from autoshard.search.networks.order import find_order, order_beside
+from autoshard.search.networks.prune import Residual
 
 
 @given(st.integers(0, 2**32), st.sampled_from(SHAPES), st.integers(1, 6), st.sampled_from([0.0, 0.3]))

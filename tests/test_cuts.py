@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.search.cuts import Ask, Line, best_cuts, step_seconds
+from autoshard.search.solving.cuts import Ask, Line, best_cuts, step_seconds
 
 TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
 

@@ -21,9 +21,9 @@ from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.planning import plan_analysed
-from autoshard.search.ask import Ask
-from autoshard.search.plan import Recompute
-from autoshard.search.problems import layer_calls
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.solving.problems import layer_calls
 from autoshard.simulate.kept import Held
 
 MODELS = {

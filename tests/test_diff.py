@@ -19,9 +19,9 @@ from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.report.diff import Side, diff_of
-from autoshard.search.ask import Ask
-from autoshard.search.pins import Pin
-from autoshard.search.plan_json import plan_from_json
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.problem.pins import Pin
 from autoshard.simulate.step import estimate_step
 
 CPU = load_cluster("cpu-gloo")

@@ -31,8 +31,8 @@ from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import chain_lines, explanation_lines
 from autoshard.report.html import page
 from autoshard.report.lookup import Index, Place
-from autoshard.search.pins import Pin
-from autoshard.search.plan import why_key
+from autoshard.search.plans.plan import why_key
+from autoshard.search.problem.pins import Pin
 from autoshard.whatif import Solver, Wishes
 
 CPU = load_cluster("cpu-gloo")

@@ -32,7 +32,7 @@ from autoshard.interop.units import layer_lists
 from autoshard.passes.capture import capture
 from autoshard.placement import Layout, Placement, R, Shard
 from autoshard.planning import Planned, plan_analysed
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 MESHES = ("tp=2", "fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2")

@@ -19,7 +19,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.planning import plan_analysed
 from autoshard.program.store import save_program
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.verify.static import verify_static
 
 #: meshes on which a step is so many microbatches

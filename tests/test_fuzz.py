@@ -22,7 +22,7 @@ from autoshard.passes.capture import capture
 from autoshard.placement import Shard
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.verify import verify
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
 
 CASES = 30
 

@@ -23,8 +23,8 @@ from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
 from autoshard.program.verify import verify
-from autoshard.search.plan import Cut, Pipeline, Plan, Recompute
-from autoshard.search.plan_json import plan_from_json, plan_to_json
+from autoshard.search.plans.plan import Cut, Pipeline, Plan, Recompute
+from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
 
 FOLDER = Path(__file__).parent / "golden"
 #: program -> (mesh of a stage, passes that are shown of it)

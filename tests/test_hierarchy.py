@@ -33,7 +33,7 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 

@@ -10,7 +10,13 @@ from autoshard.cost.collective import AxisLink
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import TensorType
 from autoshard.placement import Layout, Partial, R, Shard
-from autoshard.search.inline import bare_gather, gather_copies, is_reduced, reduce_chains, reduce_copies
+from autoshard.search.problem.inline import (
+    bare_gather,
+    gather_copies,
+    is_reduced,
+    reduce_chains,
+    reduce_copies,
+)
 
 MEANINGS = (FSDP, TP)
 #: 4 ranks at 1 GB/s outside, 2 ranks at 100 GB/s inside, free copies

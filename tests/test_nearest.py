@@ -16,15 +16,15 @@ from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError
-from autoshard.search.ask import Ask
-from autoshard.search.configuration import Configuration, Staged, shapes_of
-from autoshard.search.estimated import Estimated
-from autoshard.search.exact import Exact
-from autoshard.search.nearest import Nearest
-from autoshard.search.poses import Poses
-from autoshard.search.problems import layer_calls
-from autoshard.search.setting import Setting
-from autoshard.search.shapes import Shapes
+from autoshard.search.bounds.estimated import Estimated
+from autoshard.search.bounds.nearest import Nearest
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.choosing.exact import Exact
+from autoshard.search.choosing.shapes import Shapes
+from autoshard.search.solving.configuration import Configuration, Staged, shapes_of
+from autoshard.search.solving.poses import Poses
+from autoshard.search.solving.problems import layer_calls
+from autoshard.search.solving.setting import Setting
 
 BATCH, DEVICES = 8, 8
 

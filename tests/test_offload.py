@@ -47,7 +47,7 @@ from autoshard.runtime.host_optimizer import HostOptimizer
 from autoshard.runtime.profile_device import Clock
 from autoshard.runtime.profile_host import measure_host
 from autoshard.runtime.resolve import torch_dtype
-from autoshard.search.plan import Pipeline, Recompute
+from autoshard.search.plans.plan import Pipeline, Recompute
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 

@@ -31,7 +31,7 @@ from autoshard.planning import Planned, plan_analysed
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify
-from autoshard.search.plan import Cut, Pipeline, Recompute
+from autoshard.search.plans.plan import Cut, Pipeline, Recompute
 
 #: name -> stages per rank
 SCHEDULES = {

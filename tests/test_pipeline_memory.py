@@ -15,8 +15,8 @@ from autoshard.passes.stage_places import places_apart
 from autoshard.planning import Planned
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make
-from autoshard.search.ask import Ask
-from autoshard.search.pipe import TRIED, Pipe
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.solving.pipe import TRIED, Pipe
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.pipeline import peak_bytes
 from autoshard.simulate.stage_costs import StagePrices

@@ -35,20 +35,20 @@ from autoshard.ir import refs_of
 from autoshard.ir.held import held_numel
 from autoshard.passes.capture import capture
 from autoshard.program.verify import verify
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.configuration import microbatch_sizes
-from autoshard.search.network import InfeasibleNetwork
-from autoshard.search.pipe import Pipe
-from autoshard.search.plan import Recompute
-from autoshard.search.problem import Model, batch_of
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rebatch import NotRebatchable, rebatched
-from autoshard.search.refit import refit
-from autoshard.search.setting import Setting
-from autoshard.search.settle import Placed, place
-from autoshard.search.terms import Profile, Time, compose, profile
-from autoshard.search.tune import QUICK, tune
-from autoshard.search.variables import NodeVar, ParamState, ParamVar
+from autoshard.search.choosing.choose import Ask, Settled, choose
+from autoshard.search.networks.network import InfeasibleNetwork
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.problem import Model, batch_of
+from autoshard.search.problem.rebatch import NotRebatchable, rebatched
+from autoshard.search.problem.terms import Profile, Time, compose, profile
+from autoshard.search.problem.variables import NodeVar, ParamState, ParamVar
+from autoshard.search.solving.configuration import microbatch_sizes
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.refit import refit
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import Placed, place
+from autoshard.search.solving.tune import QUICK, tune
 
 # -- another batch -----------------------------------------------------------------------------------------
 

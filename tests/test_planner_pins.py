@@ -19,10 +19,10 @@ from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.placement import R, Shard
 from autoshard.planning import Planned, plan_analysed
-from autoshard.search.choose import Ask
-from autoshard.search.pins import Pin
-from autoshard.search.plan import Plan
-from autoshard.search.tactics import parse_tactics
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.choosing.tactics import parse_tactics
+from autoshard.search.plans.plan import Plan
+from autoshard.search.problem.pins import Pin
 
 CLUSTER = "cpu-gloo"
 MESH = "dp=2,tp=2"

@@ -14,27 +14,27 @@ from autoshard.cost.on_mesh import CostModels, cost_model
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure, between
 from autoshard.placement import R, Shard
-from autoshard.search.axes import plain_axes
-from autoshard.search.bound import dual_bound, extremes
-from autoshard.search.build import build_problem
-from autoshard.search.choose import Ask, Rejected, Settled, choose
-from autoshard.search.configuration import data_ways
-from autoshard.search.explain import explain
-from autoshard.search.marginals import min_marginals
-from autoshard.search.network import CostNetwork, InfeasibleNetwork
-from autoshard.search.padded import padded
-from autoshard.search.plan import Plan
-from autoshard.search.poses import Poses
-from autoshard.search.possible import possible
-from autoshard.search.prices import Prices
-from autoshard.search.problem import Problem
-from autoshard.search.problems import layer_calls, pose
-from autoshard.search.rebatch import rebatched
-from autoshard.search.setting import Setting
-from autoshard.search.settle import place
-from autoshard.search.solve import solve
-from autoshard.search.tune import QUICK
-from autoshard.search.variables import ParamVar
+from autoshard.search.choosing.choose import Ask, Rejected, Settled, choose
+from autoshard.search.networks.marginals import min_marginals
+from autoshard.search.networks.network import CostNetwork, InfeasibleNetwork
+from autoshard.search.networks.solve import solve
+from autoshard.search.plans.plan import Plan
+from autoshard.search.problem.axes import plain_axes
+from autoshard.search.problem.build import build_problem
+from autoshard.search.problem.padded import padded
+from autoshard.search.problem.possible import possible
+from autoshard.search.problem.prices import Prices
+from autoshard.search.problem.problem import Problem
+from autoshard.search.problem.rebatch import rebatched
+from autoshard.search.problem.variables import ParamVar
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.bound import dual_bound, extremes
+from autoshard.search.solving.configuration import data_ways
+from autoshard.search.solving.poses import Poses
+from autoshard.search.solving.problems import layer_calls, pose
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import place
+from autoshard.search.solving.tune import QUICK
 
 HIDDEN = Exposure(0.0, 0.0, 0.0, 0.0)
 

@@ -27,7 +27,7 @@ from autoshard.passes.capture import capture
 from autoshard.passes.prefetch import _place, prefetch
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choose import Ask
+from autoshard.search.choosing.choose import Ask
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 

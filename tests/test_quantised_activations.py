@@ -29,7 +29,7 @@ from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.program.verify import QUANTISED, Batch, Ranks, tolerance_of, verify
 from autoshard.rules.local import MeshShape
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops, placed_of
 from autoshard.simulate.work import Message

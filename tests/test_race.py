@@ -13,16 +13,16 @@ from planned import analysed
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.configuration import Configuration
-from autoshard.search.estimated import Estimated
-from autoshard.search.exact import Exact
-from autoshard.search.nearest import Nearest
-from autoshard.search.pipe import Pipe
-from autoshard.search.poses import Poses
-from autoshard.search.problem import experts_of
-from autoshard.search.race import Race
-from autoshard.search.setting import Setting
+from autoshard.search.bounds.estimated import Estimated
+from autoshard.search.bounds.nearest import Nearest
+from autoshard.search.choosing.choose import Ask, Settled, choose
+from autoshard.search.choosing.exact import Exact
+from autoshard.search.choosing.race import Race
+from autoshard.search.problem.problem import experts_of
+from autoshard.search.solving.configuration import Configuration
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.poses import Poses
+from autoshard.search.solving.setting import Setting
 
 BATCH = 8
 

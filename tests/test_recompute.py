@@ -36,7 +36,7 @@ from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.microbatch import cut, whole_batch
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 
 CLUSTER = "cpu-gloo"
 MESHES = ("dp=2,tp=2", "fsdp=4", "tp=4")

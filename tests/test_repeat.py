@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.search.chain import Chain, Pair, reduced
-from autoshard.search.min_plus import Squares, min_plus
-from autoshard.search.network import Array, CostNetwork, NoFiniteAssignment
-from autoshard.search.repeat import Repeated, Room, least
-from autoshard.search.solve import solve
+from autoshard.search.networks.chain import Chain, Pair, reduced
+from autoshard.search.networks.min_plus import Squares, min_plus
+from autoshard.search.networks.network import Array, CostNetwork, NoFiniteAssignment
+from autoshard.search.networks.repeat import Repeated, Room, least
+from autoshard.search.networks.solve import solve
 
 #: so little that something always has to be relaxed
 TIGHT = Room(interface=1, product=1, table=1)

@@ -38,7 +38,7 @@ from autoshard.program.text import program_text
 from autoshard.rules.local import MeshShape
 from autoshard.runtime import rings
 from autoshard.runtime.parts import take_part
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
 from autoshard.simulate.rings import Beat, alone, beats, room

@@ -24,7 +24,7 @@ from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
 from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
 from autoshard.schedules.searched import Found, search
-from autoshard.search.pipe import Pipe
+from autoshard.search.solving.pipe import Pipe
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.torch_adapters.pipelining import torch_schedule
 

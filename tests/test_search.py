@@ -19,15 +19,15 @@ from autoshard.search import (
     min_marginals,
     solve,
 )
-from autoshard.search.direct import Orders, least
-from autoshard.search.dive import dive, widen
-from autoshard.search.improve import descend, measure
-from autoshard.search.milp import solve_milp
-from autoshard.search.minimise import minimise_pruned
-from autoshard.search.order import find_order
-from autoshard.search.prune import Contradiction, Residual, make_consistent, prune, survivors
-from autoshard.search.reduced import Reduction
-from autoshard.search.solve import least_cost, proven_seconds
+from autoshard.search.networks.direct import Orders, least
+from autoshard.search.networks.dive import dive, widen
+from autoshard.search.networks.improve import descend, measure
+from autoshard.search.networks.milp import solve_milp
+from autoshard.search.networks.minimise import minimise_pruned
+from autoshard.search.networks.order import find_order
+from autoshard.search.networks.prune import Contradiction, Residual, make_consistent, prune, survivors
+from autoshard.search.networks.reduced import Reduction
+from autoshard.search.networks.solve import least_cost, proven_seconds
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)

@@ -20,10 +20,10 @@ from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.shorten import Shorter
 from autoshard.planning import plan_analysed
-from autoshard.search.ask import Ask
-from autoshard.search.plan import Recompute
-from autoshard.search.problem import batch_of
-from autoshard.search.problems import layer_calls
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.problem import batch_of
+from autoshard.search.solving.problems import layer_calls
 from autoshard.slot_costs import _filled, _Pricing
 from autoshard.stage_slots import Slots
 

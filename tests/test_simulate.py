@@ -31,7 +31,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.placement import Partial, Replicate, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import VIEWS, Ops, placed_of, unfused
 from autoshard.simulate.step import estimate_step, simulated

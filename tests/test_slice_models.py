@@ -18,7 +18,7 @@ from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.verify import has_dropout, verify
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
 
 BATCH, SEQ, WIDTH, VOCAB, HEADS = 4, 16, 16, 31, 2
 #: ids [b, s] -> a mask for the scores, or None for one that is causal by its name

@@ -38,7 +38,7 @@ from autoshard.schedules.one_f_one_b import one_f_one_b
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Action, Schedule
 from autoshard.schedules.seq1f1b import seq1f1b
-from autoshard.search.plan import Cut, Pipeline, Recompute
+from autoshard.search.plans.plan import Cut, Pipeline, Recompute
 from autoshard.simulate.pipeline import StageCosts, simulate
 from autoshard.simulate.slices import in_slices
 from autoshard.simulate.stage_costs import StagePrices

@@ -14,7 +14,7 @@ from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
 from autoshard.program.verify import verify
 from autoshard.schedules.registry import make
-from autoshard.search.plan_json import plan_from_json, plan_to_json
+from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
 from autoshard.simulate.pipeline import least_makespan, makespan
 
 

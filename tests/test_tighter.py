@@ -10,18 +10,18 @@ from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.search.ask import Ask
-from autoshard.search.configuration import shapes_of
-from autoshard.search.eliminate import Elimination
-from autoshard.search.exact import Exact
-from autoshard.search.order import find_order
-from autoshard.search.poses import Poses
-from autoshard.search.problem import experts_of
-from autoshard.search.problems import layer_calls
-from autoshard.search.rank import _Bounded
-from autoshard.search.setting import Setting
-from autoshard.search.shapes import Shapes
-from autoshard.search.together import SINGLE, least_of_each
+from autoshard.search.bounds.rank import _Bounded
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.choosing.exact import Exact
+from autoshard.search.choosing.shapes import Shapes
+from autoshard.search.networks.eliminate import Elimination
+from autoshard.search.networks.order import find_order
+from autoshard.search.networks.together import SINGLE, least_of_each
+from autoshard.search.problem.problem import experts_of
+from autoshard.search.solving.configuration import shapes_of
+from autoshard.search.solving.poses import Poses
+from autoshard.search.solving.problems import layer_calls
+from autoshard.search.solving.setting import Setting
 
 BATCH = 16
 

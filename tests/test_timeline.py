@@ -30,8 +30,8 @@ from autoshard.runtime.executor import RankProgram, Values
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.plan import Cut, Pipeline, Recompute
-from autoshard.search.problem import model_flop
+from autoshard.search.plans.plan import Cut, Pipeline, Recompute
+from autoshard.search.problem.problem import model_flop
 from autoshard.simulate.kept import Kept, kept_by
 from autoshard.simulate.pipeline import StageCosts, peak_bytes, simulate
 from autoshard.simulate.stage_costs import StagePrices, stage_costs

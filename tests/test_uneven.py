@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from planned import analysed
 
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.search import cuts
-from autoshard.search.pipe import Pipe
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.setting import Setting
-from autoshard.search.uneven import busiest, chain_of, unevenness
+from autoshard.search.bounds.uneven import busiest, chain_of, unevenness
+from autoshard.search.solving import cuts
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.setting import Setting
 
 SECONDS = st.floats(0.01, 10.0)
 

@@ -28,12 +28,12 @@ from autoshard.cost.stage_machines import (
 )
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
-from autoshard.search.ask import Ask
-from autoshard.search.pace import Pace
-from autoshard.search.plan import Cut
-from autoshard.search.plan_json import plan_to_json
-from autoshard.search.problems import layer_calls
-from autoshard.search.setting import Setting
+from autoshard.search.choosing.ask import Ask
+from autoshard.search.choosing.pace import Pace
+from autoshard.search.plans.plan import Cut
+from autoshard.search.plans.plan_json import plan_to_json
+from autoshard.search.solving.problems import layer_calls
+from autoshard.search.solving.setting import Setting
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 

@@ -21,16 +21,16 @@ from autoshard.ir.flow import flow_of
 from autoshard.passes.capture import capture
 from autoshard.rules.digits import find_digits
 from autoshard.rules.registry import rules_for
-from autoshard.search.chain import Chain
-from autoshard.search.plan import Recompute
-from autoshard.search.problem import Model
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.repeat import Room, least
-from autoshard.search.setting import Setting
-from autoshard.search.solve import solve
-from autoshard.search.tune import tune
-from autoshard.search.unrolled import NotAChain, Run, Spread, runs_of, spread_of, unroll
-from autoshard.search.untied import chain_of, policies_of, untied_bound, untied_from
+from autoshard.search.networks.chain import Chain
+from autoshard.search.networks.repeat import Room, least
+from autoshard.search.networks.solve import solve
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.problem import Model
+from autoshard.search.reasons.unrolled import NotAChain, Run, Spread, runs_of, spread_of, unroll
+from autoshard.search.reasons.untied import chain_of, policies_of, untied_bound, untied_from
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.tune import tune
 
 EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(0.3, 0.5, 0.7, 1.0))
 

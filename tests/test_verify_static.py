@@ -35,7 +35,7 @@ from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
 from autoshard.rules.truth import digits_of, make_call
-from autoshard.search.plan import Recompute
+from autoshard.search.plans.plan import Recompute
 from autoshard.verify.indices import cover, held, in_units, splits_of, unit_of
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous

@@ -18,12 +18,12 @@ from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
 from autoshard.planning import Planned, plan_analysed
 from autoshard.rules.local import MeshShape
-from autoshard.search.choose import Ask
-from autoshard.search.explain import explain
-from autoshard.search.pipe import Pipe
-from autoshard.search.plan import Pipeline
-from autoshard.search.problem import batch_of
-from autoshard.search.problems import layer_calls
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.plans.plan import Pipeline
+from autoshard.search.problem.problem import batch_of
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import layer_calls
 from autoshard.staging import Staging, staged
 from autoshard.validate.models import Architecture, on_meta
 

@@ -20,7 +20,7 @@ from autoshard.errors import VerificationError
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned
 from autoshard.program.store import save_program
-from autoshard.search.plan import Cut
+from autoshard.search.plans.plan import Cut
 
 RANKS, MICROBATCHES = 4, 8
 #: a head of about the work of two layers, as in `cuts.heads`

@@ -18,7 +18,7 @@ from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
 from autoshard.planning import plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plan import Cut, Pipeline, Recompute
+from autoshard.search.plans.plan import Cut, Pipeline, Recompute
 
 RANKS = 4
 VOCAB = 1024

@@ -22,7 +22,7 @@ from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.search.plan import Cut, Pipeline
+from autoshard.search.plans.plan import Cut, Pipeline
 
 RANKS, MICROBATCHES = 4, 8
 LAYERS, HIDDEN, VOCAB = 8, 256, 2048

@@ -57,7 +57,7 @@ def plan_case(case: Case) -> PlanningRow:
     from autoshard.passes.capture import capture
     from autoshard.planning import Question, Source
     from autoshard.report.summary import summarise
-    from autoshard.search.choose import Ask
+    from autoshard.search.choosing.choose import Ask
     from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)

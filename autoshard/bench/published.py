@@ -14,17 +14,17 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.planning import Source
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.configuration import Configuration, Staged, data_ways
-from autoshard.search.network import InfeasibleNetwork
-from autoshard.search.pipe import Pipe
-from autoshard.search.plan import Recompute
-from autoshard.search.problem import Model
-from autoshard.search.problems import layer_calls, pose
-from autoshard.search.rebatch import NotRebatchable, rebatched
-from autoshard.search.setting import Setting
-from autoshard.search.settle import place
-from autoshard.search.uneven import uneven_seconds
+from autoshard.search.bounds.uneven import uneven_seconds
+from autoshard.search.choosing.choose import Ask, Settled, choose
+from autoshard.search.networks.network import InfeasibleNetwork
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.problem import Model
+from autoshard.search.problem.rebatch import NotRebatchable, rebatched
+from autoshard.search.solving.configuration import Configuration, Staged, data_ways
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import layer_calls, pose
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import place
 from autoshard.stage_link import pipe_link
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta

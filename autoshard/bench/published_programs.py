@@ -19,8 +19,8 @@ from autoshard.errors import AutoshardError
 from autoshard.fitting import Fitter, Peak
 from autoshard.offload import NO_OFFLOAD
 from autoshard.planning import Planned, Question
-from autoshard.search.choose import Ask
-from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.choosing.choose import Ask
+from autoshard.search.problem.rebatch import NotRebatchable, rebatched
 
 #: how often a published plan is placed again with less room, and by how much more than what it held too much
 _ROUNDS, _MORE = 4, 1.03

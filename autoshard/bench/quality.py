@@ -12,14 +12,14 @@ from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.passes.capture import capture
-from autoshard.search.choose import Ask, Settled, choose
-from autoshard.search.configuration import data_ways, microbatch_sizes
-from autoshard.search.network import InfeasibleNetwork
-from autoshard.search.plan import Recompute
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.rebatch import rebatched
-from autoshard.search.setting import Setting
-from autoshard.search.settle import place
+from autoshard.search.choosing.choose import Ask, Settled, choose
+from autoshard.search.networks.network import InfeasibleNetwork
+from autoshard.search.plans.plan import Recompute
+from autoshard.search.problem.rebatch import rebatched
+from autoshard.search.solving.configuration import data_ways, microbatch_sizes
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import place
 from autoshard.validate.models import Architecture, on_meta
 
 

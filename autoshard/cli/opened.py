@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.planning import Planned
     from autoshard.program.program import Program
-    from autoshard.search.plan import Plan
+    from autoshard.search.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Opened:
 
     @property
     def plan(self) -> Plan:
-        from autoshard.search.plan_json import plan_from_json
+        from autoshard.search.plans.plan_json import plan_from_json
 
         return plan_from_json(self.program.plan)
 
@@ -44,7 +44,7 @@ class Opener:
 
     def plan_of(self, folder: Path) -> Plan:
         """The plan that a folder of either kind holds, and nothing else of it."""
-        from autoshard.search.plan_json import plan_from_json
+        from autoshard.search.plans.plan_json import plan_from_json
 
         try:
             return plan_from_json((folder / "plan.json").read_text(encoding="utf-8"))

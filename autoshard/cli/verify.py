@@ -117,7 +117,7 @@ def _proved(program: Program, rules: Rules, cluster: str | None, say: Progress) 
 def _machine(program: Program, named: str | None) -> Cluster | None:
     """Whose memory the program must fit: the cluster that is named, or that it was planned to fit."""
     from autoshard.cli.inspect import prices_of
-    from autoshard.search.plan_json import plan_from_json
+    from autoshard.search.plans.plan_json import plan_from_json
 
     if named is None and plan_from_json(program.plan).budget is None:
         return None

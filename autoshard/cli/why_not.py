@@ -14,7 +14,7 @@ from autoshard.placement import Placement, parse_placement
 from autoshard.report.explain import Explanation
 from autoshard.report.summary import Summary
 from autoshard.report.units import bytes_text, seconds_text
-from autoshard.search.pins import Pin
+from autoshard.search.problem.pins import Pin
 from autoshard.whatif import Changed, WhatIf
 
 #: (axis, placement) pairs

@@ -17,7 +17,7 @@ from autoshard.interop.local_code import RANDOM, Sound, sound_styles
 from autoshard.interop.local_model import LocalModel
 from autoshard.interop.module_styles import Note, Style, other_divisions, parameter_uses, wanted_styles
 from autoshard.placement import Shard
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 #: several names of a model in one: a part that is a number stands as ``*``
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from autoshard.analysis import Analysis
 from autoshard.ir import Graph, Node, Ref, refs_of
 from autoshard.placement import Placement, R, Shard
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 Kind: TypeAlias = Literal["columns", "rows", "table_columns", "table_rows"]
 #: (number of the call in `Folded.calls`, number of the node in its segment)

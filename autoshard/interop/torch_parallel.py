@@ -16,7 +16,7 @@ from autoshard.cluster import Mesh
 from autoshard.interop.by_module import ByModule, Example, by_module, check_order, globs, note_lines
 from autoshard.interop.module_styles import Style
 from autoshard.interop.units import Layers, gathering, layer_lists, recomputed
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 _WIDTH = 106
 

@@ -12,7 +12,7 @@ from autoshard.analysis import Analysis
 from autoshard.errors import UsageError
 from autoshard.interop.by_module import ByModule, Example, by_module, grouped, note_lines
 from autoshard.interop.module_styles import Style
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 WHOLE = "replicate"
 

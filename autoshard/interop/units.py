@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoshard.analysis import Analysis
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from autoshard.program.original import notes_of_original, original_of
 from autoshard.program.program import Program, Signature, Stages
 from autoshard.report.dumps import Dumps, Shot
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.plan import Plan
-from autoshard.search.plan_json import plan_to_json
+from autoshard.search.plans.plan import Plan
+from autoshard.search.plans.plan_json import plan_to_json
 
 
 def build_program(

@@ -14,7 +14,7 @@ from autoshard.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place
-from autoshard.search.plan import Why
+from autoshard.search.plans.plan import Why
 from autoshard.simulate.ops import EXCHANGES
 
 

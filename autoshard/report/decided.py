@@ -13,9 +13,9 @@ from autoshard.errors import UsageError
 from autoshard.ir import Call, Port
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text
-from autoshard.search.explain import life_text
-from autoshard.search.plan import Plan, Why, why_key
-from autoshard.search.plan_json import plan_from_json
+from autoshard.search.plans.plan import Plan, Why, why_key
+from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.reasons.explain import life_text
 
 #: the last pass before the search: its segments and the order of their ops are what a plan is about
 _SEARCHED = "030_normalize"

@@ -14,7 +14,7 @@ from autoshard.report.decided import Decisions, Op
 from autoshard.report.estimate import Estimator
 from autoshard.report.simulation import memory_of, parts_of, rates
 from autoshard.rules.states import OpState
-from autoshard.search.plan import Plan
+from autoshard.search.plans.plan import Plan
 from autoshard.simulate.step import StepEstimate
 
 #: kinds of parameters that a note names

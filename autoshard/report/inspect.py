@@ -245,7 +245,7 @@ def checks(estimator: Estimator, program: Program) -> dict[str, int]:
 
 
 def _replicated(program: Program) -> tuple[str, ...]:
-    from autoshard.search.plan_json import plan_from_json
+    from autoshard.search.plans.plan_json import plan_from_json
 
     return plan_from_json(program.plan).replicated if program.plan else ()
 

@@ -15,11 +15,11 @@ from autoshard.ir.held import held_bytes
 from autoshard.placement import Layout, Shard, is_even
 from autoshard.program.text import layout_text
 from autoshard.report.units import seconds_text
-from autoshard.search.choose import Settled
-from autoshard.search.explain import life_text, zero_stage
-from autoshard.search.plan import Cut, Plan, Why, why_key
-from autoshard.search.problem import model_flop
-from autoshard.search.setting import Held
+from autoshard.search.choosing.choose import Settled
+from autoshard.search.plans.plan import Cut, Plan, Why, why_key
+from autoshard.search.problem.problem import model_flop
+from autoshard.search.reasons.explain import life_text, zero_stage
+from autoshard.search.solving.setting import Held
 from autoshard.staging import Staging, bare_seconds
 
 

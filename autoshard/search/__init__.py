@@ -1,8 +1,8 @@
 """Search over pairwise cost networks. Knows no torch and no graph."""
 
-from autoshard.search.brute import brute_force
-from autoshard.search.marginals import min_marginals
-from autoshard.search.network import (
+from autoshard.search.networks.brute import brute_force
+from autoshard.search.networks.marginals import min_marginals
+from autoshard.search.networks.network import (
     CostNetwork,
     InfeasibleNetwork,
     Limits,
@@ -11,7 +11,7 @@ from autoshard.search.network import (
     SearchStats,
     Solution,
 )
-from autoshard.search.solve import solve
+from autoshard.search.networks.solve import solve
 
 __all__ = [
     "CostNetwork",

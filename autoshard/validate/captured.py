@@ -12,8 +12,8 @@ from autoshard.analysis import Analysis, analyse
 from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
 from autoshard.passes.capture import capture
 from autoshard.rules.core import Factored
-from autoshard.search.problem import Model
-from autoshard.search.rebatch import NotRebatchable, rebatched
+from autoshard.search.problem.problem import Model
+from autoshard.search.problem.rebatch import NotRebatchable, rebatched
 from autoshard.validate.models import Architecture, on_meta
 
 #: sequences of the capture that stands for every batch but 1

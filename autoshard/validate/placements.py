@@ -19,10 +19,18 @@ import numpy as np
 from autoshard.ir import refs_of
 from autoshard.ir.flow import Place
 from autoshard.placement import Layout, Partial, R, Shard
-from autoshard.search.network import Array
-from autoshard.search.problem import Model
-from autoshard.search.problems import Posed
-from autoshard.search.variables import NodeVar, ParamState, ParamVar, PortVar, ResultVar, ValueVar, Variable
+from autoshard.search.networks.network import Array
+from autoshard.search.problem.problem import Model
+from autoshard.search.problem.variables import (
+    NodeVar,
+    ParamState,
+    ParamVar,
+    PortVar,
+    ResultVar,
+    ValueVar,
+    Variable,
+)
+from autoshard.search.solving.problems import Posed
 from autoshard.validate.models import Architecture, Kind
 
 S = TypeVar("S")

@@ -20,15 +20,15 @@ from autoshard.program.build import build_program
 from autoshard.program.program import Program
 from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
-from autoshard.search.ask import Settled
-from autoshard.search.configuration import Configuration
-from autoshard.search.explain import explain
-from autoshard.search.network import NoFiniteAssignment
-from autoshard.search.pipe import Pipe
-from autoshard.search.plan import Plan, Recompute
-from autoshard.search.problems import Posed, layer_calls, pose
-from autoshard.search.setting import Setting
-from autoshard.search.settle import place
+from autoshard.search.choosing.ask import Settled
+from autoshard.search.networks.network import NoFiniteAssignment
+from autoshard.search.plans.plan import Plan, Recompute
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.configuration import Configuration
+from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import Posed, layer_calls, pose
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import place
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.stage_link import in_parts, pipe_link
 from autoshard.validate.architecture import Known, architecture_of

@@ -12,8 +12,8 @@ from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text
 from autoshard.program.program import Program, Signature
 from autoshard.rules.user import Rules
-from autoshard.search.plan_json import plan_from_json
-from autoshard.search.problem import batch_of
+from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.problem.problem import batch_of
 
 
 def same_model(program: Program, target: str, rules: Rules = None) -> None:

@@ -25,8 +25,8 @@ from autoshard.ir import Call
 from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.verify import Verification, has_dropout, verify
-from autoshard.search.plan import Plan, Recompute
-from autoshard.search.plan_json import plan_from_json
+from autoshard.search.plans.plan import Plan, Recompute
+from autoshard.search.plans.plan_json import plan_from_json
 from autoshard.verify.result import StaticReport
 from autoshard.verify.shrink import shrunk
 from autoshard.verify.static import verify_static

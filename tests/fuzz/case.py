@@ -21,7 +21,7 @@ from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
 from autoshard.program.verify import Batch, Check, verify
 from autoshard.runtime.lockstep import Lockstep
-from autoshard.search.network import NoFiniteAssignment
+from autoshard.search.networks.network import NoFiniteAssignment
 from fuzz.draw import recipe
 from fuzz.plans import random_plan
 from fuzz.recipe import Recipe

@@ -13,20 +13,20 @@ from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
 from autoshard.planning import Planned
-from autoshard.search.ask import Settled
-from autoshard.search.axes import merged_axes, merged_mesh, plain_axes
-from autoshard.search.build import build_problem
-from autoshard.search.configuration import Configuration
-from autoshard.search.explain import explain
-from autoshard.search.network import CostNetwork, Limits, NoFiniteAssignment
-from autoshard.search.plan import Cut, Pipeline, Recompute
-from autoshard.search.possible import possible
-from autoshard.search.prices import Prices
-from autoshard.search.problem import Problem, batch_of
-from autoshard.search.problems import Posed, layer_calls
-from autoshard.search.setting import Setting
-from autoshard.search.settle import placed_at
-from autoshard.search.solve import solve
+from autoshard.search.choosing.ask import Settled
+from autoshard.search.networks.network import CostNetwork, Limits, NoFiniteAssignment
+from autoshard.search.networks.solve import solve
+from autoshard.search.plans.plan import Cut, Pipeline, Recompute
+from autoshard.search.problem.axes import merged_axes, merged_mesh, plain_axes
+from autoshard.search.problem.build import build_problem
+from autoshard.search.problem.possible import possible
+from autoshard.search.problem.prices import Prices
+from autoshard.search.problem.problem import Problem, batch_of
+from autoshard.search.reasons.explain import explain
+from autoshard.search.solving.configuration import Configuration
+from autoshard.search.solving.problems import Posed, layer_calls
+from autoshard.search.solving.setting import Setting
+from autoshard.search.solving.settle import placed_at
 
 #: the search only has to find a plan, not the best one for prices that mean nothing
 _LIMITS = Limits(table=200_000, total=2_000_000, mini=20_000, nodes=50, milp=0)

@@ -36,7 +36,7 @@ from autoshard.program.text import program_text
 from autoshard.rules.local import MeshShape
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.steps import PreparedSegment
-from autoshard.search.plan import Pipeline, Recompute
+from autoshard.search.plans.plan import Pipeline, Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops, placed_of
 from autoshard.simulate.work import Traffic

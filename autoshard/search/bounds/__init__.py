@@ -1,0 +1,1 @@
+"""What configurations take at least, and about, without being solved."""

@@ -1,0 +1,85 @@
+"""A lower bound on the step of a configuration that was not solved, memory and parameters counted.
+
+For any price per byte and any exposure of overlaps, the least of seconds plus price times bytes, less the
+price of the whole budget, bounds every step that fits (duality, as in `search.solving.bound`). What is least
+falls into two parts that are looked at apart, which can only make it less: activations, the same for all
+meshes that divide layers alike (`search.bounds.floor`), and parameters, class by class, by their lives on
+this mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.cost.step_time import Exposure, weights
+from autoshard.search.bounds.floor import Regime, regime_of
+from autoshard.search.networks.network import Array
+from autoshard.search.problem.terms import Bytes, Time
+from autoshard.search.solving.parameters import Lived
+from autoshard.search.solving.setting import Setting
+
+#: nothing of parameters shows beside computing, or all of it
+EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Lives:
+    """What classes of parameters take at least, by stages of ZeRO.
+
+    seconds: [times, stages x classes], and bytes: [kinds, stages x classes]. stages: how many. tied: see
+    `search.bounds.floor.Regime`.
+    """
+
+    times: tuple[Time, ...]
+    seconds: Array
+    kinds: tuple[Bytes, ...]
+    bytes: Array
+    stages: int
+    tied: float
+
+    @staticmethod
+    def of(lived: Sequence[Lived], *, tied: float) -> Lives:
+        times = tuple(dict.fromkeys(key for one in lived for key in one.seconds))
+        kinds = tuple(dict.fromkeys(kind for one in lived for kind in one.bytes))
+        nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))
+        return Lives(
+            times,
+            np.array([np.concatenate([one.seconds.get(key, nothing) for one in lived]) for key in times]),
+            kinds,
+            np.array([np.concatenate([one.bytes.get(kind, nothing) for one in lived]) for kind in kinds]),
+            len(lived),
+            tied,
+        )
+
+
+def bound_of(
+    how: Setting, prices: Array, floors: Callable[[Regime], Array], lives: Lives, budget: float
+) -> float:
+    """Seconds that no step in this setting goes below, whatever runs again, if it fits the budget.
+
+    prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
+    least with what it holds at each of these, by regime; both [prices].
+    """
+    held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
+    waiting, others = how.waiting
+    # no rank holds less than its share of what is in flight
+    flights = {False: min(1.0, how.flight)}
+    if how.pipe.splits_backward and not others:
+        flights[True] = min(1.0, waiting)
+    shown = [weights(how.how, exposure) for exposure in EXPOSURES]
+    counted = [how.time_weight(exposure) for exposure in EXPOSURES]
+    # [exposures, stages x classes]
+    spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
+    # where messages show, computing counts in part; no less is left of everything else, at a higher price
+    part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
+    found = 0.0
+    for waits, flight in flights.items():
+        floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
+        price = prices * (part / flight)  # [exposures, prices]
+        least = spent[:, None] + price[:, :, None] * held  # [exposures, prices, stages x classes]
+        each = least.reshape(*price.shape, lives.stages, -1).min(axis=2)
+        found = max(found, float((floor + each.sum(axis=-1) - price * budget).max()))
+    return found

@@ -1,0 +1,1 @@
+"""Which configurations are solved, and which of them is the plan."""

@@ -1,0 +1,27 @@
+"""Entries that are the same but for how often they count, made one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from autoshard.search.problem.entries import Busy, Entry, Exchanged, Joined
+
+
+def merged(entries: Sequence[Entry]) -> list[Entry]:
+    """The same in fewer; where many ops decide together, most are about the same variables."""
+    found: dict[Hashable, Entry] = {}
+    for number, entry in enumerate(entries):
+        match entry:
+            case Busy() | Exchanged():
+                key: Hashable = (type(entry), entry.key, entry.variable, entry.call)
+            case Joined():
+                key = (Joined, entry.key, entry.source, entry.target, entry.way)
+            case _:
+                key = number
+        known = found.get(key)
+        if isinstance(known, Busy | Exchanged | Joined) and isinstance(entry, Busy | Exchanged | Joined):
+            found[key] = replace(known, count=known.count + entry.count)
+        else:
+            found[key] = entry
+    return list(found.values())

@@ -1,0 +1,186 @@
+"""A model whose ops have rules, and what there is to decide about it on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import gcd, prod
+
+import numpy as np
+
+from autoshard.ir import Folded
+from autoshard.ir.flow import Flow, Place
+from autoshard.rules.core import Factored
+from autoshard.rules.digits import DigitTable
+from autoshard.rules.states import OpState
+from autoshard.search.networks.direct import Orders
+from autoshard.search.networks.known import Known
+from autoshard.search.networks.network import Array, Indices
+from autoshard.search.problem.alike import Alike
+from autoshard.search.problem.axes import SearchAxes
+from autoshard.search.problem.buckets import Shares, shares_of
+from autoshard.search.problem.entries import Entry, Pricing
+from autoshard.search.problem.kept import Kept, kept_activations
+from autoshard.search.problem.kinds import Kinds
+from autoshard.search.problem.terms import Terms
+from autoshard.search.problem.variables import NodeVar, ValueVar, Variable, with_states
+
+#: bytes that differ by less are the same, but for uneven parts
+MORE = 1.01
+
+
+@dataclass(frozen=True)
+class Model:
+    """Everything the problem is built from."""
+
+    folded: Folded
+    flow: Flow
+    rules: dict[tuple[str, int], Factored]
+    digits: DigitTable
+    #: ways to run calls that were found already, by all that they depend on
+    ways: dict[object, tuple[OpState, ...]] = field(default_factory=dict, compare=False, repr=False)
+    #: orders of elimination of its networks, on any mesh
+    orders: Orders = field(default_factory=Orders, compare=False, repr=False)
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What backward reads of forward; the same on every mesh."""
+        return kept_activations(self.folded, self.flow, self.rules)
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Ops and values that may decide together."""
+        return Alike.of(self.folded)
+
+    @cached_property
+    def kinds(self) -> Kinds:
+        """What of its ops is the same on every mesh."""
+        return Kinds.of(self.folded, self.rules, self.digits)
+
+    @cached_property
+    def shares(self) -> dict[Place, Shares]:
+        """Of parameters in the messages they travel in, by class."""
+        return shares_of(self.flow)
+
+
+def model_flop(model: Model) -> tuple[float, str]:
+    """(FLOP of one forward and backward, the type that most of them are done in)."""
+    counts = model.folded.counts()
+    done: dict[str, float] = {}
+    for (name, number), rule in model.rules.items():
+        if rule.flops:
+            types = model.folded.segments[name].nodes[number].types
+            dtype = next((t.dtype for t in types if t is not None and t.is_float), "f32")
+            done[dtype] = done.get(dtype, 0.0) + counts[name] * rule.flops
+    return sum(done.values()), max(done, key=lambda d: done[d], default="f32")
+
+
+def experts_of(model: Model) -> int:
+    """How many experts the rows of a model may be exchanged between; 0 if it has none."""
+    owners = [rule.sizes[o] for rule in model.rules.values() for _, o in rule.exchange]
+    return min(owners, default=0)
+
+
+def batch_of(folded: Folded) -> int:
+    """The batch that the model was captured with; 1 if no input has one."""
+    sizes = [
+        p.type.shape[0]
+        for p in folded.joint.ports
+        if p.kind == "input" and p.target in folded.joint.batch_inputs
+    ]
+    return sizes[0] if sizes else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """Terms that can be priced for several batches. states: of every variable. batch: sequences that they
+    were laid out with; 0 if another batch may have other states."""
+
+    states: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    prices: Pricing
+    batch: int
+
+    def terms(self, batch: int | None = None) -> Terms:
+        """For that batch, a multiple of the one that they were laid out with."""
+        prices = self.prices
+        if batch is not None and batch != self.batch:
+            prices = Pricing(prices.cost, prices.sizes, batch / self.batch, prices)
+        terms = Terms(list(self.states))
+        for entry in self.entries:
+            entry.put(terms, prices)
+        return terms
+
+
+def heard(before: Array | None, mask: Array) -> Array:
+    """Two masks of 0 and inf together, the second left out where they leave no state."""
+    both = mask if before is None else before + mask
+    return both if before is None or np.isfinite(both).any() else before
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What there is to decide and what its costs are made of (see `compose` for the network).
+
+    choices: states of all variables, those that turned out impossible among them (see
+    `search.problem.possible`). known: its solutions so far. kept: which states of a variable were possible,
+    where not all. others: what decides with a variable, whatever states they are written with (see
+    `search.problem.alike`).
+    """
+
+    axes: SearchAxes
+    terms: Terms
+    variables: tuple[Variable, ...]
+    index: dict[object, int]
+    choices: int
+    known: Known = field(default_factory=Known, compare=False, repr=False)
+    blueprint: Blueprint | None = field(default=None, compare=False, repr=False)
+    kept: Mapping[int, Indices] = field(default_factory=dict, compare=False, repr=False)
+    others: Mapping[int, Sequence[NodeVar | ValueVar]] = field(default_factory=dict, repr=False)
+
+    def together(self, number: int) -> Iterator[Variable]:
+        """A variable and all that decide with it, in its states."""
+        variable = self.variables[number]
+        yield variable
+        for other in self.others.get(number, ()):
+            yield with_states(other, variable.states)
+
+    def masks(self, of: Callable[[Variable], Array | None]) -> list[Array | None]:
+        """Per variable 0 or inf for each state, as all that decide together want it; None for all states.
+
+        of: what each wants. Where all together want none of the states, the later ones are not heard.
+        """
+        found: list[Array | None] = []
+        for number in range(len(self.variables)):
+            both: Array | None = None
+            for variable in self.together(number):
+                mask = of(variable)
+                both = both if mask is None else heard(both, mask)
+            found.append(both)
+        return found
+
+    def grows_to(self, batch: int) -> bool:
+        """Whether microbatches of ``batch`` sequences leave the same to decide."""
+        laid = self.blueprint.batch if self.blueprint is not None else 0
+        return laid > 0 and batch % laid == 0
+
+    def bounds(self, batch: int) -> bool:
+        """Whether `grown` to microbatches of ``batch`` sequences takes no more than they do: nothing that
+        splits them over devices does not split these.
+
+        An axis may split whatever its size divides, so that no prime factor of the devices may divide more
+        sequences than before.
+        """
+        laid = self.blueprint.batch if self.blueprint is not None else 0
+        if laid == 0 or batch < laid:
+            return False
+        even = gcd(batch, prod(self.axes.sizes) ** batch.bit_length())
+        return laid % even == 0
+
+    def grown(self, batch: int) -> Problem:
+        """The same for microbatches of ``batch`` sequences. Its layouts are still those of the smaller batch:
+        good for costs, not for a plan."""
+        assert self.blueprint is not None
+        terms = self.blueprint.terms(batch).only(self.kept)
+        return replace(self, terms=terms, known=Known(self.known.orders), blueprint=None)

@@ -1,0 +1,1 @@
+"""Why: what each choice is worth, and what other plans could win."""

@@ -1,0 +1,215 @@
+"""From a solution to a plan: every decision with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.cluster.cluster import Cluster, usable_memory
+from autoshard.cluster.mesh import Mesh
+from autoshard.placement import Layout
+from autoshard.rules.states import OpState
+from autoshard.search.choosing.ask import Settled
+from autoshard.search.networks.marginals import min_marginals
+from autoshard.search.plans.plan import Pipeline, Plan, Proof, Why, why_key
+from autoshard.search.problem.axes import SearchAxes
+from autoshard.search.problem.variables import (
+    NodeVar,
+    ParamState,
+    ParamVar,
+    PortVar,
+    ResultVar,
+    ValueVar,
+    Variable,
+)
+from autoshard.search.reasons.untied import Untied, untied_from
+from autoshard.search.solving.amounts import bytes_up
+from autoshard.search.solving.pipe import Pipe
+
+#: choices of a problem up to which layers are let loose from each other to see what that could win
+_UNTIED = 4_000
+
+
+def explain(
+    settled: Settled,
+    cluster: Cluster,
+    fingerprint: str,
+    *,
+    budget: int | None = None,
+    replicated: Sequence[str] = (),
+    target: str = "",
+    reasons: bool = True,
+) -> Plan:
+    """The plan of a solution: every decision with its reason and the price of the next best.
+
+    reasons: False for the decisions alone.
+    """
+    placed, problem = settled.placed, settled.posed.problem
+    mesh, where = settled.configuration.mesh, settled.configuration
+    apart = _apart(settled, budget) if reasons else Untied(0, None, reason="not asked")
+    proof = Proof(
+        placed.seconds,
+        settled.bound,
+        max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
+        placed.solution.method,
+        len(problem.variables),
+        problem.choices,
+        settled.own_bound,
+        apart.layers,
+        apart.seconds,
+    )
+    plan = Plan(
+        mesh=str(mesh),
+        cluster=cluster.name,
+        budget=budget,
+        fingerprint=fingerprint,
+        nodes={},
+        values={},
+        params={},
+        ports={},
+        results={},
+        why={},
+        warnings=_warnings(settled, cluster, budget, replicated),
+        proof=proof,
+        target=target,
+        replicated=tuple(replicated),
+        microbatches=where.microbatches,
+        batch=where.batch,
+        order=() if settled.posed.order is None else settled.posed.order.devices,
+        recompute=dict(placed.setting.recompute),
+        pipeline=_pipeline(where.pipe),
+    )
+    marginals = min_marginals(placed.network, chosen=placed.states) if reasons else None
+    for number, state in enumerate(placed.states):
+        for variable in problem.together(number):
+            key = _record(plan, variable, state, problem.axes)
+            if marginals is not None:
+                costs = marginals.costs[number]
+                plan.why[key] = _why(variable, state, costs, mesh, problem.axes, marginals.exact)
+    if reasons and settled.rejected:
+        plan.why["mesh"] = _why_mesh(settled)
+    return plan
+
+
+def _pipeline(pipe: Pipe) -> Pipeline | None:
+    """The pipeline, as yet uncut."""
+    return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, (), pipe.slices)
+
+
+def _apart(settled: Settled, budget: int | None) -> Untied:
+    """What layers that differ could win, where finding that out is quick."""
+    wide = settled.posed.problem.choices > _UNTIED
+    if settled.interrupted or wide or settled.placed.setting.pipe.ranks > 1:
+        return Untied(0, None, reason="not looked into")
+    try:
+        return untied_from(settled.posed, settled.placed, budget)
+    except KeyboardInterrupt:
+        return Untied(0, None, reason="interrupted")
+
+
+def _why_mesh(settled: Settled) -> Why:
+    """Against the next best configuration that was solved; against an estimate only where none was."""
+    reason = f"the best of {len(settled.rejected) + 1} configurations"
+    other, own = settled.rejected[0], settled.placed.seconds
+    if other.solved:
+        return Why(reason, other.name, max(0.0, other.seconds - own))
+    # an estimate below what was found says that the two are close, not by how much
+    said = "estimated, not solved" if other.seconds > own else "estimated no slower, but not solved"
+    return Why(reason, f"{other.name} ({said})", max(0.0, other.seconds - own))
+
+
+def _warnings(
+    settled: Settled, cluster: Cluster, budget: int | None, replicated: Sequence[str]
+) -> tuple[str, ...]:
+    warnings = [f"{op} has no rule and runs replicated" for op in replicated]
+    if settled.interrupted:
+        warnings.append("the search was interrupted: this is the best plan found until then")
+    if not settled.posed.strict:
+        warnings.append(f"not all work could be divided as the axes of {settled.posed.mesh} mean")
+    room = usable_memory(cluster.device)
+    if budget is None and settled.placed.bytes > room:
+        held = bytes_up(settled.placed.bytes)
+        warnings.append(f"about {held} per rank are held, a {cluster.device.name} has {bytes_up(room)}")
+    return tuple(warnings)
+
+
+def _record(plan: Plan, variable: Variable, state: int, axes: SearchAxes) -> str:
+    """Put one decision into the plan's tables, over the axes of the mesh; the key of its reason."""
+    match variable:
+        case NodeVar():
+            plan.nodes[variable.segment, variable.number] = _op_on_mesh(variable.states[state], axes)
+            return why_key("node", variable.segment, variable.number)
+        case ValueVar():
+            plan.values[variable.place] = axes.to_mesh(variable.states[state])
+            return why_key("value", *variable.place)
+        case ParamVar():
+            life = variable.states[state]
+            plan.params[variable.place] = replace(life, use=axes.to_mesh(life.use))
+            return why_key("param", variable.place[1])
+        case PortVar():
+            plan.ports[variable.place] = axes.to_mesh(variable.states[state])
+            return why_key("port", variable.place[1])
+        case ResultVar():
+            plan.results[variable.number] = axes.to_mesh(variable.states[state])
+            return why_key("result", variable.number)
+
+
+def _op_on_mesh(state: OpState, axes: SearchAxes) -> OpState:
+    return replace(
+        state,
+        inputs=tuple(map(axes.to_mesh, state.inputs)),
+        outputs=tuple(None if x is None else axes.to_mesh(x) for x in state.outputs),
+    )
+
+
+def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: SearchAxes, exact: bool) -> Why:
+    """The reason of a choice: forced, free, or what the next best different choice would cost.
+
+    exact: whether costs are those of the best plan with each choice; else everything else stays as it is.
+    """
+    own = _face(variable, state, mesh, axes)
+    others = [
+        (float(costs[k]), k)
+        for k in range(len(variable.states))
+        if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh, axes) != own
+    ]
+    if not others:
+        return Why("the only way")
+    best, index = min(others)
+    margin = max(0.0, best - float(costs[state]))
+    reason = "solver" if margin > 0 else "solver (a tie)"
+    if not exact:
+        reason = f"{reason}, all else as it is"
+    return Why(reason, _face(variable, index, mesh, axes), margin)
+
+
+def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
+    """What a reader sees of a state: the layout of the result, or the life of a parameter."""
+    match variable:
+        case NodeVar():
+            chosen = variable.states[state]
+            layout = next((lay for lay in chosen.outputs if lay is not None), None)
+            return "" if layout is None else _layout(axes.to_mesh(layout), mesh)
+        case ParamVar():
+            life = variable.states[state]
+            return life_text(replace(life, use=axes.to_mesh(life.use)), mesh)
+        case _:
+            return _layout(axes.to_mesh(variable.states[state]), mesh)
+
+
+def life_text(life: ParamState, mesh: Mesh) -> str:
+    """``fsdp:S(0) used as fsdp:R, ZeRO-3``; life: with layouts over the mesh."""
+    if life.stored == life.use:
+        return _layout(life.stored, mesh)
+    return f"{_layout(life.stored, mesh)} used as {_layout(life.use, mesh)}, {zero_stage(life)}"
+
+
+def zero_stage(life: ParamState) -> str:
+    """The stage of Rajbhandari et al., ZeRO, SC'20, that a life with something to gather is."""
+    return ("ZeRO-1" if life.late else "ZeRO-2") if life.keep else "ZeRO-3"
+
+
+def _layout(layout: Layout, mesh: Mesh) -> str:
+    return " ".join(f"{n}:{p}" for n, p in zip(mesh.names, layout, strict=True))

@@ -1,0 +1,1 @@
+"""One configuration solved: placements, recomputation and lives of parameters within the memory."""
