@@ -19,8 +19,8 @@ _FILL_DEGREE = 48
 _HUGE = 10**18
 #: a logarithm of states is counted in steps of this size: whole numbers add up alike in any order
 _STEP = 1e-3
-#: entries of all tables of an order up to which finding another takes longer than it saves
-_ENOUGH = 800_000
+#: entries of an order's tables, for every variable, up to which finding another takes longer than it saves
+_ENOUGH = 5_000
 #: a table takes no more than this part of the entries that are left for all
 _SHARE = 8
 
@@ -66,7 +66,7 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     best = _greedy(sizes, neighbours, _BY_FILL)
     assert best is not None
     for rule in (_BY_WIDE_FILL, _BY_TABLE):
-        if best.total <= _ENOUGH:
+        if best.total <= _ENOUGH * len(sizes):
             break
         other = _greedy(sizes, neighbours, rule, most=best.largest, total=best.total)
         if other is not None:
@@ -90,7 +90,7 @@ def find_small_order(
     no way to choose gives one."""
     best = None
     for rule in (_BY_FILL, _BY_WIDE_FILL, _BY_TABLE):
-        if best is not None and best.total <= _ENOUGH:
+        if best is not None and best.total <= _ENOUGH * len(sizes):
             break
         room = total if best is None else best.total
         found = _greedy(sizes, neighbours, rule, most=largest, total=room)

@@ -18,6 +18,7 @@ from math import prod
 import numpy as np
 
 from autoshard.search.networks.chain import Chain, Pair, Tables, reduced
+from autoshard.search.networks.direct import Orders
 from autoshard.search.networks.eliminate import Elimination
 from autoshard.search.networks.min_plus import Squares
 from autoshard.search.networks.network import Array, CostNetwork, Limits, NoFiniteAssignment
@@ -38,13 +39,15 @@ class Room:
     """How much work there may be before a bound has to do. Counts, so answers never depend on speed.
 
     interface: joint states between two copies. product: sums in one product of matrices, over all states of
-    the variables outside that touch every copy. table: entries of the largest elimination table. whole: of
-    searches through what is left where nothing connects the copies any more.
+    the variables outside that touch every copy. table: entries of the largest elimination table. all: of all
+    tables of all kinds of a piece together. whole: of searches through what is left where nothing connects
+    the copies any more.
     """
 
     interface: int = 512
     product: int = 150_000_000
     table: int = 20_000_000
+    all: int = 250_000_000
     whole: Limits = _WHOLE
 
 
@@ -211,6 +214,7 @@ class _Powers:
         self.products = 0
         #: whether every piece was minimised exactly
         self.exact = True
+        self.orders = Orders()
 
     def run(self, recover: bool) -> Repeated:
         chain = self.chain
@@ -314,10 +318,10 @@ class _Powers:
         if order.largest <= _LARGE:
             costs = _over([draft.network for draft in drafts], order, scope)
             return [_Piece(draft, self._folded(costs[..., k]), order) for k, draft in enumerate(drafts)]
-        return [self._large(draft) for draft in drafts]
+        return [self._large(draft, len(drafts)) for draft in drafts]
 
-    def _large(self, draft: _Draft) -> _Piece:
-        """A piece that is pruned first."""
+    def _large(self, draft: _Draft, kinds: int) -> _Piece:
+        """A piece that is pruned first, one of so many kinds."""
         net = _pruned(draft)
         network = CostNetwork(
             tuple(net.unary),
@@ -325,7 +329,7 @@ class _Powers:
             {(a, b): table for a, row in enumerate(net.rows) for b, table in row.items() if a < b},
         )
         order = _order_of([network], draft.scope)
-        if order.largest > self.room.table:
+        if order.largest > self.room.table or order.total * kinds > self.room.all:
             raise _TooLarge
         costs = np.full([len(draft.network.unary[v]) for v in draft.scope], np.inf)
         costs[np.ix_(*(net.kept[v] for v in draft.scope))] = _over([network], order, draft.scope)[..., 0]
@@ -334,7 +338,7 @@ class _Powers:
     def _whole(self, draft: _Draft) -> _Piece:
         """A piece without a scope, minimised over everything by whatever method there is."""
         try:
-            solution = solve(draft.network, limits=self.room.whole)
+            solution = solve(draft.network, limits=self.room.whole, orders=self.orders)
         except NoFiniteAssignment:
             return _Piece(draft, self._folded(np.asarray(np.inf)))
         self.exact &= solution.gap == 0
