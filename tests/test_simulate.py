@@ -26,8 +26,9 @@ from autoshard.cost.collective import _FORMULAS, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
-from autoshard.ir import Call, Node, Ref, TensorType
+from autoshard.ir import Call, Graph, Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
+from autoshard.ir.turned import turned_in
 from autoshard.placement import Partial, Replicate, Shard
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
@@ -101,10 +102,42 @@ def test_convolutions_are_products_of_places_and_channels() -> None:
         (image, weight, None),
     )
     found = [work for work in ops.work(back, values) if isinstance(work, Product)]
-    assert [(w.rows, w.columns) for w in found] == [(2 * 196, 3), (6, 27)]
+    assert [(w.rows, w.columns, w.turned[0]) for w in found] == [(2 * 196, 3, False), (6, 27, True)]
     only = replace(back, types=(None, weight, None))
     (one,) = (work for work in ops.work(only, values) if isinstance(work, Product))
     assert (one.rows, one.columns, one.depth) == (6, 27, 2 * 144)
+
+
+def test_rows_are_those_that_lie_in_memory() -> None:
+    """257 tokens are no whole words of 16 bytes: only where a row of memory has as many does that matter."""
+    half = replace(PLAIN, peak_flops={"f32": 1e14, "f16": 1e15})
+
+    def taken(rows: int, columns: int, depth: int, turned: tuple[bool, bool]) -> float:
+        return product_seconds(1, rows, columns, depth, "f16", 0.0, half, turned=turned)
+
+    weights = taken(512, 512, 257, (True, False))  # gradients of a weight: a sum over tokens
+    assert weights < taken(512, 512, 257, (False, False)) / 2
+    assert taken(257, 512, 512, (False, True)) < taken(512, 257, 512, (False, True))  # scores of attention
+
+
+def test_transposed_looks_lie_by_another_dim() -> None:
+    two = TensorType((4, 6), "f32")
+    other = TensorType((6, 4), "f32")
+    graph = Graph(
+        "g",
+        (("a", two),),
+        (
+            Node("aten.t.default", (Ref("a"),), (), ("t",), (other,)),
+            Node("aten.t.default", (Ref("t"),), (), ("b",), (two,)),
+            Node("aten.transpose.int", (Ref("a"), -1, 0), (), ("c",), (other,)),
+            Node("aten.permute.default", (Ref("c"), (1, 0)), (), ("d",), (two,)),
+            Node("aten.permute.default", (Ref("a"), (0, 1)), (), ("e",), (two,)),
+            Node("aten.expand.default", (Ref("c"), (6, 4)), (), ("f",), (other,)),
+            Node("aten.neg.default", (Ref("c"),), (), ("g",), (other,)),
+        ),
+        ("g",),
+    )
+    assert turned_in(graph) == {"t", "c", "f"}
 
 
 def test_short_sums_are_slower_per_flop() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 import numpy as np
@@ -31,10 +31,10 @@ def product_seconds(
     nbytes: float,
     device: Device,
     *,
-    over_rows: bool = False,
+    turned: tuple[bool, bool] = (False, False),
 ) -> float:
-    """Seconds of ``batch`` products [rows, depth] @ [depth, columns] that move nbytes. over_rows: whether the
-    sum is over rows of both factors, which need not be so many that they fill words.
+    """Seconds of ``batch`` products [rows, depth] @ [depth, columns] that move nbytes. turned: whether each
+    of the factors lies in memory by its other dim.
 
     The tiles of the result run in waves, one tile per multiprocessor; the last wave may be nearly empty, and
     the edge tiles as well (NVIDIA, "Matrix multiplication background user's guide", sections 3.2 and 3.3). A
@@ -46,7 +46,8 @@ def product_seconds(
     """
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
-    aligned = _aligned(batch, columns, rows if over_rows else depth, dtype, device)
+    lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
+    aligned = _aligned(batch, lies, dtype, device)
     rate *= aligned
     flop = 2.0 * batch * rows * columns * depth
 
@@ -84,17 +85,17 @@ def _begin_and_end(dtype: str, device: Device) -> float:
     return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / device.half_flops)
 
 
-def _aligned(batch: int, columns: int, other: int, dtype: str, device: Device) -> float:
+def _aligned(batch: int, lies: Sequence[int], dtype: str, device: Device) -> float:
     """Part of the rate where rows do not lie in memory at whole 16 bytes, as matrix units want them (NVIDIA,
-    "Matrix multiplication background user's guide", section 3.1). other: length of the rows of the factor
-    that has none of the result's columns.
+    "Matrix multiplication background user's guide", section 3.1). lies: lengths of the rows of both factors
+    and of the result.
 
     Of many small products at once the vector units do them; a large one keeps, as is assumed, two fifths.
     """
     vector = device.peak_flops["f32"]
     peak = device.peak_flops.get(dtype, vector)
     width = DTYPES[dtype][1] if dtype in DTYPES else 1
-    if peak <= vector or not (columns * width % _WORD or other * width % _WORD):
+    if peak <= vector or not any(length * width % _WORD for length in lies):
         return 1.0
     return vector / peak if batch > 1 else max(_UNALIGNED, vector / peak)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, refs_of
+from autoshard.ir.turned import turned_in
 from autoshard.ir.types import TensorType
 from autoshard.placement import Layout
 
@@ -21,10 +22,12 @@ Phase: TypeAlias = Literal["gather", "forward", "backward", "weight", "reduce"]
 
 @dataclass(frozen=True)
 class Placed:
-    """A value's global type and its layout."""
+    """A value's global type and its layout. turned: whether its rows lie in memory by another dim than the
+    last, which costs are told by and nothing else."""
 
     type: TensorType
     layout: Layout
+    turned: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,12 @@ class LoweredSegment:
 
     def placed(self) -> dict[str, Placed]:
         """Type and layout of every value that has both."""
-        types = self.graph.types()
-        return {name: Placed(types[name], layout) for name, layout in self.layouts.items() if name in types}
+        types, turned = self.graph.types(), turned_in(self.graph)
+        return {
+            name: Placed(types[name], layout, name in turned)
+            for name, layout in self.layouts.items()
+            if name in types
+        }
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
 from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.ir.turned import turned_in
 from autoshard.kernels.registry import Operand, specs
 from autoshard.offload import HOST_OPS, STORE
 from autoshard.placement import Layout, Shard, local_shape
@@ -174,7 +175,8 @@ class Ops:
         batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
         taken = sum(self.nbytes(v) for v in ins[-2:])
         narrow = self.behaviour.product_dtype
-        product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out))
+        turned = ins[-2].turned, ins[-1].turned
+        product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out), turned)
         if not narrow:
             return [product]
         return [Traffic(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
@@ -194,8 +196,10 @@ class Ops:
         sides = self._sides(node, outs)
         each, bytes_ = flop / len(sides), moved / len(sides)
         return [
-            Product(1, rows, columns, max(1, round(each / (2 * rows * columns))), dtype, bytes_, over)
-            for rows, columns, over in sides
+            Product(
+                1, rows, columns, max(1, round(each / (2 * rows * columns))), dtype, bytes_, (turned, False)
+            )
+            for rows, columns, turned in sides
         ]
 
     def _sides(self, node: Node, outs: Sequence[Placed]) -> list[tuple[int, int, bool]]:
@@ -403,7 +407,8 @@ def product_of(node: Node) -> Node:
 
 def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
     """Type and layout of every value of a segment."""
-    return {n: Placed(t, segment.layouts[n]) for n, t in segment.graph.types().items()}
+    turned = turned_in(segment.graph)
+    return {n: Placed(t, segment.layouts[n], n in turned) for n, t in segment.graph.types().items()}
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

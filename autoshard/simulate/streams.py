@@ -104,7 +104,7 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
                 work.dtype,
                 work.nbytes,
                 device,
-                over_rows=work.over_rows,
+                turned=work.turned,
             )
         case Attention():
             return attention_seconds(

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``batch`` products [rows, depth] @ [depth, columns]. nbytes: read and written. over_rows: whether the
-    sum is over rows of both factors, whose number says nothing of how they lie in memory."""
+    """``batch`` products [rows, depth] @ [depth, columns]. nbytes: read and written. turned: whether
+    each of the factors lies in memory by its other dim."""
 
     batch: int
     rows: int
@@ -17,7 +17,7 @@ class Product:
     depth: int
     dtype: str
     nbytes: float
-    over_rows: bool = False
+    turned: tuple[bool, bool] = (False, False)
 
     @property
     def flop(self) -> float:
