@@ -25,7 +25,7 @@ from autoshard.passes.stage_places import places_apart
 from autoshard.passes.uncut import Uncut
 from autoshard.placement import R
 from autoshard.program.program import Program, Signature
-from autoshard.report.estimate import Estimator, placed_of
+from autoshard.report.estimate import Estimator
 from autoshard.stage_link import in_parts, pipe_link
 from autoshard.stage_slots import Shared, Slot, SlotCosts, Slots
 from autoshard.staged_state import state_of
@@ -150,7 +150,7 @@ class _Pricing:
         """forward, input, weight, seen, seen_back."""
         forward, input_, weight, seen, seen_back = (np.zeros(self.count) for _ in range(5))
         known: dict[tuple[str, int, bool], float] = {}
-        tables = {name: placed_of(s) for name, s in self.whole.lowered.segments.items()}
+        tables = {name: s.placed() for name, s in self.whole.lowered.segments.items()}
         for place_, statement in enumerate(self.whole.all):
             slot = self.homes.at[place_]
             message = statement.node.op.startswith("comm.")

@@ -31,7 +31,7 @@ from autoshard.program.verify import QUANTISED, Batch, Ranks, tolerance_of, veri
 from autoshard.rules.local import MeshShape
 from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import Ops, placed_of
+from autoshard.simulate.ops import Ops
 from autoshard.simulate.work import Message
 from autoshard.verify.static import verify_static
 from autoshard.wires import NORMS, wire_of
@@ -182,7 +182,7 @@ def test_the_message_is_priced_as_the_bytes_of_the_wires() -> None:
         made = program(kernels)
         _, segment, node = segment_with(made, op)
         mesh = Mesh.parse(made.mesh)
-        works = Ops(mesh, mesh.coords(0), Behaviour()).work(node, placed_of(segment))
+        works = Ops(mesh, mesh.coords(0), Behaviour()).work(node, segment.placed())
         (prices[kernels],) = [w for w in works if isinstance(w, Message)]
     assert prices[True] == prices[False]
     assert prices[True].nbytes == 4 * (64 * 128 + 64 * 4) and prices[True].kind == "all_gather"

@@ -34,7 +34,7 @@ from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import VIEWS, Ops, placed_of, unfused
+from autoshard.simulate.ops import VIEWS, Ops, unfused
 from autoshard.simulate.step import estimate_step, simulated
 from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients
@@ -396,7 +396,7 @@ def test_parts_in_several_pieces_are_copied() -> None:
     assert cut  # a program without any would prove nothing
     pricer = simulated(program, CPU)[1].pricer
     for segment in program.lowered.segments.values():
-        values = placed_of(segment)
+        values = segment.placed()
         for node in segment.graph.nodes:
             if node in cut:
                 works = pricer.ops.work(node, values)

@@ -21,7 +21,7 @@ from autoshard.ir import refs_of
 from autoshard.passes.capture import capture
 from autoshard.placement import P, R, Shard
 from autoshard.program.verify import verify
-from autoshard.simulate.ops import VIEWS, placed_of
+from autoshard.simulate.ops import VIEWS
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.work import Message
@@ -403,7 +403,7 @@ def test_only_factors_of_narrow_products_are_gathered_narrow(tmp_path: Path) -> 
     sheets = StagePrices(made.program, made.cluster, behaviour=made.behaviour).sheets
     saved, kinds = 0.0, set()
     for segment in made.program.lowered.segments.values():
-        nodes, values = segment.graph.nodes, placed_of(segment)
+        nodes, values = segment.graph.nodes, segment.placed()
         narrow = sheets.narrow(nodes)
         alias = {o: ref for n in nodes if n.op in VIEWS for ref in list(refs_of(n))[:1] for o in n.outs}
         users: dict[str, set[str]] = {}

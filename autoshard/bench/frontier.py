@@ -26,7 +26,6 @@ from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
 from autoshard.planning import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.work import Message
@@ -172,7 +171,7 @@ def crossing(program: Program, cluster: Cluster) -> float:
         for item in lowered.of(part):
             segment = lowered.segments[item.segment] if isinstance(item, Call) else None
             nodes = segment.graph.nodes if segment else (item,)
-            values = placed_of(segment) if segment else lowered.values
+            values = segment.placed() if segment else lowered.values
             for node in nodes:
                 if not isinstance(node, Node) or not is_message(node) or first not in axes_of(node):
                     continue

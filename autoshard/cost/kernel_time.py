@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
-
-import numpy as np
+from math import ceil, prod
 
 from autoshard.cluster.cluster import Device
-from autoshard.cost.compute import Array, flop_rate
+from autoshard.cost.compute import flop_rate
 from autoshard.ir import DTYPES
 
 #: (rows, columns) of smaller tiles as parts of the largest, with the part of its rate that they reach: each
@@ -69,16 +67,10 @@ def product_seconds(
 
 def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> float:
     """Part of its rate that a product reaches whose sums are so long; aligned: see `_aligned`."""
-    return depth / (depth + aligned * _begin_and_end(dtype, device)) if depth else 1.0
+    return depth / (depth + aligned * begin_and_end(dtype, device)) if depth else 1.0
 
 
-def filled_all(depth: Array, dtype: str, device: Device) -> Array:
-    """The same of many, with rows that are aligned."""
-    taken = depth + _begin_and_end(dtype, device)
-    return np.divide(depth, taken, out=np.ones_like(depth), where=depth > 0)
-
-
-def _begin_and_end(dtype: str, device: Device) -> float:
+def begin_and_end(dtype: str, device: Device) -> float:
     """Length of a sum that takes as long as beginning and ending a tile, which is no slower for types whose
     products are; what those of 8 bits lose is in kernels.narrow."""
     peaks = device.peak_flops
@@ -114,13 +106,10 @@ def _splits(
 
 def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
     """Part of the best rate that tiles of a size reach."""
-    kernels = device.kernels
+    high, wide, reached = tile
     tiles, at_once = _tiles(batch, rows, columns, device, tile)
-    if not tiles:
-        return 0.0
-    reached = tile[2]
-    down, across = kernels.tile[0] * tile[0], kernels.tile[1] * tile[1]
-    useful = batch * rows * columns / (tiles * down * across)
+    whole = tiles * prod(device.kernels.tile) * high * wide
+    useful = batch * rows * columns / whole
     if not at_once:
         return reached * useful
     return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
@@ -135,7 +124,7 @@ def _tiles(
     if rows < columns:  # tiles lie either way
         down, across = across, down
     # a multiprocessor holds as many small tiles as one large one
-    at_once = kernels.multiprocessors * kernels.tile[0] * kernels.tile[1] / (down * across)
+    at_once = kernels.multiprocessors * prod(kernels.tile) / (down * across)
     return batch * ceil(rows / down) * ceil(columns / across), at_once
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds, roofline
-from autoshard.cost.kernel_time import attention_rate, filled, filled_all
+from autoshard.cost.kernel_time import attention_rate, begin_and_end, filled
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.held import held_bytes, held_shape
@@ -60,9 +60,13 @@ class CostModel:
         for number, type_ in enumerate(ins):
             times = grow[number] if grow else 1.0
             moved += times * self._all_bytes(type_, [s.inputs[number] for s in states], sizes)
+        sums = np.zeros(len(states))  # how many there are, in results with rows and columns
         for number, type_ in made:
             times = grow[len(ins) + number] if grow else 1.0
-            moved += times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
+            written = times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
+            moved += written
+            if len(type_.shape) > 1:
+                sums += written / DTYPES[type_.dtype][1]
         flops = scale * rule.flops / np.array([s.ways for s in states], dtype=np.float64)
         device = self.device
         if rule.kernel == "product":
@@ -71,8 +75,8 @@ class CostModel:
             longer = left if left == right != whole else 1.0
             flops /= self._filled(ins[-2], states, sizes, longer, dtype)
         elif rule.kernel == "" and rule.kind == "matmul":
-            many = [(grow[len(ins) + k] if grow else 1.0, k, t) for k, t in made if len(t.shape) > 1]
-            flops = self._longer(flops, many, states, sizes, dtype)
+            # experts and convolutions: every sum takes as much longer as a tile takes to begin and to end
+            flops += np.where(flops > 0, 2.0 * begin_and_end(dtype, device) * sums, 0.0)
         if rule.kernel in ("", "product"):
             return compute_seconds(flops, moved, dtype, device, matmul=rule.kind == "matmul")
         # torch's kernel, as for `simulate.behaviour.Behaviour`
@@ -92,25 +96,6 @@ class CostModel:
                 depth = longer * held_shape(left.shape, layout, sizes)[-1]
                 known[layout] = filled(depth, dtype, self.device)
         return np.array([known[state.inputs[-2]] for state in states])
-
-    def _longer(
-        self,
-        flops: NDArray[np.float64],
-        made: Sequence[tuple[float, int, TensorType]],
-        states: Sequence[OpState],
-        sizes: Sequence[int],
-        dtype: str,
-    ) -> NDArray[np.float64]:
-        """FLOP at the best rate that take as long, of products without sums of their own (experts,
-        convolutions); as `simulate.ops` has it. made: results, one of each product: as many times as large is
-        each, its number, and its type."""
-        total = np.zeros(len(states))
-        for times, number, type_ in made:
-            bytes_ = times * self._all_bytes(type_, [s.outputs[number] for s in states], sizes)
-            each = flops / len(made)
-            depth = each / (2.0 * bytes_ / DTYPES[type_.dtype][1])
-            total += each / filled_all(depth, dtype, self.device)
-        return total if made else flops
 
     def _all_bytes(
         self, type_: TensorType, layouts: Sequence[Layout | None], sizes: Sequence[int]

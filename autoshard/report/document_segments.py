@@ -12,7 +12,7 @@ from autoshard.ir.lowered import Placed
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
-from autoshard.simulate.ops import VIEWS, placed_of
+from autoshard.simulate.ops import VIEWS
 from autoshard.simulate.pricing import Pricer
 
 #: what stands for instructions outside segments, of every microbatch and of once a step
@@ -78,7 +78,7 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
     weights, sources = _weights(program), _sources(program)
     for name, segment in lowered.segments.items():
         entry = called.get(name, _Called())
-        values = placed_of(segment)
+        values = segment.placed()
         nodes = tuple(
             _node(node, note, values, names, pricer, decisions)
             for node, note in zip(segment.graph.nodes, program.notes[name], strict=True)

@@ -17,7 +17,7 @@ from autoshard.ir.lowered import LoweredSegment, Part, Placed
 from autoshard.placement import R, Shard, is_even
 from autoshard.program.program import Program
 from autoshard.simulate.kept import Held, gathered_bytes, kept_by
-from autoshard.simulate.ops import VIEWS, placed_of, product_flops
+from autoshard.simulate.ops import VIEWS, product_flops
 from autoshard.simulate.pricing import NodeCost, Pricer, SegmentCost, total
 from autoshard.simulate.step import StepEstimate, estimate_step
 
@@ -31,7 +31,6 @@ __all__ = [
     "Traffic",
     "collective_kind",
     "is_message",
-    "placed_of",
     "product_flops",
 ]
 
@@ -109,7 +108,7 @@ class Estimator(Pricer):
             for item in lowered.of(part):
                 if isinstance(item, Call):
                     segment = lowered.segments[item.segment]
-                    nodes, values = segment.graph.nodes, placed_of(segment)
+                    nodes, values = segment.graph.nodes, segment.placed()
                 else:
                     nodes, values = (item,), lowered.values
                 for node in filter(is_message, nodes):
@@ -139,7 +138,7 @@ class Estimator(Pricer):
     def facts(self) -> Facts:
         """Counts over the text of the program, every segment once."""
         lowered = self.program.lowered
-        everything = [p for s in lowered.segments.values() for p in placed_of(s).values()]
+        everything = [p for s in lowered.segments.values() for p in s.placed().values()]
         everything += [lowered.values[p.name] for p in self.program.signature.ports]
         uneven = sum(1 for v in everything if not self._even(v))
         gathers = sum(

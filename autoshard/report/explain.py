@@ -15,7 +15,6 @@ from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place, Subject, result_of
-from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, dearest next best choice first
@@ -267,7 +266,7 @@ class _Explainer:
         """Seconds (computing, communication) of a microbatch in a module and those alike."""
         compute = comm = 0.0
         for place, node, segment in self._inside(module):
-            cost, calls = self.prices.node(node, placed_of(segment)), self._calls(place)
+            cost, calls = self.prices.node(node, segment.placed()), self._calls(place)
             compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
         return compute, comm
 
@@ -330,7 +329,7 @@ class _Explainer:
         made = self.chains.maker(place)
         assert made is not None
         _, source, why = self.chains.note(made)
-        values = self.lowered.values if made.segment is None else placed_of(made.segment)
+        values = self.lowered.values if made.segment is None else made.segment.placed()
         type_ = next((t for t in node.types if t is not None), None)
         if is_ring(node) and place.value in node.outs:
             type_ = node.types[node.outs.index(place.value)]
@@ -353,7 +352,7 @@ class _Explainer:
     def _move(self, place: Place, node: Node) -> Move:
         made = self.chains.maker(place)
         assert made is not None
-        values = self.lowered.values if made.segment is None else placed_of(made.segment)
+        values = self.lowered.values if made.segment is None else made.segment.placed()
         cost = self.prices.node(node, values)
         before = self.chains.layout(Place(place.call, next(refs_of(node))))
         module, source, _ = self.chains.note(made)

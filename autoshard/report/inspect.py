@@ -29,7 +29,6 @@ from autoshard.report.stage_table import (
 from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
 from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import placed_of
 from autoshard.simulate.pricing import NodeCost
 
 #: above the columns at the end of every op's line, which begin there
@@ -187,7 +186,7 @@ def _segment_head(program: Program, name: str) -> list[str]:
 
 def _columns(estimator: Estimator, segment: LoweredSegment, notes: Sequence[Note]) -> tuple[Note, ...]:
     """Notes whose reason is preceded by time and wire."""
-    values = placed_of(segment)
+    values = segment.placed()
     return tuple(
         replace(note, why=_row(estimator.node(node, values), note.why))
         for node, note in zip(segment.graph.nodes, notes, strict=True)
@@ -329,7 +328,7 @@ def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
 
 def _segment_json(program: Program, shown: Program, estimator: Estimator, name: str) -> dict[str, Any]:
     cost = estimator.segment(name)
-    values = placed_of(program.lowered.segments[name])
+    values = program.lowered.segments[name].placed()
     local = shown.lowered.segments[name]
     rows = zip(
         local.graph.nodes, program.lowered.segments[name].graph.nodes, program.notes[name], strict=True

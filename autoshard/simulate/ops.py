@@ -11,8 +11,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.wire import packed_bytes
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
-from autoshard.ir.lowered import LoweredSegment, Placed
-from autoshard.ir.turned import turned_in
+from autoshard.ir.lowered import Placed
 from autoshard.kernels.registry import Operand, specs
 from autoshard.offload import HOST_OPS, STORE
 from autoshard.placement import Layout, Shard, local_shape
@@ -403,12 +402,6 @@ def product_of(node: Node) -> Node:
     parts, _, transposed, count = node.args
     args = (*parts, transposed) if whole == EXCHANGES["expert_mm"] else (*parts, count, transposed)
     return replace(node, op=whole, args=args)
-
-
-def placed_of(segment: LoweredSegment) -> dict[str, Placed]:
-    """Type and layout of every value of a segment."""
-    turned = turned_in(segment.graph)
-    return {n: Placed(t, segment.layouts[n], n in turned) for n, t in segment.graph.types().items()}
 
 
 def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:

@@ -17,7 +17,7 @@ from autoshard.program.program import Program
 from autoshard.simulate.alike import likeness
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import products_again
-from autoshard.simulate.ops import AGAIN, placed_of
+from autoshard.simulate.ops import AGAIN
 from autoshard.simulate.sheets import Sheets
 from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
 from autoshard.simulate.work import Sheet, Traffic
@@ -154,7 +154,7 @@ class Parts:
         for call in self.program.lowered.of(part):
             if isinstance(call, Call) and call.label:
                 segment = self.program.lowered.segments[call.segment]
-                values = placed_of(segment)
+                values = segment.placed()
                 again = [w for n in products_again(segment) for w in self.sheets.ops.work(n, values)]
                 seconds += sum(self.player.price(w) for w in again)
         return replace(NOTHING, seconds=seconds, compute=seconds)

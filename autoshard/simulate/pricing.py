@@ -17,7 +17,7 @@ from autoshard.ir.rings import ring_flop
 from autoshard.placement import Layout
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import PRODUCTS, Ops, placed_of, product_flops, product_of
+from autoshard.simulate.ops import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import Message
 
@@ -111,7 +111,7 @@ class Pricer:
     @cached_property
     def _segments(self) -> dict[str, SegmentCost]:
         return {
-            name: self._sum(segment.graph.nodes, placed_of(segment))
+            name: self._sum(segment.graph.nodes, segment.placed())
             for name, segment in self.program.lowered.segments.items()
         }
 

@@ -13,7 +13,7 @@ from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import CHAINED, Keeping
-from autoshard.simulate.ops import NARROWED, VIEWS, Ops, kept_scores, placed_of
+from autoshard.simulate.ops import NARROWED, VIEWS, Ops, kept_scores
 from autoshard.simulate.work import Message, Sheet, Task, Transfer
 
 
@@ -43,7 +43,7 @@ class Sheets:
                 made.graph.nodes,
                 [n for n, _ in made.graph.inputs],
                 made.graph.outputs,
-                placed_of(made),
+                made.placed(),
                 self.dropped(segment),
                 self._weights(segment),
             )
@@ -172,7 +172,7 @@ class Sheets:
         if not self.behaviour.dropout:
             return 0.0
         made = self.program.lowered.segments[segment]
-        values = placed_of(made)
+        values = made.placed()
         found = 0.0
         for node in made.graph.nodes:
             out = values.get(node.name)
@@ -187,7 +187,7 @@ class Sheets:
         """Bytes of the scores that unfused attention in a segment keeps for backward."""
         found = 0.0
         made = self.program.lowered.segments[segment]
-        values = placed_of(made)
+        values = made.placed()
         for node in made.graph.nodes:
             if node.op in attention.RULES and "backward" not in node.op:
                 q, k = (self.ops.shape(values[name]) for name in list(refs_of(node))[:2])

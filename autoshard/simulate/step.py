@@ -17,7 +17,7 @@ from autoshard.schedules.schedule import Action
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import AGAIN, placed_of
+from autoshard.simulate.ops import AGAIN
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.pipeline import StageCosts, Timeline, simulate, step_seconds
 from autoshard.simulate.pricing import Pricer
@@ -243,7 +243,7 @@ def program_flop(pricer: Pricer) -> tuple[float, str]:
             continue
         else:
             segment = lowered.segments[item.segment]
-            found = pricer.flop(segment.graph.nodes, placed_of(segment))
+            found = pricer.flop(segment.graph.nodes, segment.placed())
         for dtype, flop in found.items():
             done[dtype] = done.get(dtype, 0.0) + flop
     total = pricer.program.microbatches * sum(done.values())

@@ -17,7 +17,6 @@ from autoshard.simulate.alike import likeness
 from autoshard.simulate.keeping import Keeping, logits_of
 from autoshard.simulate.kept import Storage, kept_in_order, storages_of, view_roots
 from autoshard.simulate.on_the_way import Messages, OnTheWay, message_of, turn_of
-from autoshard.simulate.ops import placed_of
 from autoshard.simulate.sheets import Sheets
 
 _PHASES = {"F": ("forward",), "B": ("backward", "weight"), "I": ("backward",), "W": ("weight",)}
@@ -111,7 +110,7 @@ class Transients:
 
     def _gathered(self, name: str) -> float:
         segment = self.program.lowered.segments[name]
-        values, inputs = placed_of(segment), {n for n, _ in segment.graph.inputs}
+        values, inputs = segment.placed(), {n for n, _ in segment.graph.inputs}
         found = 0.0
         for node in segment.graph.nodes:
             if collective_kind(node) == "all_gather" and inputs.issuperset(refs_of(node)):
@@ -235,7 +234,7 @@ class Transients:
         """lying: outputs that are summed where they lie. entering: messages on their way, without what they
         bring, whose names are those of main."""
         segment = self.program.lowered.segments[name]
-        nodes, values = segment.graph.nodes, placed_of(segment)
+        nodes, values = segment.graph.nodes, segment.placed()
         roots = view_roots(segment)
         fused = self.sheets.inside(nodes, segment.graph.outputs, self.sheets.dropped(name))
         loss, of_loss = self._loss(segment)
@@ -285,7 +284,7 @@ class Transients:
             return 0.0, set()
         types = segment.graph.types()
         large = {n for n, t in types.items() if t.is_float and t.numel == types[logits].numel}
-        count = self.sheets.ops.nbytes(placed_of(segment)[logits]) / DTYPES[types[logits].dtype][1]
+        count = self.sheets.ops.nbytes(segment.placed()[logits]) / DTYPES[types[logits].dtype][1]
         backward = any("xent" in node.op and "backward" in node.op for node in segment.graph.nodes)
         return count * (how.loss_peak - (how.loss_kept if backward else 0.0)), large
 

@@ -38,7 +38,7 @@ from autoshard.runtime.resolve import RankView
 from autoshard.runtime.steps import PreparedSegment
 from autoshard.search.plans.plan import Pipeline, Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import Ops, placed_of
+from autoshard.simulate.ops import Ops
 from autoshard.simulate.work import Traffic
 from autoshard.verify.static import verify_static
 
@@ -449,7 +449,7 @@ def test_simulation_prices_kernels_by_their_cost() -> None:
     made = program("llama", "dp=4").lowered
     segment = made.segments["layers_bwd"]
     node = next(n for n in segment.graph.nodes if "rms_norm_backward" in n.op)
-    work = Ops(Mesh.parse("dp=4"), (0,), Behaviour()).work(node, placed_of(segment))
+    work = Ops(Mesh.parse("dp=4"), (0,), Behaviour()).work(node, segment.placed())
     # a rank has 2 of 8 sequences: gradients, x and the sum around, a statistic per row, two weights, in fp32
     rows = 2 * 12
     assert [w.nbytes for w in work if isinstance(w, Traffic)] == [4 * (4 * rows * 32 + rows + 2 * 32)]

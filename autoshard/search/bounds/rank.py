@@ -267,7 +267,7 @@ class _Bounded:
             # what all sequences share is little between two ends, and a single data rank may share nothing
             own = self.bare.floors_of(self.mesh)
             if own is not None:
-                yield self._least(self.budget, own, known)
+                yield max(known, self._least(self.budget, own, known))
 
     def _bound(self, budget: float, looks: int, known: float) -> float:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
@@ -289,7 +289,7 @@ class _Bounded:
                 found = min(found, bound_of(self.ways[k], self.bare.prices, least, lives, budget))
             if found <= known:
                 break
-        return max(found, known)
+        return found
 
     def where(self, how: Setting) -> Configuration:
         """The configuration that runs in a setting."""

@@ -42,7 +42,7 @@ class Order:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Who goes first of those with more than two neighbours.
+    """Who goes first of those with more than one neighbour.
 
     power: of the logarithm of its states, by which a variable counts in the fill between it and another; None
     where tables alone decide.
@@ -58,19 +58,14 @@ class _Rule:
 
 
 #: an edge makes tables larger by the product of the states of its ends
-_BY_FILL, _BY_WIDE_FILL, _BY_TABLE = _Rule(1), _Rule(2), _Rule(None)
+_BY_FILL = _Rule(1)
+_RULES = (_BY_FILL, _Rule(2), _Rule(None))
 
 
 def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> Order:
     """A greedy order: who has at most one neighbour goes first, which is safe; then who adds least fill."""
-    best = _greedy(sizes, neighbours, _BY_FILL)
+    best = _best(sizes, neighbours, 0, 0)
     assert best is not None
-    for rule in (_BY_WIDE_FILL, _BY_TABLE):
-        if best.total <= _ENOUGH * len(sizes):
-            break
-        other = _greedy(sizes, neighbours, rule, most=best.largest, total=best.total)
-        if other is not None:
-            best = min(best, other, key=lambda order: (order.total, order.largest))
     return best
 
 
@@ -88,13 +83,27 @@ def find_small_order(
 ) -> Order | None:
     """A greedy order with no table larger than ``largest`` and no more than ``total`` entries in all; None if
     no way to choose gives one."""
-    best = None
-    for rule in (_BY_FILL, _BY_WIDE_FILL, _BY_TABLE):
-        if best is not None and best.total <= _ENOUGH * len(sizes):
+    return _best(sizes, neighbours, largest, total)
+
+
+def _best(
+    sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
+) -> Order | None:
+    """The order with fewest entries by any of the rules, as long as looking for another is worth it.
+
+    largest, total: entries of a table and of all that there may be, both 0 for no limit; without one, no
+    other order may have a larger table than the first.
+    """
+    best: Order | None = None
+    for rule in _RULES:
+        if best is None:
+            best = _greedy(sizes, neighbours, rule, most=largest, total=total)
+            continue
+        if best.total <= _ENOUGH * len(sizes):
             break
-        room = total if best is None else best.total
-        found = _greedy(sizes, neighbours, rule, most=largest, total=room)
-        best = found or best
+        other = _greedy(sizes, neighbours, rule, most=largest or best.largest, total=best.total)
+        if other is not None:
+            best = min(best, other, key=lambda order: (order.total, order.largest))
     return best
 
 

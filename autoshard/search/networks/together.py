@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import attrgetter
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def _message(total: Array, parts: list[Array], sizes: Sequence[int]) -> Array:
     """The least over the first dim of the sum of all. sizes: of the others, but for the last one."""
     if len(parts) > 1:
         # what is alike along more dims goes first
-        parts.sort(key=_size)
+        parts.sort(key=attrgetter("size"))
     if len(total) * prod(sizes) * total.shape[-1] <= _SMALL:
         for part in parts:
             total = total + part
@@ -123,10 +124,6 @@ def _message(total: Array, parts: list[Array], sizes: Sequence[int]) -> Array:
         if state:
             np.minimum(least, made, out=least)
     return least
-
-
-def _size(table: Array) -> int:
-    return table.size
 
 
 def _spread(table: Array, scope: tuple[int, ...], near: tuple[int, ...]) -> Array:
