@@ -100,12 +100,13 @@ class _Sizes:
             width, rows = DTYPES[dtype][1], self.blocks * self.rows
             moved = float((rows * depth + depth * columns + rows * columns) * width)
             kind = self.ops.behaviour.product_dtype or dtype
+            turned = self.values[left].turned, self.values[right].turned
             if not together(self.blocks, self.rows):
-                found.append([Product(self.blocks, self.rows, columns, depth, kind, moved)])
+                found.append([Product(self.blocks, self.rows, columns, depth, kind, moved, turned)])
                 continue
             # what is made is put where it stays, and what a scatter needs is taken from where it lies
             copied = rows * (columns if self.ring.gathers else depth + columns)
-            product = Product(1, rows, columns, depth, kind, moved)
+            product = Product(1, rows, columns, depth, kind, moved, turned)
             found.append([product, Traffic(2.0 * copied * width)])
         return found
 

@@ -222,7 +222,8 @@ def _score(v: int, graph: list[set[int]], sizes: Sequence[int], weights: list[in
     if degree <= 1:
         return (degree - 2, 0, v)
     if degree > _FILL_DEGREE:
-        return (degree * degree if weights else _HUGE + degree, 0, v)
+        # as if none of them were neighbours of each other
+        return (sum([weights[w] for w in near]) ** 2 if weights else _HUGE + degree, 0, v)
     table = min(prod([sizes[w] for w in near]) * sizes[v], _HUGE)
     if not weights:
         return (table, 0, v)
