@@ -1,4 +1,4 @@
-"""The first pass: from a module and example inputs to one flat graph of forward and backward.
+"""The first pass: from a module and example inputs to one graph of forward and backward.
 
 The model is run on tensors without data, on the CPU, whatever device it lives on, and is left exactly
 as it was. Attention, cross-entropy and dropout stay whole (see ``autoshard.ops``).
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ from autoshard.passes.capture_function import Differentiate, Function
 from autoshard.passes.capture_inputs import Inputs, Leaf, inputs_of, state_of
 from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
-from autoshard.passes.expand_repeats import expand_repeats
+from autoshard.passes.expand_repeats import apart
 from autoshard.passes.import_fx import SEED, Ends, import_joint
 from autoshard.passes.kept_module import Kept
-from autoshard.passes.repeat_views import repeat_views
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
@@ -62,7 +62,7 @@ def capture(
             joint = _whole(kept, inputs, differentiate)
         except NeedsValuesError as asked:
             joint = _with_values(kept, inputs, differentiate, asked)
-        return repeat_views(joint)
+        return joint
 
 
 def _with_values(kept: Kept, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError) -> Joint:
@@ -98,18 +98,18 @@ def _whole(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
 
 def _with_repeats(kept: Kept, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
     """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
-    try:
+    with suppress(NotApart, AbsentUsedError):
         joint = _joint(kept, inputs, differentiate, repeats)
-        found = expand_repeats(joint, repeats.bodies, repeats.away)
-    except (NotApart, AbsentUsedError):
-        found = None
-    if found is not None:
-        return found
+        if apart(joint, repeats.away):
+            return _of_bodies(joint, repeats)
     repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
-    joint = _joint(kept, inputs, differentiate, repeats)
-    found = expand_repeats(joint, repeats.bodies, repeats.away)
-    assert found is not None
-    return found
+    return _of_bodies(_joint(kept, inputs, differentiate, repeats), repeats)
+
+
+def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
+    """With the layers that its graph calls."""
+    away = {call: dict(names) for call, names in repeats.away.items()}
+    return replace(joint, bodies=tuple(repeats.bodies), away=away) if repeats.bodies else joint
 
 
 def _repeats_of(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:

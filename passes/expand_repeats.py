@@ -2,74 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TypeAlias
 
 from autoshard.ir import Arg, Graph, Joint, Node, Origin, Port, Ref, Result, refs_of, substitute
+from autoshard.ir.body import NONE_AWAY, Away, Body
 from autoshard.torch_adapters.repeat_op import REPEAT, REPEAT_BACKWARD, RepeatKey
 
 _DROPOUT = "autoshard.dropout.default"
 _SITE = 3
 _ADD = "aten.add.Tensor"
 #: what autograd gives for an output that nothing uses
-_ZEROS = frozenset({"aten.zeros.default", "aten.new_zeros.default"})
+ZEROS = frozenset({"aten.zeros.default", "aten.new_zeros.default"})
 #: kind of a result that is a gradient -> kind of the port it belongs to
 _GRADS = MappingProxyType({"grad": "param", "input_grad": "input"})
 
 
-@dataclass(frozen=True)
-class Body:
-    """A layer traced on its own.
+def apart(joint: Joint, away: Away) -> bool:
+    """Whether nothing else uses what calls were not given: then its gradient is the call's alone.
 
-    feeds: the ports that a call gives values to, in the order of its tensors. outputs: values of the
-    layer's outputs, by position. tangents: port names, in the order of the outputs that have a gradient.
-    grads: values of the gradients, in the order of the feeds that have one. sites: dropout calls inside.
+    joint: of the whole model, as traced.
     """
-
-    joint: Joint
-    feeds: tuple[Port, ...]
-    outputs: tuple[str, ...]
-    tangents: tuple[str, ...]
-    grads: tuple[tuple[int, str], ...]
-    sites: int
-
-    def away(self) -> set[str]:
-        """Parameters, by their names in the layer, that `passed` leaves out of ops that are apart."""
-        return {self.feeds[k].target for k in set(range(len(self.feeds))) - set(self.passed(apart=True))}
-
-    def passed(self, *, apart: bool) -> tuple[int, ...]:
-        """Positions of the feeds that the op of a call is given.
-
-        apart: without the parameters that have a gradient, but for the first.
-        """
-        away = [k for k, _ in self.grads if self.feeds[k].kind == "param"][1:] if apart else []
-        return tuple(k for k in range(len(self.feeds)) if k not in away)
-
-
-Away: TypeAlias = Mapping[int, Mapping[int, str]]
-
-
-def expand_repeats(joint: Joint, bodies: Sequence[Body], away: Away) -> Joint | None:
-    """The joint graph with every ``repeat`` and ``repeat_backward`` written out.
-
-    away: per call, parameters that its op was not given: position among the feeds -> name. None if one of
-    them is used by something else, too: then its gradient is not the call's alone.
-    """
-    if not bodies:
-        return joint
     hidden = {name for call in away.values() for name in call.values()}
     inputs = {p.name for p in joint.ports if p.kind == "param" and p.target in hidden}
     used = {r for node in joint.graph.nodes for r in refs_of(node)} | {r.value for r in joint.results}
-    if inputs & used or any(r.kind == "grad" and r.target in hidden for r in joint.results):
-        return None
-    return _Expander(joint, bodies, away).run()
+    return not inputs & used and not any(r.kind == "grad" and r.target in hidden for r in joint.results)
+
+
+def expand_repeats(joint: Joint) -> Joint:
+    """The joint graph with every ``repeat`` and ``repeat_backward`` written out: flat."""
+    return _Expander(joint).run() if joint.bodies else joint
+
+
+def behind(call: int | str) -> str:
+    """What a call of a layer puts behind the names of what it makes."""
+    return f"_r{call}"
+
+
+def in_order(results: Iterable[Result], ports: Sequence[Port]) -> tuple[Result, ...]:
+    """Gradients last, in the order of the ports."""
+    place: dict[tuple[str, str], int] = {(p.kind, p.target): k for k, p in enumerate(ports)}
+    found = list(results)
+    grads = sorted((r for r in found if r.kind in _GRADS), key=lambda r: place[_GRADS[r.kind], r.target])
+    return (*(r for r in found if r.kind not in _GRADS), *grads)
 
 
 class _Expander:
-    def __init__(self, joint: Joint, bodies: Sequence[Body], away: Away) -> None:
-        self.joint, self.bodies, self.away = joint, bodies, away
+    def __init__(self, joint: Joint) -> None:
+        self.joint, self.bodies, self.away = joint, joint.bodies, joint.away
         self.parameters = {p.target: p.name for p in joint.ports if p.kind == "param"}
         #: gradients of what the ops were not given: name of the parameter -> value
         self.grads: dict[str, str] = {}
@@ -81,7 +62,7 @@ class _Expander:
         self.ports = list(joint.ports)
         self.known: dict[tuple[int, str], str] = {}
         self.types = dict(joint.graph.types())
-        self.zeros = {n.name for n in joint.graph.nodes if n.op in _ZEROS}
+        self.zeros = {n.name for n in joint.graph.nodes if n.op in ZEROS}
 
     def run(self) -> Joint:
         for node in self.joint.graph.nodes:
@@ -93,7 +74,7 @@ class _Expander:
                 self.nodes.append(substitute(node, lambda name: Ref(self._real(name))))
         results = self._results()
         used = {r for node in self.nodes for r in refs_of(node)} | {r.value for r in results}
-        self.nodes = [n for n in self.nodes if n.op not in _ZEROS or used & set(n.outs)]
+        self.nodes = [n for n in self.nodes if n.op not in ZEROS or used & set(n.outs)]
         graph = Graph(
             "joint",
             tuple((p.name, p.type) for p in self.ports),
@@ -101,17 +82,19 @@ class _Expander:
             tuple(r.value for r in results),
         )
         return replace(
-            self.joint, graph=graph, ports=tuple(self.ports), results=results, constants=self.constants
+            self.joint,
+            graph=graph,
+            ports=tuple(self.ports),
+            results=results,
+            constants=self.constants,
+            bodies=(),
+            away=NONE_AWAY,
         )
 
     def _results(self) -> tuple[Result, ...]:
-        """Gradients last, in the order of the ports."""
-        place: dict[tuple[str, str], int] = {(p.kind, p.target): k for k, p in enumerate(self.joint.ports)}
         found = [replace(r, value=self._real(r.value)) for r in self.joint.results]
-        grads = [r for r in found if r.kind in _GRADS]
-        grads += (Result(value, "grad", name) for name, value in self.grads.items())
-        grads.sort(key=lambda r: place[_GRADS[r.kind], r.target])
-        return (*(r for r in found if r.kind not in _GRADS), *grads)
+        found += (Result(value, "grad", name) for name, value in self.grads.items())
+        return in_order(found, self.joint.ports)
 
     def _real(self, name: str) -> str:
         return self.alias.get(name, name)
@@ -146,14 +129,14 @@ class _Expander:
     def _copy(self, body: Body, key: RepeatKey, names: dict[str, str], at: Origin, *, backward: bool) -> None:
         refs = {name: Ref(value) for name, value in names.items()}
         origins: dict[Origin, Origin] = {}
-        behind = f"_r{key.call}"
+        suffix = behind(key.call)
         for original in body.joint.graph.nodes:
             if original.backward != backward:
                 continue
             inner = original.origin
             if inner not in origins:
                 origins[inner] = _inside(inner, at)
-            outs = tuple([out + behind for out in original.outs])
+            outs = tuple([out + suffix for out in original.outs])
             node = substitute(original, refs.__getitem__, outs=outs, origin=origins[inner])
             other = self._beside_zeros(node) if self.zeros else None
             if other is not None:

@@ -65,7 +65,7 @@ def _live(joint: Joint) -> tuple[list[Node], dict[str, tuple[str, ...]]]:
     return kept, uses
 
 
-def _layer_of(node: Node) -> str:
+def layer_of(node: Node) -> str:
     """The layer a node lies in: the module path down to its first numbered part, and the call."""
     layer = _layer_name(node.origin.fqn)
     return layer if not layer or node.origin.call == 0 else f"{layer}#{node.origin.call}"
@@ -86,7 +86,7 @@ def _runs(nodes: list[Node], uses: dict[str, tuple[str, ...]]) -> list[_Run]:
     where: dict[str, int] = {}
     last: dict[tuple[str, bool], int] = {}
     for node in nodes:
-        key = (_layer_of(node), node.backward)
+        key = (layer_of(node), node.backward)
         needed = max([where.get(r, -1) for r in uses[node.name]], default=-1)
         at = last.get(key, -1)
         if at < needed or at < 0 or (runs and runs[-1].backward != node.backward and at != len(runs) - 1):

@@ -17,7 +17,7 @@ from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
 from autoshard.passes.early_reductions import early_reductions
-from autoshard.passes.fold import fold
+from autoshard.passes.fold_repeats import fold_repeats
 from autoshard.passes.fuse_bias import fuse_bias
 from autoshard.passes.fuse_kernels import fuse_kernels
 from autoshard.passes.gather_once import gather_once
@@ -101,8 +101,8 @@ class Lowering:
 
 
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
-    """The passes before the search, on what `capture` gives (whose last step is `repeat_views`)."""
-    folded = _watched("010_fold", fold(joint), watch)
+    """The passes before the search, on what `capture` gives."""
+    folded = _watched("010_fold", fold_repeats(joint), watch)
     folded = _watched("020_decompose", decompose(folded), watch)
     return _watched("030_normalize", normalize(folded), watch)
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir import Joint
+from autoshard.ir.body import Body
 from autoshard.ops.lift import Lifter
-from autoshard.passes.expand_repeats import Body
 from autoshard.torch_adapters.repeat_op import RepeatKey, repeated
 
 #: fewer siblings are not worth it

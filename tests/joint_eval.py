@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir import DTYPES, Arg, Dtype, Joint, Ref
+from autoshard.passes.fold_repeats import flat
 
 
 def evaluate(
@@ -21,6 +22,7 @@ def evaluate(
     seed: int = 0,
 ) -> dict[tuple[str, str], torch.Tensor]:
     """``(kind, target) -> value`` of every result; tangents are ones. The model is not changed."""
+    joint = flat(joint)
     leaves = pytree.tree_leaves((args, dict(kwargs or {})))
     params = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))

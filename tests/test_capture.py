@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import CaptureError
 from autoshard.ir import Joint, refs_of
 from autoshard.ops.dropout import keep_mask
-from autoshard.passes.capture import capture
+from autoshard.passes.capture import capture as captured
+from autoshard.passes.fold_repeats import flat
 
 
 class Fn(nn.Module):
@@ -33,6 +34,11 @@ class Fn(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(self, *args, **kwargs)
+
+
+def capture(*args: Any, **kwargs: Any) -> Joint:
+    """With all layers written out."""
+    return flat(captured(*args, **kwargs))
 
 
 def linear(**parts: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The captured model: one flat graph of forward and backward, and what its ends mean."""
+"""The captured model: one graph of forward and backward, and what its ends mean."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autoshard.ir.body import NONE_AWAY, Away, Body
 from autoshard.ir.graph import Graph
 from autoshard.ir.types import TensorType
 
@@ -46,7 +47,9 @@ class Result:
 class Joint:
     """A captured model.
 
-    graph: flat, functional, forward nodes before backward nodes.
+    graph: functional, forward nodes before backward nodes. A call of a repeated layer is one node there (see
+        `passes.expand_repeats`, which writes them out). bodies, away: of those layers; the gradients of
+        parameters that are away are among the results once layers are written out.
     in_tree: JSON text of the pytree of ``(args, kwargs)``.
     in_leaves: for each flattened call argument ``("tensor", "")`` or ``("static", repr)``: a
         non-tensor argument is fixed at capture.
@@ -72,3 +75,5 @@ class Joint:
     constants: dict[str, object] = field(default_factory=dict, compare=False, hash=False)
     batch_inputs: tuple[str, ...] = ()
     training: bool = True
+    bodies: tuple[Body, ...] = ()
+    away: Away = field(default_factory=lambda: NONE_AWAY, hash=False)
