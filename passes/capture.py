@@ -21,7 +21,7 @@ from autoshard.errors import CaptureError
 from autoshard.interop import huggingface
 from autoshard.ir import Joint, Port
 from autoshard.passes.capture_function import Differentiate, Function
-from autoshard.passes.capture_inputs import Inputs, Leaf, inputs_of, state_of
+from autoshard.passes.capture_inputs import Inputs, Leaf, State, inputs_of, state_of
 from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
 from autoshard.passes.expand_repeats import apart
@@ -86,24 +86,27 @@ def _with_values(kept: Kept, inputs: Inputs, differentiate: Differentiate, asked
 
 def _whole(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
     """The joint graph of the whole model, its repeated layers traced once if that can be."""
-    repeats = _repeats_of(kept, inputs, differentiate)
+    state = state_of(kept.module)
+    repeats = _repeats_of(kept, state, inputs, differentiate)
     if repeats is not None:
         try:
-            return _with_repeats(kept, inputs, differentiate, repeats)
+            return _with_repeats(kept, state, inputs, differentiate, repeats)
         except (NotRepeated, CaptureError):
             # the plain trace finds the same fault, if it is one, and names the layer's own line
             return _joint(kept, inputs, differentiate, None)
     return _joint(kept, inputs, differentiate, None)
 
 
-def _with_repeats(kept: Kept, inputs: Inputs, differentiate: Differentiate, repeats: Repeats) -> Joint:
+def _with_repeats(
+    kept: Kept, state: State, inputs: Inputs, differentiate: Differentiate, repeats: Repeats
+) -> Joint:
     """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
     with suppress(NotApart, AbsentUsedError):
-        joint = _joint(kept, inputs, differentiate, repeats)
+        joint = _joint(kept, inputs, differentiate, repeats, state)
         if apart(joint, repeats.away):
             return _of_bodies(joint, repeats)
     repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
-    return _of_bodies(_joint(kept, inputs, differentiate, repeats), repeats)
+    return _of_bodies(_joint(kept, inputs, differentiate, repeats, state), repeats)
 
 
 def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
@@ -112,13 +115,12 @@ def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
     return replace(joint, bodies=tuple(repeats.bodies), away=away) if repeats.bodies else joint
 
 
-def _repeats_of(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:
+def _repeats_of(kept: Kept, state: State, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:
     """The repeated layers of a model, each traced once, or None if there are none that are certain."""
     model = kept.module
     repeats = Repeats(find_groups(model))
     if not repeats.groups:
         return None
-    state = state_of(model)
     function = Function(model, state, inputs, differentiate, repeats)
     mode = tracing.fake_mode()
     seed = torch.empty((), dtype=torch.int64, device="meta")
@@ -130,7 +132,10 @@ def _repeats_of(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Rep
             shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
             held = [shared[_type_of(t)] for t in state.tensors]
             function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
-        with kept:
+        # layers are traced one by one, and each is left as it was
+        with ExitStack() as stack:
+            for group in repeats.groups:
+                stack.enter_context(Kept.of(group.members[0]))
             repeats.trace_bodies(
                 lambda layer, args, kwargs: _joint(Kept.of(layer), inputs_of(args, kwargs), "all", None)
             )
@@ -149,13 +154,14 @@ def _joint(
     inputs: Inputs,
     differentiate: Differentiate,
     repeats: Repeats | None,
+    state: State | None = None,
     *,
     with_values: bool = False,
 ) -> Joint:
-    """Trace a module whose surroundings are prepared."""
+    """Trace a module whose surroundings are prepared. state: of the module, if that is known."""
     model = kept.module
     with kept:
-        state = state_of(model)
+        state = state or state_of(model)
         if repeats is not None:
             repeats.install(state.names)
         absent = state.absent(repeats.absent()) if repeats is not None else {}

@@ -50,10 +50,7 @@ class Function:
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
         self.repeats, self.absent = repeats, absent or {}
         self.with_values = with_values
-        names: dict[int, str] = {}
-        for name, module in model.named_modules():
-            names.setdefault(id(module), name)
-        self.recorder = OriginRecorder(names)
+        self.recorder = OriginRecorder(state.modules)
         self.out_spec = pytree.tree_structure(())
         self.out_leaves: list[Leaf] = []
         self.replaced: set[int] = set()

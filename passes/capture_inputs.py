@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Leaf:
 class State:
     """Parameters and buffers: one argument per object, however many names it has.
 
-    slots: (dict of a module, key in it, position among the arguments) of every name.
+    slots: (dict of a module, key in it, position among the arguments) of every name. modules: identity of a
+    module -> its first name.
     """
 
     slots: list[tuple[dict[str, Any], str, int]] = field(default_factory=list)
@@ -38,8 +40,9 @@ class State:
     tensors: list[torch.Tensor] = field(default_factory=list)
     tied: list[tuple[str, str]] = field(default_factory=list)
     frozen: list[str] = field(default_factory=list)
+    modules: dict[int, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def names(self) -> dict[tuple[int, str], str]:
         """(identity of a module's table, key in it) -> name of the argument."""
         return {(id(table), key): self.arguments[position][1] for table, key, position in self.slots}
@@ -57,6 +60,7 @@ def state_of(model: nn.Module) -> State:
     state = State()
     known: dict[int, int] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
+        state.modules.setdefault(id(module), prefix)
         for kind, table in (("param", module._parameters), ("buffer", module._buffers)):
             for key, tensor in table.items():
                 if tensor is None:

@@ -38,5 +38,6 @@ class Kept:
 
     def __exit__(self, *args: object) -> None:
         for now, before in self.before:
-            now.clear()
-            now.update(before)
+            if now or before:  # most are hooks, of which there are none
+                now.clear()
+                now.update(before)

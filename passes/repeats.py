@@ -184,12 +184,13 @@ class Repeats:
         for group in self.groups:
             for module in group.members:
                 module.__dict__["forward"] = self._forward_of(module, group, module.forward)
-                self.parameters[module] = {
-                    f"{path}.{key}" if path else key: names[id(inner._parameters), key]
-                    for path, inner in module.named_modules(remove_duplicate=False)
-                    for key, value in inner._parameters.items()
-                    if value is not None
-                }
+                if module not in self.parameters:
+                    self.parameters[module] = {
+                        f"{path}.{key}" if path else key: names[id(inner._parameters), key]
+                        for path, inner in module.named_modules(remove_duplicate=False)
+                        for key, value in inner._parameters.items()
+                        if value is not None
+                    }
 
     def absent(self) -> set[str]:
         """Names of parameters that no op of a call is given, whatever its body, once bodies are traced."""

@@ -239,10 +239,10 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
     traced: list[bool | None] = []
     trace = capturing._joint
 
-    def watched(kept: Kept, inputs: Any, differentiate: Any, repeats: Any) -> Any:
+    def watched(kept: Kept, inputs: Any, differentiate: Any, repeats: Any, *state: Any) -> Any:
         if isinstance(kept.module, Stack):
             traced.append(None if repeats is None else repeats.apart)
-        return trace(kept, inputs, differentiate, repeats)
+        return trace(kept, inputs, differentiate, repeats, *state)
 
     monkeypatch.setattr(capturing, "_joint", watched)
     for name, wanted in (("plain", [True]), (kind, [True, False])):
