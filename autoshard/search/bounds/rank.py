@@ -231,6 +231,19 @@ class _Bounded:
     shared: float
     proven: float
 
+    def _sums(self, how: Setting, *, lean: bool) -> list[Sums]:
+        """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
+        key = (how.apart, how.sums_up, lean)
+        if key not in self._known:
+            found = self.lives.sums(self.bare.each, how, lean=lean)
+            plain = self.bare.lean_sums if lean else self.bare.free_sums
+            self._known[key] = [plain + extra for extra in found]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[tuple[str, ...], int, bool], list[Sums]]:
+        return {}
+
     @cached_property
     def _steps(self) -> list[list[float]]:
         """Seconds that the fastest placements take if nothing is computed again; [pipes, lives].
@@ -238,8 +251,7 @@ class _Bounded:
         Where something else fits, inf for what parameters do not fit in.
         """
         each, how = self.bare.each, self.ways[0]
-        sums = self.lives.sums(each, how, lean=False)
-        totals = self.ways.totals([self.bare.free_sums + extra for extra in sums])
+        totals = self.ways.totals(self._sums(how, lean=False))
         if self.budget is None:
             return totals
         room = _LEANER * self.budget
@@ -319,23 +331,37 @@ class _Bounded:
 
     def best(self) -> tuple[float | None, Setting]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
-        ways, of_lean, each = self.ways, None, self.bare.each
+        ways, of_lean = self.ways, None
         steps, floors = self._steps, self._floors
         best: tuple[float, Setting] | None = None
         for floor, k in floors:
             if best is not None and floor >= best[0]:
                 break
-            filled = _best(self.bare.free, self.lives.at(each, lean=False), steps[k], ways[k], self.budget)
+            filled = self._best(ways[k], steps[k], lean=False)
             if self.budget is not None and (filled is None or filled[0].recompute):
                 if of_lean is None:
-                    leaner = self.lives.sums(each, ways[k], lean=True)
-                    of_lean = ways.totals([self.bare.lean_sums + extra for extra in leaner])
-                lives = self.lives.at(each, lean=True)
-                other = _best(self.bare.lean, lives, of_lean[k], ways[k], self.budget)
+                    of_lean = ways.totals(self._sums(ways[k], lean=True))
+                other = self._best(ways[k], of_lean[k], lean=True)
                 filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
             if filled is not None and (best is None or self.uneven[k] * filled[1] < best[0]):
                 best = (self.uneven[k] * filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
+
+    def _best(self, how: Setting, floors: Sequence[float], *, lean: bool) -> tuple[Setting, float] | None:
+        """(setting, seconds of a step) of the fastest that fits, or None.
+
+        floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
+        """
+        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(how, lean=lean)
+        best: tuple[Setting, float] | None = None
+        for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
+            # computing again only adds, but for rounding
+            if best is not None and floor > (1 + _ROUNDING) * best[1]:
+                continue
+            found = (how, floor) if self.budget is None else filling.best(how, self.budget, extra, plain)
+            if found is not None and (best is None or found[1] < best[1]):
+                best = found
+        return best
 
     def leaving(self, bytes_: float) -> tuple[float, Setting]:
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
@@ -459,21 +485,3 @@ def _paired(low: list[V], high: list[V], t: float) -> tuple[list[V], list[V]]:
     most = max(len(low), len(high))
     # where nothing is gathered all stages are the same
     return (low * most if len(low) == 1 else low), (high * most if len(high) == 1 else high)
-
-
-def _best(
-    bare: Filling, lives: Sequence[Profile], floors: Sequence[float], how: Setting, budget: float | None
-) -> tuple[Setting, float] | None:
-    """(setting, seconds of a step) of the fastest way that fits, or None.
-
-    floors: for each of the lives, seconds of a step that nothing has to be computed again for.
-    """
-    best: tuple[Setting, float] | None = None
-    for extra, floor in zip(lives, floors, strict=True):
-        # computing again only adds, but for rounding
-        if best is not None and floor > (1 + _ROUNDING) * best[1]:
-            continue
-        found = (how, floor) if budget is None else bare.best(how, budget, extra, floor)
-        if found is not None and (best is None or found[1] < best[1]):
-            best = found
-    return best

@@ -11,11 +11,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
+from autoshard.cost.step_time import Sums, step_time
 from autoshard.search.plans.plan import Recompute
-from autoshard.search.problem.terms import Profile
+from autoshard.search.problem.terms import Bytes, Profile, Time
 from autoshard.search.solving.setting import OF_STATE, Setting
 
 #: kinds of layers that each get a policy of their own; those beyond share the last one's
@@ -49,14 +50,21 @@ def fill(taken: Profile, setting: Setting, budget: float) -> Setting | None:
 class Filling:
     """Recomputation for one profile, in many settings and beside many others that run nothing again.
 
-    calls: how often each forward segment of a layer is called, in every setting that is asked about.
+    calls: how often each forward segment of a layer is called, in every setting that is asked about. What a
+    segment holds and takes depends on what of it runs again and on nothing else that does.
     """
 
     def __init__(self, taken: Profile, calls: Mapping[str, int]) -> None:
         self.taken, self.calls = taken, calls
         #: the part of it that belongs to parameters
         self._state = Profile({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
-        #: bytes of activations (see `Setting.activations`) by all that they depend on
+        #: bytes of activations of each segment, and of no segment that may run again
+        self._of_segment: dict[str, list[tuple[Bytes, float]]] = {name: [] for name in calls}
+        self._others: list[tuple[Bytes, float]] = []
+        for key, n in taken.bytes.items():
+            if key.kind not in OF_STATE:
+                self._of_segment.get(key.segment, self._others).append((key, n))
+        #: what parts hold, by all that this depends on
         self._held: dict[Hashable, tuple[float, float]] = {}
 
     @cached_property
@@ -69,43 +77,40 @@ class Filling:
         return found
 
     def best(
-        self, setting: Setting, budget: float, beside: Profile = _NOTHING, plain: float | None = None
+        self, setting: Setting, budget: float, beside: Profile = _NOTHING, plain: Sums | None = None
     ) -> tuple[Setting, float] | None:
         """(the setting with the cheapest recomputation that fits the budget, seconds of a step), or None.
 
-        beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: seconds of a
-        step that runs nothing again, if they are known.
+        beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: all seconds,
+        with nothing run again, if they are known.
         """
         bare = setting if not setting.recompute else replace(setting, recompute={})
         state = self.state_bytes(bare, beside)
         if state > budget:
             return None
         windows = bare.windows(self._state) + bare.windows(beside)
-        if state + self._activations(bare, windows) <= budget:
-            return bare, bare.step(self.taken, beside).total if plain is None else plain
-        best: tuple[Setting, float] | None = None
+        sums = bare.sums(self.taken, beside) if plain is None else plain
+        if state + self._activations(bare, {}, windows) <= budget:
+            return bare, step_time(sums, bare.how).total
+        best: tuple[dict[str, Recompute], float] | None = None
         for chosen in self.choices:
-            filled = self._filled(bare, chosen, state, windows, budget)
-            if filled is not None:
-                seconds = filled.step(self.taken, beside).total
+            again = self._filled(bare, chosen, state, windows, budget)
+            if again is not None:
+                seconds = step_time(sums + self._more(again), bare.how).total
                 if best is None or seconds < best[1]:
-                    best = (filled, seconds)
-        return best
+                    best = again, seconds
+        return None if best is None else (replace(bare, recompute=best[0]), best[1])
 
     def state_bytes(self, setting: Setting, beside: Profile) -> float:
         """Bytes of parameters, gradients and optimizer; beside: see `best`."""
         return setting.state_bytes(beside, setting.state_bytes(self._state))
 
-    def _activations(self, bare: Setting, windows: float) -> float:
-        """Bytes of activations with nothing run again."""
-        return self._running(bare, {}, windows)
-
     def _filled(
         self, bare: Setting, chosen: Sequence[_Option], state: float, windows: float, budget: float
-    ) -> Setting | None:
+    ) -> dict[str, Recompute] | None:
         """Calls added in order of price until the assignment fits."""
         again: dict[str, Recompute] = {}
-        held = self._activations(bare, windows)
+        held = self._activations(bare, again, windows)
         for option in chosen:
             over = state + held - budget
             if over <= 0:
@@ -113,22 +118,45 @@ class Filling:
             # the first call frees nothing: what it makes again is held once
             calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
             again[option.segment] = Recompute(option.policy, calls)
-            held = self._running(bare, again, windows)
-        if state + held > budget:
-            return None
-        return replace(bare, recompute=again) if again else bare
+            held = self._activations(bare, again, windows)
+        return again if state + held <= budget else None
 
-    def _running(self, bare: Setting, again: Mapping[str, Recompute], windows: float) -> float:
+    def _activations(self, bare: Setting, again: Mapping[str, Recompute], windows: float) -> float:
         """Bytes of activations where some calls run again; but for windows the same on many meshes."""
-        pipe, calls = bare.pipe, tuple([(name, r.policy, r.calls) for name, r in again.items()])
+        pipe = bare.pipe
         # all that a setting says of them, see `Setting.bytes_weight`
         key = (bare.flight, bare.waiting, pipe.splits_backward, pipe.ranks > 1, bare.sending, bare.optimistic)
-        found = self._held.get((*key, calls))
-        if found is None:
-            running = replace(bare, recompute=dict(again)) if again else bare
-            found = self._held[*key, calls] = running.activations(self.taken)
-        late, early = found
+        late, early = self._part(bare, key, "", None)
+        for name in self.calls:
+            more = self._part(bare, key, name, again.get(name))
+            late, early = late + more[0], early + more[1]
         return max(late, windows + early)
+
+    def _part(
+        self, bare: Setting, key: Hashable, segment: str, again: Recompute | None
+    ) -> tuple[float, float]:
+        """Of one segment, or of no segment that may run again (""); see `Setting.activations`."""
+        at = (key, segment, again and (again.policy, again.calls))
+        found = self._held.get(at)
+        if found is None:
+            held = self._of_segment[segment] if segment else self._others
+            late, early = sum([bare.bytes_weight_with(k, again) * n for k, n in held]), 0.0
+            if bare.pipe.splits_backward:
+                early = sum([bare.waitless.bytes_weight_with(k, again) * n for k, n in held])
+            elif not segment:
+                early = -inf
+            found = self._held[at] = late, early
+        return found
+
+    def _more(self, again: Mapping[str, Recompute]) -> Sums:
+        """Seconds of what runs again."""
+        work = talk = 0.0
+        for name, chosen in again.items():
+            share = chosen.calls / self.calls[name]
+            for cheap in (True, False) if chosen.policy == "full" else (True,):
+                work += share * self.taken.seconds.get(Time("work", False, name, cheap), 0.0)
+                talk += share * self.taken.seconds.get(Time("talk", False, name, cheap), 0.0)
+        return Sums(work_backward=work, talk_backward=talk)
 
 
 def marginal_price(taken: Profile, setting: Setting) -> float:

@@ -91,12 +91,15 @@ class Setting:
         return chosen.calls / self.calls[segment]
 
     def bytes_weight(self, key: Bytes) -> float:
-        """How much of these bytes is held at the peak.
+        """How much of these bytes is held at the peak."""
+        return self.bytes_weight_with(key, self.recompute.get(key.segment))
+
+    def bytes_weight_with(self, key: Bytes, chosen: Recompute | None) -> float:
+        """The same if this is what of its segment runs again.
 
         While a call runs again, what it makes is held once.
         """
         calls = self.calls.get(key.segment, 0)
-        chosen = self.recompute.get(key.segment)
         if key.kind == "state":
             return 1 / self.pipe.ranks
         if key.kind == "window":
@@ -231,10 +234,10 @@ class Setting:
         first rank of a pipeline as it begins its first backward, where none does yet; the peak, and nothing,
         where none ever waits."""
         found = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
-        return found, (self._waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
+        return found, (self.waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
 
     @cached_property
-    def _waitless(self) -> Setting:
+    def waitless(self) -> Setting:
         """The same with as many microbatches in flight, of which no gradient waits."""
         return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 
