@@ -12,6 +12,7 @@ from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.bounds.ends import Shape
 from autoshard.search.bounds.estimated import Estimated
 from autoshard.search.bounds.nearest import Nearest
+from autoshard.search.bounds.proving import proven
 from autoshard.search.bounds.uneven import uneven_seconds
 from autoshard.search.choosing.ask import Ask, Rejected, Settled
 from autoshard.search.choosing.race import Race
@@ -24,7 +25,7 @@ from autoshard.search.solving.poses import Poses
 from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import Setting
 from autoshard.search.solving.settle import Placed, place
-from autoshard.search.solving.tune import QUICK, proven, tune
+from autoshard.search.solving.tune import QUICK, tune
 
 
 class Judge(Protocol):
@@ -242,7 +243,7 @@ class Exact:
         """The same with a lower bound that holds for every recomputation."""
         if not self.ask.recompute:
             return placed
-        return proven(posed.problem, placed, self.ask.budget, allowed=posed.allowed)
+        return proven(posed, placed, self.ask.budget)
 
     def _solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
         """One configuration. at_once: if interrupted, finish with the least work instead of stopping."""

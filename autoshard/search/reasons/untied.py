@@ -14,23 +14,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.cost.step_time import Exposure, between
+from autoshard.search.bounds.proving import best_price, prices_of
 from autoshard.search.networks.chain import Chain, Pair
-from autoshard.search.networks.network import Array, CostNetwork, Limits
+from autoshard.search.networks.network import Array, CostNetwork
 from autoshard.search.networks.repeat import Repeated, Room, least
-from autoshard.search.networks.solve import proven_seconds
 from autoshard.search.plans.plan import Recompute
 from autoshard.search.problem.lives import GATHERED
 from autoshard.search.problem.terms import Bytes, Time, TimeWeight, compose
 from autoshard.search.problem.variables import ParamVar
 from autoshard.search.reasons.unrolled import NotAChain, Run, Spread, Unrolled, lost, runs_of, unroll
-from autoshard.search.solving.again import marginal_price
 from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import Setting
 from autoshard.search.solving.settle import Placed
-
-#: how often a price is doubled or halved, and work for what only has to show which way to go
-_MOVES = 5
-_WORK = Limits(table=4_000_000, total=20_000_000, nodes=100, milp=0)
 
 
 @dataclass(frozen=True)
@@ -88,72 +83,19 @@ def untied_from(posed: Posed, placed: Placed, budget: float | None) -> Untied:
     the layers of the longest run each for itself.
 
     posed, placed: the plan. budget: bytes per rank that it was found with. Price and exposure are those at
-    which the bound for layers that are alike is best, as far as a few trials tell: the two differ little.
+    which the bound for layers that are alike is best, of a few that are tried: the two differ little.
     """
     run = next(iter(runs_of(posed.model.folded)), None)
     shown = placed.setting.exposure(placed.taken)
     if run is None:
         return untied_bound(posed, placed.setting, shown)
-    price = 0.0
-    if budget is not None:
-        price = max(placed.solution.multiplier, marginal_price(placed.taken, placed.setting))
-    policies = policies_of(placed.setting, run, recompute=True, price=price)
-    none, every = Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0)
+    prices = (0.0, 0.0) if budget is None else prices_of(placed)
     free = placed.setting.exposure(posed.free.taken)
-    tried = dict.fromkeys([between(shown, none), shown, free, between(none, every)])
-    tied = _Tied(posed, policies, budget or 0.0)
-    exposure = max(tried, key=lambda e: tied.least(price, e))
-    if price:
-        price = tied.moved(price, exposure)
+    none, every = Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0)
+    tried = tuple(dict.fromkeys([between(shown, none), shown, free, between(none, every)]))
+    best = best_price(posed, placed.setting, prices, tried, budget or 0.0)
+    price, exposure = best or (prices[1], shown)
     return untied_bound(posed, placed.setting, exposure, price=price, budget=budget, run=run)
-
-
-class _Tied:
-    """The bound for layers that are alike."""
-
-    def __init__(self, posed: Posed, policies: Policies, budget: float) -> None:
-        self.posed, self.each, self.budget = posed, policies, budget
-        #: by number, whoever was least last first
-        self.policies = list(range(len(policies.each)))
-        self.known: dict[tuple[float, Exposure], float] = {}
-        self.networks: dict[tuple[int, Exposure], CostNetwork] = {}
-
-    def least(self, price: float, exposure: Exposure) -> float:
-        """Seconds; below the best known it is only an upper bound on that."""
-        key = (price, exposure)
-        if key not in self.known:
-            best, found = max(self.known.values(), default=-np.inf), np.inf
-            for policy in tuple(self.policies):
-                network = self._network(policy, exposure).at_price(price)
-                orders = self.posed.problem.known.orders
-                value = proven_seconds(network, _WORK, orders) - price * self.budget
-                if value < found:
-                    found = value
-                    # whoever is least now is likely to be so again
-                    self.policies.remove(policy)
-                    self.policies.insert(0, policy)
-                if found <= best:
-                    break
-            self.known[key] = found
-        return self.known[key]
-
-    def _network(self, policy: int, exposure: Exposure) -> CostNetwork:
-        key = (policy, exposure)
-        if key not in self.networks:
-            self.networks[key] = self.each.network(self.posed, self.each.each[policy], exposure)
-        return self.networks[key]
-
-    def moved(self, price: float, exposure: Exposure) -> float:
-        """The price doubled while that helps; if it does not help at all, halved while that does."""
-        start = price
-        for factor in (2.0, 0.5):
-            for _ in range(_MOVES):
-                if self.least(price * factor, exposure) <= self.least(price, exposure):
-                    break
-                price *= factor
-            if price != start:
-                break
-        return price
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,12 @@ def dual_bound(
     *,
     allowed: Sequence[Array | None] = (),
     limits: Limits | None = None,
+    moves: bool = True,
 ) -> float:
     """Seconds that no step within the budget goes below, whatever runs again.
 
-    price: seconds per byte to begin with; it is moved while the bound grows. exposure: which overlaps to
-    count as exposed (any is valid); half of it is tried, too.
+    price: seconds per byte. exposure: which overlaps to count as exposed; any is valid. moves: whether to try
+    half of the exposure, too, and to move the price while the bound grows.
     """
     known: dict[tuple[float, Exposure], float] = {}
     each = extremes(setting)
@@ -70,6 +71,8 @@ def dual_bound(
             known[key] = least
         return known[key]
 
+    if not moves:
+        return at(price, exposure)
     half = between(exposure, Exposure(0.0, 0.0, 0.0, 0.0))
     if at(price, half, at(price, exposure)) > at(price, exposure):
         exposure = half

@@ -9,8 +9,7 @@ from autoshard.cost.step_time import Exposure
 from autoshard.search.networks.direct import least_seconds
 from autoshard.search.networks.network import Array, CostNetwork, InfeasibleNetwork, Limits
 from autoshard.search.problem.problem import Problem
-from autoshard.search.solving.again import fill, marginal_price
-from autoshard.search.solving.bound import dual_bound
+from autoshard.search.solving.again import fill
 from autoshard.search.solving.refit import refit
 from autoshard.search.solving.setting import Setting
 from autoshard.search.solving.settle import Networks, Placed, place, placed_at
@@ -47,7 +46,7 @@ def tune(
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
     setting: its recomputation is only a start. recompute: whether anything may run again. The lower bound
-    holds for every recomputation, and is that without a budget (see `proven` for a better one).
+    holds for every recomputation, and is that without a budget; `search.bounds.proving` has a better one.
     """
     bare = replace(setting, recompute={})
     free = place(problem, bare, None, allowed=allowed, limits=limits)
@@ -56,25 +55,6 @@ def tune(
     if not recompute or not bare.calls:
         return place(problem, bare, budget, allowed=allowed, limits=limits)
     return _Tuning(problem, bare, budget, allowed, limits).best(free, setting)
-
-
-def proven(
-    problem: Problem,
-    placed: Placed,
-    budget: float | None,
-    *,
-    allowed: Sequence[Array | None] = (),
-    limits: Limits = FINAL,
-) -> Placed:
-    """The same with the best lower bound over all placements and all recomputation."""
-    bare = replace(placed.setting, recompute={})
-    again = marginal_price(placed.taken, placed.setting)
-    price = max(placed.solution.multiplier, again)
-    if budget is None or not price:
-        return placed
-    exposure = placed.setting.exposure(placed.taken)
-    bound = dual_bound(problem, bare, budget, price, exposure, allowed=allowed, limits=limits)
-    return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
 
 
 class _Tuning:
