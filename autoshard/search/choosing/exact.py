@@ -166,7 +166,8 @@ class Exact:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""
         race.enter(estimated.configuration)
         try:
-            found = self._solved(estimated, at_once=not race.begun)
+            beat = race.needed(estimated.configuration)
+            found = self._solved(estimated, beat, at_once=not race.begun)
         except (InfeasibleError, UsageError) as error:
             self.failures.append(error)
             race.fail(estimated.configuration)
@@ -230,11 +231,14 @@ class Exact:
             return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
         raise self.worst()
 
-    def tuned(self, posed: Posed, setting: Setting) -> Placed:
-        """The best placements with the best recomputation; raises InfeasibleError if nothing fits."""
-        budget = self.ask.budget
+    def tuned(self, posed: Posed, setting: Setting, beat: float = inf) -> Placed:
+        """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
+        `tune`."""
+        ask, budget = self.ask, self.ask.budget
         try:
-            return tune(posed.problem, setting, budget, recompute=self.ask.recompute, allowed=posed.allowed)
+            return tune(
+                posed.problem, setting, budget, recompute=ask.recompute, allowed=posed.allowed, beat=beat
+            )
         except InfeasibleNetwork as error:
             assert budget is not None
             raise _infeasible(posed, setting, error, budget) from None
@@ -245,13 +249,14 @@ class Exact:
             return placed
         return proven(posed, placed, self.ask.budget)
 
-    def _solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
-        """One configuration. at_once: if interrupted, finish with the least work instead of stopping."""
+    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
+        """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
+        stopping."""
         where = estimated.configuration
         try:
             self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
             posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
-            placed = self.tuned(posed, estimated.setting)
+            placed = self.tuned(posed, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
                 raise

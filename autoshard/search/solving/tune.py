@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from autoshard.cost.step_time import Exposure
 from autoshard.search.networks.direct import least_seconds
@@ -42,10 +43,12 @@ def tune(
     allowed: Sequence[Array | None] = (),
     recompute: bool = True,
     limits: Limits = FINAL,
+    beat: float = inf,
 ) -> Placed:
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
-    setting: its recomputation is only a start. recompute: whether anything may run again. The lower bound
+    setting: its recomputation is only a start. recompute: whether anything may run again. beat: seconds; what
+    is proven not to get below them is not made the most of. The lower bound
     holds for every recomputation, and is that without a budget; `search.bounds.proving` has a better one.
     """
     bare = replace(setting, recompute={})
@@ -54,7 +57,7 @@ def tune(
         return free
     if not recompute or not bare.calls:
         return place(problem, bare, budget, allowed=allowed, limits=limits)
-    return _Tuning(problem, bare, budget, allowed, limits).best(free, setting)
+    return _Tuning(problem, bare, budget, allowed, limits, beat).best(free, setting)
 
 
 class _Tuning:
@@ -67,7 +70,9 @@ class _Tuning:
         budget: float,
         allowed: Sequence[Array | None],
         limits: Limits,
+        beat: float,
     ) -> None:
+        self.beat = beat
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
         self.found: list[Placed] = []
@@ -100,7 +105,8 @@ class _Tuning:
     def _with_recompute(self, free: Placed, hint: Setting) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
         extremes = [hint] if hint.recompute else []
-        extremes += [self.bare.running_again("selective"), self.bare.running_again("full")]
+        everything = self.bare.running_again("selective"), self.bare.running_again("full")
+        extremes += [s for s in everything if s.recompute != hint.recompute]
         self._refit(free, extremes)
         if self.small or not self.found:
             for extreme in extremes:
@@ -130,6 +136,8 @@ class _Tuning:
             setting = less
             self._at(less, winner)
             winner = min(winner, *self.found, key=_order)
+        if winner.lower_bound > self.beat:
+            return winner
         try:
             last = self._place(setting, self.limits, winner)
         except InfeasibleNetwork:
