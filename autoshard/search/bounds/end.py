@@ -74,26 +74,13 @@ class End:
 
     @cached_property
     def lean(self) -> Way:
-        """Placements that hold less, for steps without a pipeline."""
-        return self._lean(sending=True)
-
-    @cached_property
-    def staged(self) -> Way:
-        """The same for the stages of a pipeline, which have nothing on its way to a reduction."""
-        return self._lean(sending=False)
-
-    def holding(self, staged: bool) -> Way:
-        """Placements that hold less. staged: for a stage of a pipeline."""
-        return self.staged if staged else self.lean
-
-    def _lean(self, *, sending: bool) -> Way:
-        """Placements to which half the activations are worth half the time.
+        """Placements to which half the activations are worth half the time, as without a pipeline.
 
         What parameters hold depends on the data ranks, which the mesh that is solved need not have.
         """
         posed, free = self.posed, self.posed.free
-        setting = replace(self.setting, sending=sending)
-        held = replace(free.setting, sending=sending).held(free.taken).activations
+        setting = replace(self.setting, sending=True)
+        held = replace(free.setting, sending=True).held(free.taken).activations
         price = free.seconds / held if held else 0.0
         return way_of(posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=FINAL))
 

@@ -59,10 +59,10 @@ class Shape:
         low, high, t = self.place(batch)
         return _off_parameters(low.free, high.free, t)
 
-    def lean(self, batch: int, staged: bool) -> Profile:
-        """The same for those that hold less. staged: as a stage of a pipeline."""
+    def lean(self, batch: int) -> Profile:
+        """The same for those that hold less."""
         low, high, t = self.place(batch)
-        return _off_parameters(low.holding(staged), high.holding(staged), t)
+        return _off_parameters(low.lean, high.lean, t)
 
     def seconds(self, batch: int) -> float:
         """Seconds that one microbatch takes at least."""

@@ -71,17 +71,16 @@ def _candidates(
     shape: Shape, total: int, prices: CostModels, setting: Setting, budget: float | None, recipe: Recipe
 ) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
-    lives: dict[tuple[Mesh, bool], _Lives] = {}
-    bare: dict[tuple[int, bool], _Bare] = {}
+    lives: dict[Mesh, _Lives] = {}
+    bare: dict[int, _Bare] = {}
     uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
     zeros = _Zeros(prices, recipe, setting.overlap)
     for staged in shape.meshes:
         mesh, ways = staged.mesh, data_ways(staged.mesh)
         cut = staged.ranks > 1
         state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
-        if (mesh, cut) not in lives:
-            lives[mesh, cut] = _Lives(shape, cut, mesh, zeros)
-        of_mesh = lives[mesh, cut]
+        if mesh not in lives:
+            lives[mesh] = _Lives(shape, mesh, zeros)
         if staged.pipes not in uneven:
             # alike for any microbatch
             uneven[staged.pipes] = tuple(
@@ -92,8 +91,8 @@ def _candidates(
             if not shape.covers(each):
                 continue
             count = max(1, total // batch)
-            if (each, cut) not in bare:
-                bare[each, cut] = _Bare(shape, cut, each, setting)
+            if each not in bare:
+                bare[each] = _Bare(shape, each, setting)
             pipes = [staged.sending(p, shape.between * each, shape.common) for p in staged.pipes]
             ways_to_run = _Ways(setting, count, pipes)
             # alone, a data rank has not even scalars to share
@@ -103,8 +102,8 @@ def _candidates(
             yield _Bounded(
                 mesh,
                 batch,
-                bare[each, cut],
-                of_mesh,
+                bare[each],
+                lives[mesh],
                 ways_to_run,
                 uneven[staged.pipes],
                 bound,
@@ -121,8 +120,8 @@ class _Bare:
     free_sums, lean_sums: seconds that it takes, with nothing computed again.
     """
 
-    def __init__(self, shape: Shape, staged: bool, each: int, setting: Setting) -> None:
-        self._shape, self._staged, self.each, self._setting = shape, staged, each, setting
+    def __init__(self, shape: Shape, each: int, setting: Setting) -> None:
+        self._shape, self.each, self._setting = shape, each, setting
         self._floors: dict[tuple[Regime, int], Array] = {}
 
     @cached_property
@@ -131,7 +130,7 @@ class _Bare:
 
     @cached_property
     def lean(self) -> Filling:
-        return Filling(self._shape.lean(self.each, self._staged), self._setting.calls)
+        return Filling(self._shape.lean(self.each), self._setting.calls)
 
     def floors(self, regime: Regime, looks: int) -> Array:
         """Seconds that it takes at least with what it holds, by the price of a byte; looks: see `Shape`."""
@@ -412,8 +411,8 @@ class _Lives:
     sequences, and exchange rows for few), so what they take is interpolated as everything else is.
     """
 
-    def __init__(self, shape: Shape, staged: bool, mesh: Mesh, zeros: _Zeros) -> None:
-        self._shape, self._staged, self._mesh, self._zeros = shape, staged, mesh, zeros
+    def __init__(self, shape: Shape, mesh: Mesh, zeros: _Zeros) -> None:
+        self._shape, self._mesh, self._zeros = shape, mesh, zeros
         self._links = zeros.prices.roughly(mesh).reshard.links
         self._used: dict[str, list[Profile]] = {}
         self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
@@ -457,7 +456,7 @@ class _Lives:
         return self._sums[key]
 
     def _of(self, end: End, lean: bool) -> tuple[str, list[Profile]]:
-        used = (end.holding(self._staged) if lean else end.free).parameters
+        used = (end.lean if lean else end.free).parameters
         if used.likeness not in self._used:
             self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)
         return used.likeness, self._used[used.likeness]
