@@ -33,6 +33,7 @@ from autoshard.search.solving.configuration import Configuration, alike
 from autoshard.search.solving.setting import Setting
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held
+from autoshard.simulate.of_segments import OfSegments
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.pipeline import step_seconds
 from autoshard.simulate.stage_costs import StagePrices
@@ -349,8 +350,9 @@ class Fitter:
 
     def _pricing(self, settled: Settled) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""
-        machine = self.cluster.laid(settled.posed.order)
-        return lambda program: StagePrices(program, machine, behaviour=Behaviour(recipe=self.ask.recipe))
+        machine, known = self.cluster.laid(settled.posed.order), OfSegments()
+        behaviour = Behaviour(recipe=self.ask.recipe)
+        return lambda program: StagePrices(program, machine, behaviour=behaviour, known=known)
 
     def _look(self, settled: Settled) -> Callable[[Folded, Lowering], Look]:
         """Looks at programs of a solution without a pipeline."""

@@ -13,6 +13,7 @@ from autoshard.program.program import Program
 from autoshard.rules import attention
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.keeping import CHAINED, Keeping
+from autoshard.simulate.of_segments import OfSegments
 from autoshard.simulate.ops import NARROWED, VIEWS, Ops, kept_scores
 from autoshard.simulate.work import Message, Sheet, Task, Transfer
 
@@ -21,11 +22,14 @@ class Sheets:
     """The sheets of a program for one rank of a stage (default: the fullest).
 
     Where chains of elementwise ops are one kernel each, what only ops of a chain read is neither written nor
-    read.
+    read. known: of other programs placed alike.
     """
 
-    def __init__(self, program: Program, behaviour: Behaviour, rank: int = 0) -> None:
+    def __init__(
+        self, program: Program, behaviour: Behaviour, rank: int = 0, known: OfSegments | None = None
+    ) -> None:
         self.program, self.behaviour = program, behaviour
+        self.known = known or OfSegments()
         mesh = Mesh.parse(program.mesh)
         self.ops = Ops(mesh, mesh.coords(rank), behaviour)
         # a loss may keep other bytes than the program where nothing else does
@@ -39,14 +43,14 @@ class Sheets:
         found = self._known.get(segment)
         if found is None:
             made = self.program.lowered.segments[segment]
-            found = self._known[segment] = self._sheet(
-                made.graph.nodes,
-                [n for n, _ in made.graph.inputs],
-                made.graph.outputs,
-                made.placed(),
-                self.dropped(segment),
-                self._weights(segment),
-            )
+            dropped, weights = self.dropped(segment), self._weights(segment)
+
+            def make() -> Sheet:
+                inputs = [n for n, _ in made.graph.inputs]
+                graph = made.graph
+                return self._sheet(graph.nodes, inputs, graph.outputs, made.placed(), dropped, weights)
+
+            found = self._known[segment] = self.known.of("sheet", made, (dropped, weights), make)
         return found
 
     def _weights(self, segment: str) -> frozenset[str]:

@@ -25,6 +25,7 @@ from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.kept import Held, Kept, gathered_bytes, gathered_ports, kept_by
+from autoshard.simulate.of_segments import OfSegments
 from autoshard.simulate.parts import Parts
 from autoshard.simulate.pipeline import StageCosts
 from autoshard.simulate.pricing import Pricer
@@ -81,7 +82,12 @@ class StagePrices:
     """
 
     def __init__(
-        self, program: Program, cluster: Cluster, rank: int = 0, behaviour: Behaviour | None = None
+        self,
+        program: Program,
+        cluster: Cluster,
+        rank: int = 0,
+        behaviour: Behaviour | None = None,
+        known: OfSegments | None = None,
     ) -> None:
         self.whole = Mesh.parse(program.whole_mesh)
         self.program, self.cluster, self.rank = program, cluster.used_by(self.whole.world_size), rank
@@ -89,7 +95,7 @@ class StagePrices:
         self.recipe = self.behaviour.recipe
         self.schedule = schedule_of(program)
         self.pricer = Pricer(program, self.cluster, rank, self.behaviour)
-        self.sheets = Sheets(program, self.behaviour, rank)
+        self.sheets = Sheets(program, self.behaviour, rank, known)
         device = self.cluster.device
         #: on what bounds all ranks
         self.parts = Parts(program, self.sheets, self.pricer.price, device, self.behaviour)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
@@ -216,8 +216,11 @@ class Transients:
         entering = tuple((m.turn, m.held, m.finish) for m in way.all if m.turn in turns)
         key = (call.segment, lying, entering)
         if key not in self._inside:
+            segment = self.program.lowered.segments[call.segment]
             messages = [OnTheWay(frozenset(), *row) for row in entering]
-            self._inside[key] = self._segment(call.segment, lying, messages)
+            make = partial(self._segment, call.segment, lying, messages)
+            given = (lying, entering, self.sheets.dropped(call.segment))
+            self._inside[key] = self.sheets.known.of("inside", segment, given, make)
         found = self._inside[key]
         # what nothing in the call waits for lies there all the time
         idle = sum(m.held for m in way.all if m.turn not in turns)
@@ -226,8 +229,10 @@ class Transients:
     def _turns(self, name: str) -> frozenset[str]:
         """Of the messages that are issued in a segment one at a time."""
         if name not in self._in_turn:
-            nodes = self.program.lowered.segments[name].graph.nodes
-            self._in_turn[name] = frozenset(filter(None, map(turn_of, nodes)))
+            segment = self.program.lowered.segments[name]
+            self._in_turn[name] = self.sheets.known.of(
+                "turns", segment, None, lambda: frozenset(filter(None, map(turn_of, segment.graph.nodes)))
+            )
         return self._in_turn[name]
 
     def _segment(self, name: str, lying: Collection[str], entering: Sequence[OnTheWay]) -> _Inside:
