@@ -9,7 +9,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 from typing import TypeVar
@@ -96,6 +96,11 @@ class Shape:
         """Seconds by price, of ends; regimes are added as they are asked for."""
         return {}
 
+    @cached_property
+    def _ties(self) -> dict[float, None]:
+        """Of regimes that were asked for: what was wanted of one end is likely to be wanted of others."""
+        return {}
+
     def looks(self, batch: int) -> int:
         """How many ends say something of a number of sequences."""
         return len(self._below(batch))
@@ -113,7 +118,11 @@ class Shape:
         if (end, wanted) in self._floors:
             return self._floors[end, wanted]
         prices = self.prices[1:]
+        self._ties.setdefault(wanted.tied)
+        ties = (regimes_of(replace(wanted, tied=tied)) if tied else regimes_of(Regime()) for tied in self._ties)
+        likely = dict.fromkeys(r for regimes in ties for r in regimes if (end, r) not in self._floors)
         for regimes, asked in (
+            (tuple(likely), prices),
             (regimes_of(wanted), prices),
             ((wanted,), prices),
             ((wanted,), prices[_ALONE : _ALONE + 1]),
