@@ -119,8 +119,8 @@ class Shape:
             return self._floors[end, wanted]
         prices = self.prices[1:]
         self._ties.setdefault(wanted.tied)
-        ties = (regimes_of(replace(wanted, tied=tied)) if tied else regimes_of(Regime()) for tied in self._ties)
-        likely = dict.fromkeys(r for regimes in ties for r in regimes if (end, r) not in self._floors)
+        alike = (replace(wanted, tied=tied) if tied else Regime() for tied in self._ties)
+        likely = dict.fromkeys(r for one in alike for r in regimes_of(one) if (end, r) not in self._floors)
         for regimes, asked in (
             (tuple(likely), prices),
             (regimes_of(wanted), prices),
