@@ -166,7 +166,7 @@ class Exact:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""
         race.enter(estimated.configuration)
         try:
-            beat = race.needed(estimated.configuration)
+            beat = race.worth(estimated.configuration)
             found = self._solved(estimated, beat, at_once=not race.begun)
         except (InfeasibleError, UsageError) as error:
             self.failures.append(error)

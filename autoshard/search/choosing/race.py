@@ -80,6 +80,12 @@ class Race:
         least = min((1.0, *self._off.values()))
         return self.reached / self._off.get(_piped(where), least)
 
+    def worth(self, where: Configuration) -> float:
+        """Seconds of the search that a configuration has to be able to get below for its solution to be worth
+        all work: what is judged otherwise, with its stages cut, may be a little over the best."""
+        waiting = min((s.judged for s in self._waiting), default=inf)
+        return min(self.needed(where), waiting) * (_MARGIN if _piped(where) else 1.0)
+
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
         where = estimated.configuration
