@@ -21,7 +21,7 @@ from autoshard.search.bounds.end import End
 from autoshard.search.bounds.ends import Shape, between
 from autoshard.search.bounds.estimated import Estimated
 from autoshard.search.bounds.floor import Regime
-from autoshard.search.bounds.tighter import EXPOSURES, Lives, bound_of
+from autoshard.search.bounds.tighter import EXPOSURES, Bound, Lives
 from autoshard.search.bounds.uneven import busiest
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Profile
@@ -296,11 +296,21 @@ class _Bounded:
         that was found already; one that is not above it says nothing, whatever it is."""
         found = inf
         for k in range(len(self.uneven)):
-            for lives in self.lives.least(self.bare.each):
-                found = min(found, bound_of(self.ways[k], self.bare.prices, least, lives, budget))
+            for bound in self._lower(k):
+                found = min(found, bound.least(self.bare.prices, least, budget))
             if found <= known:
                 break
         return found
+
+    def _lower(self, k: int) -> list[Bound]:
+        """What each of the pipelines takes at least of what parameters do."""
+        if k not in self._bounds:
+            self._bounds[k] = [Bound.of(self.ways[k], lives) for lives in self.lives.least(self.bare.each)]
+        return self._bounds[k]
+
+    @cached_property
+    def _bounds(self) -> dict[int, list[Bound]]:
+        return {}
 
     def where(self, how: Setting) -> Configuration:
         """The configuration that runs in a setting."""

@@ -9,12 +9,12 @@ this mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.step_time import Exposure, weights
+from autoshard.cost.step_time import Exposure
 from autoshard.search.bounds.floor import Regime, regime_of
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Bytes, Time
@@ -55,31 +55,49 @@ class Lives:
         )
 
 
-def bound_of(
-    how: Setting, prices: Array, floors: Callable[[Regime], Array], lives: Lives, budget: float
-) -> float:
-    """Seconds that no step in this setting goes below, whatever runs again, if it fits the budget.
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """Bounds of steps in one setting, whose parameters take at least what some lives say.
 
-    prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
-    least with what it holds at each of these, by regime; both [prices].
+    held: bytes, and spent: seconds at each of `EXPOSURES`, both of all stages x classes. part: how much of
+    computing counts at each of these at least. flights: of microbatches that a rank holds at least, where
+    gradients of parameters wait and where none does.
     """
-    held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
-    waiting, others = how.waiting
-    # no rank holds less than its share of what is in flight
-    flights = {False: min(1.0, how.flight)}
-    if how.pipe.splits_backward and not others:
-        flights[True] = min(1.0, waiting)
-    shown = [weights(how.how, exposure) for exposure in EXPOSURES]
-    counted = [how.time_weight(exposure) for exposure in EXPOSURES]
-    # [exposures, stages x classes]
-    spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
-    # where messages show, computing counts in part; no less is left of everything else, at a higher price
-    part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
-    found = 0.0
-    for waits, flight in flights.items():
-        floor = part * floors(regime_of(how, tied=lives.tied, waits=waits))
-        price = prices * (part / flight)  # [exposures, prices]
-        least = spent[:, None] + price[:, :, None] * held  # [exposures, prices, stages x classes]
-        each = least.reshape(*price.shape, lives.stages, -1).min(axis=2)
-        found = max(found, float((floor + each.sum(axis=-1) - price * budget).max()))
-    return found
+
+    how: Setting
+    lives: Lives
+    held: Array
+    spent: Array
+    part: Array
+    flights: Mapping[bool, float]
+
+    @staticmethod
+    def of(how: Setting, lives: Lives) -> Bound:
+        held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
+        waiting, others = how.waiting
+        # no rank holds less than its share of what is in flight
+        flights = {False: min(1.0, how.flight)}
+        if how.pipe.splits_backward and not others:
+            flights[True] = min(1.0, waiting)
+        shown = [how.weights(exposure) for exposure in EXPOSURES]
+        counted = [how.time_weight(exposure) for exposure in EXPOSURES]
+        spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
+        # where messages show, computing counts in part; no less is left of everything else, at a higher price
+        part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
+        return Bound(how, lives, held, spent, part, flights)
+
+    def least(self, prices: Array, floors: Callable[[Regime], Array], budget: float) -> float:
+        """Seconds that no step goes below, whatever runs again, if it fits the budget.
+
+        prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
+        least with what it holds at each of these, by regime; both [prices].
+        """
+        found = 0.0
+        for waits, flight in self.flights.items():
+            floor = self.part * floors(regime_of(self.how, tied=self.lives.tied, waits=waits))
+            price = prices * (self.part / flight)  # [exposures, prices]
+            # [exposures, prices, stages x classes]
+            least = self.spent[:, None] + price[:, :, None] * self.held
+            each = least.reshape(*price.shape, self.lives.stages, -1).min(axis=2)
+            found = max(found, float((floor + each.sum(axis=-1) - price * budget).max()))
+        return found

@@ -136,9 +136,19 @@ class Setting:
         needed = not full if key.kind == "extra" else full or key.cheap
         return flight * chosen.calls / calls if needed else 0.0
 
+    def weights(self, bound: Exposure) -> Sums:
+        """See `cost.step_time.weights`."""
+        if bound not in self._weights:
+            self._weights[bound] = weights(self.how, bound)
+        return self._weights[bound]
+
+    @cached_property
+    def _weights(self) -> dict[Exposure, Sums]:
+        return {}
+
     def time_weight(self, bound: Exposure) -> TimeWeight:
         """The weight of every kind of seconds; see `cost.step_time.weights`."""
-        w = weights(self.how, bound)
+        w = self.weights(bound)
 
         def weight(key: Time) -> float:
             match key.kind:
