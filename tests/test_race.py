@@ -232,7 +232,7 @@ class _Told(Exact):
         super().__init__(cast(Poses, None), Ask(), cast(Setting, None), lambda _: None, judge)
         self.order: list[str] = []
 
-    def _solved(self, estimated: Estimated, *, at_once: bool) -> Settled:
+    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
         where = estimated.configuration
         self.order.append(str(where.mesh))
         placed = SimpleNamespace(seconds=estimated.seconds)
@@ -247,3 +247,16 @@ def test_what_waited_for_a_program_comes_before_what_is_slower() -> None:
     meshes = {"fsdp=4": 1.0, "fsdp=2,tp=2": 1.01, "tp=4": 1.1}
     exact._run(Race(one_kind=False), Nearest(_estimated(mesh, at, pipe) for mesh, at in meshes.items()))
     assert exact.order[:2] == ["fsdp=4", "fsdp=2,tp=2"]
+
+
+def test_worth_is_what_is_reached_or_waits() -> None:
+    """Of a pipeline, which is judged by other seconds than those of the search, a little more."""
+    whole, piped = (
+        Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe()),
+        Configuration(Mesh.parse("pp=2,fsdp=4"), 8, 4, Pipe(2, "1f1b")),
+    )
+    race = Race(one_kind=False)
+    assert race.worth(whole) == race.worth(piped) == inf
+    race = _solved(whole, 1.0, 1.0)
+    assert race.worth(whole) == 1.0
+    assert 1.0 < race.worth(piped) < 1.1
