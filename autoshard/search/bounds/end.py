@@ -18,7 +18,7 @@ from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import OF_STATE, Setting
 from autoshard.search.solving.settle import Placed, priced
 from autoshard.search.solving.shared import shared_seconds
-from autoshard.search.solving.tune import FINAL, ROUGH
+from autoshard.search.solving.tune import ROUGH
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class End:
         setting = replace(self.setting, sending=True)
         held = replace(free.setting, sending=True).held(free.taken).activations
         price = free.seconds / held if held else 0.0
-        return way_of(posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=FINAL))
+        return way_of(posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=ROUGH))
 
     @cached_property
     def bytes(self) -> float:
