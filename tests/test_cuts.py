@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.search.solving.cuts import Ask, Line, best_cuts, step_seconds
+from autoshard.search.solving import cuts
+from autoshard.search.solving.cuts import Ask, Line, best_cuts, places_of, step_seconds
 
 TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
 
@@ -119,3 +120,23 @@ def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     assert found.ends[-1] >= 10
     equal = [3.0, 3.0, 3.0, 6.0]
     assert found.seconds < step_seconds(equal, Ask(4, 8))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0]), max_size=12), min_size=1, max_size=5),
+    st.lists(st.integers(0, 4), max_size=40),
+)
+def test_places_are_the_ends_of_calls_and_where_least_crosses(
+    rows: list[list[float]], order: list[int]
+) -> None:
+    """Of places alike in every call, each call has its own before any has a second one."""
+    calls = [rows[k % len(rows)] for k in order]
+    keys = [
+        (number != len(row) - 1, crossing, row[:number].count(crossing), call, number)
+        for call, row in enumerate(calls)
+        for number, crossing in enumerate(row)
+    ]
+    for most in (10, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuts, "_PLACES", most)
+            assert places_of(calls) == sorted((call, number) for *_, call, number in sorted(keys)[:most])

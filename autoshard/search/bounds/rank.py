@@ -26,7 +26,7 @@ from autoshard.search.bounds.uneven import busiest
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Profile
 from autoshard.search.solving.again import Filling
-from autoshard.search.solving.configuration import Configuration, data_ways, microbatch_sizes
+from autoshard.search.solving.configuration import Configuration, Staged, data_ways, microbatch_sizes
 from autoshard.search.solving.parameters import Parameters, Zero
 from autoshard.search.solving.pipe import Pipe
 from autoshard.search.solving.setting import Setting
@@ -93,8 +93,7 @@ def _candidates(
             count = max(1, total // batch)
             if each not in bare:
                 bare[each] = _Bare(shape, each, setting)
-            pipes = [staged.sending(p, shape.between * each, shape.common) for p in staged.pipes]
-            ways_to_run = _Ways(setting, count, pipes)
+            ways_to_run = _Ways(setting, count, staged, shape.between * each, shape.common)
             # alone, a data rank has not even scalars to share
             shared = shape.shared(each) if ways == 1 else 0.0
             bound = staged.runs(count) * max(0.0, shape.seconds(each) - shared) / staged.ranks
@@ -177,11 +176,19 @@ class _Bare:
 
 
 class _Ways:
-    """The pipelines that a microbatch may run through, ``count`` times a step."""
+    """The pipelines that a microbatch may run through, ``count`` times a step.
 
-    def __init__(self, setting: Setting, count: int, pipes: Sequence[Pipe]) -> None:
-        self._setting, self.count, self._pipes = setting, count, pipes
+    between, common: see `Staged.sending`.
+    """
+
+    def __init__(self, setting: Setting, count: int, staged: Staged, between: float, common: float) -> None:
+        self._setting, self.count, self._staged = setting, count, staged
+        self._bytes = between, common
         self._made: dict[int, Setting] = {}
+
+    @cached_property
+    def _pipes(self) -> list[Pipe]:
+        return [self._staged.sending(pipe, *self._bytes) for pipe in self._staged.pipes]
 
     def __getitem__(self, k: int) -> Setting:
         if k not in self._made:
@@ -191,7 +198,7 @@ class _Ways:
     @property
     def ranks(self) -> int:
         """Of each of the pipelines."""
-        return self._pipes[0].ranks
+        return self._staged.ranks
 
     def totals(self, plain: Sequence[Sums]) -> list[list[float]]:
         """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
+from typing import TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -86,19 +87,34 @@ class Stages:
     slowest: float
 
 
+#: whether a place is inside a call, what crosses there, and at how many places before it that does
+_Rank: TypeAlias = tuple[bool, float, int]
+
+
 def places_of(calls: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     """(call, op) behind which a cut may be, in order: all, or the ends of calls and where little crosses.
 
     calls: what crosses behind each op. Of places alike in every layer each layer has its own.
     """
-    keys = []
-    for call, row in enumerate(calls):
-        seen: Counter[float] = Counter()
-        for number, crossing in enumerate(row):
-            keys.append((number != len(row) - 1, crossing, seen[crossing], call, number))
-            seen[crossing] += 1
-    chosen = keys if len(keys) <= _PLACES else sorted(keys)[:_PLACES]
-    return sorted((call, number) for *_, call, number in chosen)
+    if sum(map(len, calls)) <= _PLACES:
+        return [(call, number) for call, row in enumerate(calls) for number in range(len(row))]
+    ranked: dict[int, list[tuple[_Rank, int]]] = {}
+    for row in calls:
+        if id(row) not in ranked:  # calls of a segment have the same
+            seen: Counter[float] = Counter()
+            found = ranked[id(row)] = []
+            for number, crossing in enumerate(row):
+                found.append(((number != len(row) - 1, crossing, seen[crossing]), number))
+                seen[crossing] += 1
+    often = Counter(rank for row in calls for rank, _ in ranked[id(row)])
+    last, count = min(often), 0
+    for last in sorted(often):
+        count += often[last]
+        if count >= _PLACES:
+            break
+    near = {key: [place for place in row if place[0] <= last] for key, row in ranked.items()}
+    keys = [(rank, call, number) for call, row in enumerate(calls) for rank, number in near[id(row)]]
+    return sorted((call, number) for _, call, number in sorted(keys)[:_PLACES])
 
 
 def step_seconds(times: Sequence[float], ask: Ask) -> float:
