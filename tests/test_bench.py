@@ -21,7 +21,7 @@ from autoshard.bench.cases import Case
 from autoshard.bench.cuts import SC21, heads, interleaved_rows
 from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
 from autoshard.bench.cuts_table import print_cuts
-from autoshard.bench.planning import PlanningRow, compile_package, median_of, plan_case
+from autoshard.bench.planning import PlanningRow, by_turns, compile_package, median_of, plan_case
 from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
 from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
 from autoshard.bench.published_programs import Programs, simulate
@@ -285,8 +285,18 @@ def test_planning_tables() -> None:
     assert goals_text(case, row_) == "1.5 s missed, 1 GiB met"
     text = shown(lambda console: print_planning(console, lambda _: row_, (case,)))
     assert "it does not fit" in text and "1.5 s missed" in text and "0.5 + 4.0" in text
-    (line,) = scaling_lines("depth", (CASE, CASE), (row_, replace(row_, search_s=2.0)), 1.3)
+    slow = (replace(row_, search_s=20.0, process_s=10.0), replace(row_, search_s=10.0, process_s=10.0))
+    rows = [(row_, replace(row_, search_s=s)) for s in (2.0, 1.0)]
+    (line,) = scaling_lines("depth", (CASE, CASE), [*rows, slow], 1.3)
     assert "once captured 2.00 x" in line and "missed once captured, met as a whole" in line
+    assert "medians of 3 by turns" in line
+
+
+def test_pairs_are_run_by_turns() -> None:
+    order: list[str] = []
+    large, small = replace(CASE, name="large", runs=2), replace(CASE, name="small")
+    by_turns((large, small), lambda case: order.append(case.name))  # type: ignore[func-returns-value,arg-type]
+    assert order == ["large", "small", "large", "small"]
 
 
 def test_quality_of_a_tiny_case() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,15 +22,15 @@ CONSOLE, PROGRESS = Console(width=150), Console(stderr=True)
 def planning() -> None:
     """Big models planned from cold, and how depth and width count."""
     from autoshard.bench.cases import Case
-    from autoshard.bench.planning import PlanningRow, median_of
+    from autoshard.bench.planning import PlanningRow, measure, median_of
     from autoshard.bench.planning_table import print_planning, print_scaling
 
-    def told(case: Case) -> PlanningRow:
+    def told(case: Case, run: Callable[[Case], PlanningRow]) -> PlanningRow:
         PROGRESS.print(f"planning {case.name} on {case.devices:,} GPUs", highlight=False)
-        return median_of(case)
+        return run(case)
 
-    print_planning(CONSOLE, told)
-    print_scaling(CONSOLE, told)
+    print_planning(CONSOLE, partial(told, run=median_of))
+    print_scaling(CONSOLE, partial(told, run=measure))
 
 
 def steps() -> None:

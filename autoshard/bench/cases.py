@@ -52,14 +52,15 @@ CASES = (
     Case("GPT 1T", GPT_1T, 100_000, 12_500, 2048, runs=1),
 )
 
-#: pairs, the larger first; goals: how many times the seconds of the smaller the larger may take
+#: pairs, the larger first, which says how often both run by turns; goals: how many times the seconds of the
+#: smaller the larger may take
 DEPTH = (
-    Case("96 layers", GPT3_175B, 1024, 1536, 2048),
+    Case("96 layers", GPT3_175B, 1024, 1536, 2048, runs=7),
     Case("12 layers", gpt(12, 12288, 96), 1024, 1536, 2048),
 )
 #: the same layers where memory does not decide: more of a model then only is more of the same
 DEPTH_GIVEN = (
-    Case("96 layers, mesh given", GPT3_175B, 128, 16, 2048, mesh="dp=16,tp=8"),
+    Case("96 layers, mesh given", GPT3_175B, 128, 16, 2048, mesh="dp=16,tp=8", runs=5),
     Case("12 layers, mesh given", gpt(12, 12288, 96), 128, 16, 2048, mesh="dp=16,tp=8"),
 )
 DEPTH_GOAL = 1.3

@@ -130,6 +130,13 @@ def compile_package() -> None:
         raise RuntimeError(f"the bytecode of {package} cannot be written")
 
 
+def by_turns(
+    pair: tuple[Case, Case], run: Callable[[Case], PlanningRow] = measure
+) -> list[tuple[PlanningRow, PlanningRow]]:
+    """Two cases run one after the other, as often as the first has runs: a slow minute slows both."""
+    return [(run(pair[0]), run(pair[1])) for _ in range(pair[0].runs)]
+
+
 def median_of(case: Case, run: Callable[[Case], PlanningRow] = measure) -> PlanningRow:
     """Medians of seconds and memory over the runs of a case; the plan is the same in each."""
     rows = [run(case) for _ in range(case.runs)]

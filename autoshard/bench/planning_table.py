@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from autoshard.bench.cases import CASES, DEPTH, DEPTH_GIVEN, DEPTH_GOAL, WIDTH, WIDTH_GOAL, Case
-from autoshard.bench.planning import PlanningRow, median_of
+from autoshard.bench.planning import PlanningRow, by_turns, measure, median_of
 from autoshard.report.units import seconds_text
 
 Measure = Callable[[Case], PlanningRow]
 
 
-def print_planning(console: Console, measure: Measure = median_of, cases: Sequence[Case] = CASES) -> None:
+def print_planning(console: Console, run: Measure = median_of, cases: Sequence[Case] = CASES) -> None:
     """Cases of `bench.cases`, each measured from cold."""
     runs = max((c.runs for c in cases), default=0)
     console.print(
@@ -22,7 +24,7 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
         "whatever else the machine does counts, too)"
     )
     table = Table("case", "GPUs", "s", "of it", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
-    measured = [(case, measure(case)) for case in cases]
+    measured = [(case, run(case)) for case in cases]
     for case, row in measured:
         table.add_row(
             case.name + (f" ({case.runs} run)" if case.runs == 1 else ""),
@@ -47,25 +49,30 @@ def print_planning(console: Console, measure: Measure = median_of, cases: Sequen
             console.print(f"no rival of {case.name} on {case.devices:,} GPUs: {row.rivals_why}")
 
 
-def print_scaling(console: Console, measure: Measure = median_of) -> None:
-    """How seconds grow with layers and with devices."""
+def print_scaling(console: Console, run: Measure = measure) -> None:
+    """How seconds grow with layers and with devices: medians of ratios, both run by turns."""
     for name, pair, goal in (
         ("depth", DEPTH, DEPTH_GOAL),
         ("depth", DEPTH_GIVEN, DEPTH_GOAL),
         ("width", WIDTH, WIDTH_GOAL),
     ):
-        for line in scaling_lines(name, pair, [measure(c) for c in pair], goal):
+        for line in scaling_lines(name, pair, by_turns(pair, run), goal):
             console.print(line)
 
 
-def scaling_lines(name: str, pair: Sequence[Case], rows: Sequence[PlanningRow], goal: float) -> Iterator[str]:
+def scaling_lines(
+    name: str, pair: Sequence[Case], rows: Sequence[tuple[PlanningRow, PlanningRow]], goal: float
+) -> Iterator[str]:
     """The larger case against the smaller: once captured, and as a whole. pair, rows: larger first."""
-    large, small = rows
-    search, whole = large.search_s / small.search_s, large.process_s / small.process_s
+    search = median(large.search_s / small.search_s for large, small in rows)
+    whole = median(large.process_s / small.process_s for large, small in rows)
+    searched, took = (
+        ", ".join(f"{median(get(row[k]) for row in rows):.2f} s" for k in (0, 1))
+        for get in (attrgetter("search_s"), attrgetter("process_s"))
+    )
     yield (
-        f"{name}: {pair[0].name} against {pair[1].name}: once captured {search:.2f} x "
-        f"({large.search_s:.2f} s, {small.search_s:.2f} s), the whole process {whole:.2f} x "
-        f"({large.process_s:.1f} s, {small.process_s:.1f} s); goal {goal:.1f}, "
+        f"{name}: {pair[0].name} against {pair[1].name}: once captured {search:.2f} x ({searched}), "
+        f"the whole process {whole:.2f} x ({took}); medians of {len(rows)} by turns; goal {goal:.1f}, "
         f"{_verdict(search <= goal)} once captured, {_verdict(whole <= goal)} as a whole"
     )
 
