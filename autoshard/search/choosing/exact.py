@@ -107,6 +107,9 @@ class Exact:
                     left.put(self._closer(estimated))
                 elif (fuller := self._fuller(estimated)) is not estimated:
                     left.put(fuller)
+                elif self._is_slower(race, estimated := self._bounded(estimated, race.needed)):
+                    race.rule_out(estimated)
+                    out.append(estimated)
                 else:
                     solved.append(estimated)
                     self._solve(race, estimated)
@@ -122,12 +125,36 @@ class Exact:
                 return solved
 
     def _other(self, race: Race, left: Nearest) -> Estimated | None:
-        """What is solved anyway, before anything is fitted."""
+        """What is solved anyway, before anything is fitted: unless it is proven to be slower than what waits
+        for that, which most likely fits."""
         try:
-            return None if self.interrupted else left.first(race.wants)
+            found = None if self.interrupted else left.take(race.wants)
         except KeyboardInterrupt:
             self.interrupted = True
             return None
+        if found is None:
+            return None
+        found = self._bounded(found, race.ahead)
+        left.put(found)
+        return None if found.bound >= race.ahead(found.configuration) else found
+
+    def _bounded(self, estimated: Estimated, needed: Callable[[Configuration], float]) -> Estimated:
+        """With a bound that rules it out, or the best one; bounds of what is not solved are looked for in the
+        end anyway. needed: seconds that a configuration has to be faster than."""
+        bound, limit = estimated.bound, needed(estimated.configuration)
+        if limit == inf or self.interrupted:
+            return estimated
+        try:
+            for bound in estimated.bounds():
+                if bound >= limit:
+                    break
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return replace(estimated, bound=bound)
+
+    def _is_slower(self, race: Race, estimated: Estimated) -> bool:
+        """Whether one is proven to be slower than what is known to fit."""
+        return estimated.bound >= race.needed(estimated.configuration)
 
     def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
         """The same for those that seem not to fit; where something else does, until one really does not."""
@@ -292,9 +319,13 @@ class Exact:
         best = replace(best, placed=placed)
         others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
         bound = lowest((e for e in others.values() if e.may_fit()), placed.lower_bound)
-        # an estimate below what was found says little: those that were solved come first
-        priced = sorted((c not in solved, solved.get(c, e.seconds), name_of(c)) for c, e in others.items())
-        rejected = (Rejected(name, s, not guessed) for guessed, s, name in priced if isfinite(s))
+        # an estimate below what was found says little: those that were solved come first, those that nobody
+        # looked at closely last
+        priced = sorted(
+            (c not in solved, e.rough, solved.get(c, max(e.seconds, e.bound)), name_of(c))
+            for c, e in others.items()
+        )
+        rejected = (Rejected(name, s, not guessed) for guessed, _, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
 
 

@@ -27,14 +27,18 @@ _FAR = 1.2
 
 
 @dataclass(frozen=True)
-class _Solved:
-    """A configuration that was solved. estimated, seconds, judged: of a step, by the estimate, by the search
-    and with its stages cut."""
+class _Known:
+    """A configuration that was solved, or that is proven to be slower than the best.
 
-    found: Settled
+    estimated, seconds, judged: of a step, by the estimate, by the search and with its stages cut; at least,
+    where that is all that is known. choices: states of all variables that were solved.
+    """
+
+    where: Configuration
     estimated: float
     seconds: float
     judged: float
+    choices: int = 0
 
     @property
     def limit(self) -> float:
@@ -44,9 +48,17 @@ class _Solved:
         """
         if not isfinite(self.estimated):
             return inf
-        margin = _MARGIN if _piped(self.found.configuration) else _CLOSE
+        margin = _MARGIN if _piped(self.where) else _CLOSE
         far = _MARGIN * self.estimated < self.seconds
         return self.seconds / _MARGIN if far else margin * self.estimated
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A solution that is no program yet."""
+
+    found: Settled
+    judged: float
 
 
 class Race:
@@ -63,8 +75,8 @@ class Race:
         self.reached = inf
         self.seconds: dict[Configuration, float] = {}
         self._alike: Counter[object] = Counter()
-        self._standing: dict[Configuration, _Solved] = {}
-        self._waiting: list[_Solved] = []
+        self._standing: dict[Configuration, _Known] = {}
+        self._waiting: list[_Waiting] = []
         #: with a pipeline or without -> simulated seconds of a program over what it was judged to take
         self._off: dict[bool, float] = {}
 
@@ -80,11 +92,14 @@ class Race:
         least = min((1.0, *self._off.values()))
         return self.reached / self._off.get(_piped(where), least)
 
+    def ahead(self, where: Configuration) -> float:
+        """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
+        return min(self.needed(where), *(s.judged for s in self._waiting), inf)
+
     def worth(self, where: Configuration) -> float:
         """Seconds of the search that a configuration has to be able to get below for its solution to be worth
         all work: what is judged otherwise, with its stages cut, may be a little over the best."""
-        waiting = min((s.judged for s in self._waiting), default=inf)
-        return min(self.needed(where), waiting) * (_MARGIN if _piped(where) else 1.0)
+        return self.ahead(where) * (_MARGIN if _piped(where) else 1.0)
 
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
@@ -106,7 +121,7 @@ class Race:
         if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * reached:
             return False
         limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
-        work = sum(s.found.posed.problem.choices for s in self._standing.values())
+        work = sum(s.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
             or self._like(where) >= self._most(where)
@@ -119,7 +134,7 @@ class Race:
         where = estimated.configuration
         if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(where) for c in self.seconds):
             return False
-        reached = min(self.needed(where), self._waiting[0].judged)
+        reached = self.ahead(where)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached
 
     def _most(self, where: Configuration) -> int:
@@ -128,9 +143,9 @@ class Race:
             return _MOST
         return _PIPED_LATER if True in self._off else _PIPED
 
-    def _limit(self, other: _Solved, where: Configuration) -> float:
+    def _limit(self, other: _Known, where: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        one_kind = _piped(other.found.configuration) == _piped(where)
+        one_kind = _piped(other.where) == _piped(where)
         return other.limit if one_kind else _MARGIN * self.needed(where)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
@@ -140,9 +155,9 @@ class Race:
         off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, where)]
         return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(where)
 
-    def _err_alike(self, other: _Solved, where: Configuration) -> bool:
+    def _err_alike(self, other: _Known, where: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
-        known = other.found.configuration
+        known = other.where
         return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
@@ -151,7 +166,7 @@ class Race:
         both split tensors or neither does."""
         where = estimated.configuration
         known = [s for s in self._standing.values() if self._err_alike(s, where)]
-        near = [s for s in known if alike(s.found.configuration) == alike(where)]
+        near = [s for s in known if alike(s.where) == alike(where)]
         if not known or not isfinite(estimated.seconds):
             return False
         slower = min(s.judged / s.estimated for s in near or known)
@@ -169,10 +184,16 @@ class Race:
 
     def solve(self, estimated: Estimated, found: Settled, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
-        entry = _Solved(found, estimated.seconds, found.placed.seconds, judged)
-        self.seconds[found.configuration] = judged
-        self._standing[found.configuration] = entry
-        self._waiting.append(entry)
+        where, choices = found.configuration, found.posed.problem.choices
+        self.seconds[where] = judged
+        self._standing[where] = _Known(where, estimated.seconds, found.placed.seconds, judged, choices)
+        self._waiting.append(_Waiting(found, judged))
+
+    def rule_out(self, estimated: Estimated) -> None:
+        """One is proven not to be the best, by its bound. It is as good as solved for what it says of others
+        like it, whose estimates err alike."""
+        where, bound = estimated.configuration, estimated.bound
+        self._standing[where] = _Known(where, estimated.seconds, bound, bound)
 
     def next(self, expected: float) -> tuple[Settled, float] | None:
         """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
@@ -207,7 +228,7 @@ class Race:
             self.reached = judged * self._off.get(_piped(where), 1.0)
 
 
-def _turn(waiting: _Solved) -> float:
+def _turn(waiting: _Waiting) -> float:
     return waiting.judged * (_CLOSE if _piped(waiting.found.configuration) else 1.0)
 
 
