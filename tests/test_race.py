@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +14,7 @@ from planned import analysed
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
-from autoshard.search.bounds.estimated import Estimated
+from autoshard.search.bounds.estimated import Estimated, Proof
 from autoshard.search.bounds.nearest import Nearest
 from autoshard.search.choosing.choose import Ask, Settled, choose
 from autoshard.search.choosing.exact import Exact
@@ -260,3 +261,44 @@ def test_worth_is_what_is_reached_or_waits() -> None:
     race = _solved(whole, 1.0, 1.0)
     assert race.worth(whole) == 1.0
     assert 1.0 < race.worth(piped) < 1.1
+
+
+class _Bounds:
+    """A proof whose bounds get better; says how many were asked for."""
+
+    def __init__(self, *bounds: float) -> None:
+        self.all, self.asked = bounds, 0
+
+    def bounds(self) -> Iterator[float]:
+        for bound in self.all:
+            self.asked += 1
+            yield bound
+
+
+def test_what_is_proven_to_be_slower_is_not_solved() -> None:
+    """As soon as a bound says so; what is not proven to be is solved, though its estimate is no better."""
+    exact = _Told(Programs(lambda _: True))
+    slow, open_ = _Bounds(0.9, 1.1, 5.0), _Bounds(0.9, 0.95)
+    estimates = [
+        _estimated("fsdp=8", 1.0),
+        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(Proof, slow)),
+        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(Proof, open_)),
+    ]
+    left = Nearest(estimates)
+    exact._run(Race(one_kind=True), left)
+    assert exact.order == ["fsdp=8", "fsdp=2,tp=4"]
+    assert (slow.asked, open_.asked) == (2, 2)
+    bounds = {str(e.configuration.mesh): e.bound for e in left}
+    assert bounds["fsdp=4,tp=2"] == 1.1
+
+
+def test_a_pipeline_that_is_proven_to_be_slower_does_not_go_ahead() -> None:
+    """Neither before what waits is a program, nor after that; nor do others that are estimated like it."""
+    exact, pipe = _Told(Programs(lambda _: True)), Pipe(2, "1f1b")
+    estimates = [
+        _estimated("fsdp=8", 1.0),
+        replace(_estimated("fsdp=4", 1.05, pipe), proof=cast(Proof, _Bounds(1.02))),
+        _estimated("fsdp=2,tp=2", 1.06, pipe),
+    ]
+    exact._run(Race(one_kind=False), Nearest(estimates))
+    assert exact.order == ["fsdp=8"]

@@ -102,6 +102,8 @@ class Exact:
                     left.extend((*out, estimated))
                     out.clear()
                 elif self._leaves_out(race, estimated):
+                    if not estimated.rough and self._is_slower(race, estimated):
+                        race.rule_out(estimated)
                     out.append(estimated)
                 elif estimated.rough:
                     left.put(self._closer(estimated))
