@@ -183,7 +183,7 @@ class _Lengthening:
         return [how.call(call, sown=call.segment in self.sown) for how in renamings for call in calls]
 
     def _starts(self, stretch: Stretch, *, backward: bool) -> dict[int, int]:
-        """Unit -> place of the first call of its layers; empty if there is none in this phase."""
+        """Unit -> place of the first call of its layers; empty if nothing has a gradient."""
         first: dict[str, int] = {}
         for place, call in enumerate(self.calls):
             if call.backward == backward:
@@ -194,7 +194,7 @@ class _Lengthening:
             if places:
                 found[unit] = min(places)
         order = sorted(found.values(), reverse=backward)
-        if found and (len(found) != _HEAD + 1 or order != list(found.values())):
+        if (found or not backward) and (len(found) != _HEAD + 1 or order != list(found.values())):
             raise _NotAlike
         return found
 
@@ -223,6 +223,7 @@ class _Lengthening:
         """Gradients of the parameters of a unit as those of the others."""
         names = {name for k in stretch.unit(_HEAD - 1) for name in self.wiring.own(k)}
         targets = {self.targets[name]: name for name in names}
-        grads = [(r.value, targets[r.target]) for r in self.short.joint.results if r.target in targets]
+        results = [r for r in self.short.joint.results if r.kind == "grad" and r.target in targets]
+        grads = [(r.value, targets[r.target]) for r in results]
         for how in others:
             self.results += [Result(how.name(v), "grad", self.targets[how.ports[n]]) for v, n in grads]
