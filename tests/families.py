@@ -192,3 +192,27 @@ def dropout_gpt2() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model = _gpt2(dropout=0.2).train()
     return model, _tokens(97)()
+
+
+#: what configs call how many layers there are
+_DEPTHS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "n_layer",
+    "encoder_layers",
+    "decoder_layers",
+)
+
+
+def deep(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A family with so many layers, and its inputs."""
+    model, inputs = family(name).make()
+    config = model.config
+    for key in _DEPTHS:
+        if hasattr(config, key):
+            setattr(config, key, layers)
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = [kinds[k % len(kinds)] for k in range(layers)]
+    torch.manual_seed(0)
+    return type(model)(config).train(), inputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, deep
 from torch import nn
 
 from autoshard.ir import Joint
@@ -16,15 +16,6 @@ from autoshard.passes.capture import capture
 from autoshard.passes.fold import fold
 from autoshard.passes.fold_repeats import flat, fold_repeats
 from autoshard.passes.stretches import Stretch, Wiring, calls_of
-
-_NAMES = (
-    "num_hidden_layers",
-    "num_layers",
-    "num_decoder_layers",
-    "n_layer",
-    "encoder_layers",
-    "decoder_layers",
-)
 
 
 def stretches(joint: Joint) -> list[Stretch]:
@@ -42,22 +33,10 @@ def assert_same(joint: Joint) -> None:
     assert found.joint.constants.keys() == wanted.joint.constants.keys()
 
 
-def deep(name: str, layers: int) -> Joint:
-    family = next(f for f in FAMILIES if f.name == name)
-    model, inputs = family.make()
-    config = model.config
-    for key in _NAMES:
-        if hasattr(config, key):
-            setattr(config, key, layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[k % len(config.layer_types)] for k in range(layers)]
-    torch.manual_seed(0)
-    return capture(type(model)(config).train(), (), inputs)
-
-
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES])
 def test_families(name: str) -> None:
-    assert_same(deep(name, 9))
+    model, inputs = deep(name, 9)
+    assert_same(capture(model, (), inputs))
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, deep
 from joint_eval import evaluate
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,19 +23,6 @@ from autoshard.passes.repeats import find_groups
 from autoshard.torch_adapters.absent import Absent, AbsentUsedError
 
 LAYERS = 4
-_NAMES = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer")
-
-
-def _deep(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A family with four layers."""
-    family = next(f for f in FAMILIES if f.name == name)
-    model, inputs = family.make()
-    config = model.config
-    for key in _NAMES:
-        if hasattr(config, key):
-            setattr(config, key, LAYERS)
-    torch.manual_seed(0)
-    return type(model)(config).train(), inputs
 
 
 def _facts(folded: Folded) -> list[Any]:
@@ -60,7 +47,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", [f.name for f in FAMILIES])
 def test_same_graph_and_same_numbers(name: str, plainly: Any) -> None:
-    model, inputs = _deep(name)
+    model, inputs = deep(name, LAYERS)
     once, plain = capture(model, (), inputs), plainly(model, inputs)
     assert len(flat(once).graph.nodes) == len(flat(plain).graph.nodes)
     assert _facts(simplify(once)) == _facts(simplify(plain))
