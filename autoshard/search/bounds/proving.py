@@ -30,7 +30,7 @@ def proven(posed: Posed, placed: Placed, budget: float | None) -> Placed:
         return placed
     bare = replace(placed.setting, recompute={})
     shown = placed.setting.exposure(placed.taken)
-    best = best_price(posed, bare, prices, tuple({shown, between(shown, _NONE)}), budget)
+    best = best_price(posed, bare, prices, tuple(dict.fromkeys((shown, between(shown, _NONE)))), budget)
     price, exposure = best or (prices[1], shown)
     bound = dual_bound(
         posed.problem,
