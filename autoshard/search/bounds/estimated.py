@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Protocol
 
 from autoshard.search.solving.configuration import Configuration
+from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import Setting
 
 
@@ -51,6 +52,10 @@ class Estimated:
             best = max(best, bound)
             yield best
 
+    def bound_of(self, posed: Posed) -> float:
+        """The same by the problem that is solved: the best bound."""
+        return self.bound if self.proof is None else max(self.bound, self.proof.of(posed))
+
     def holding(self, beyond: float) -> Estimated:
         """The same if its program holds so many bytes more than the search counts."""
         if beyond <= self.beyond or self.proof is None:
@@ -69,6 +74,10 @@ class Proof(Protocol):
 
     def bounds(self) -> Iterator[float]:
         """Seconds that no step which fits goes below; what takes longer to find comes later."""
+        ...
+
+    def of(self, posed: Posed) -> float:
+        """The same by its own problem."""
         ...
 
     def leaving(self, bytes_: float) -> tuple[float, Setting]:

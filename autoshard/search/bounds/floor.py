@@ -106,22 +106,51 @@ def floors(
 
 
 def whole_floors(
-    posed: Posed, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure], *, recompute: bool
+    posed: Posed,
+    how: Setting,
+    prices: Sequence[float],
+    exposures: Sequence[Exposure],
+    *,
+    recompute: bool,
+    held: Callable[[Setting], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight,
 ) -> Array | None:
     """Seconds of a step plus price times bytes, of parameters as well, that nothing goes below.
 
-    [exposures, prices]; prices: seconds per byte. None as above.
+    [exposures, prices]; prices: seconds per byte. held: how much of bytes counts in a setting. None as above.
     """
     bare = replace(how, recompute={})
     again = extremes(bare) if recompute else [bare]
     columns = [
-        _Column(policy.time_weight(exposure), policy.bytes_weight, price, Regime())
+        _Column(policy.time_weight(exposure), held(policy), price, Regime())
         for exposure in exposures
         for policy in again
         for price in prices
     ]
     found = _least(posed, columns)
     return None if found is None else found.reshape(len(exposures), len(again), len(prices)).min(axis=1)
+
+
+def early(policy: Setting) -> Callable[[Bytes], float]:
+    """How much of bytes the fullest rank of a pipeline holds at least, however its stages are cut, as the first
+    backward begins."""
+    # the first rank has put off no gradient yet
+    return _shared(policy, policy.waitless if policy.pipe.splits_backward else policy, policy.flight)
+
+
+def late(policy: Setting) -> Callable[[Bytes], float]:
+    """The same where it has put off most gradients of parameters, and holds nothing else."""
+    return _shared(policy, policy, policy.waiting[0])
+
+
+def _shared(policy: Setting, kept: Setting, flight: float) -> Callable[[Bytes], float]:
+    """What a rank holds at least: no less than its share of what is in flight. kept: says what of activations
+    is, flight: of how many microbatches that is."""
+    share = min(1.0, 1.0 / flight)
+
+    def weight(kind: Bytes) -> float:
+        return policy.bytes_weight(kind) if kind.kind in OF_STATE else share * kept.bytes_weight(kind)
+
+    return weight
 
 
 def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:

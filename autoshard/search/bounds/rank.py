@@ -20,7 +20,7 @@ from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.bounds.end import End
 from autoshard.search.bounds.ends import Shape, between
 from autoshard.search.bounds.estimated import Estimated
-from autoshard.search.bounds.floor import Regime
+from autoshard.search.bounds.floor import Regime, early, late, whole_floors
 from autoshard.search.bounds.tighter import EXPOSURES, Bound, Lives
 from autoshard.search.bounds.uneven import busiest
 from autoshard.search.networks.network import Array
@@ -29,6 +29,7 @@ from autoshard.search.solving.again import Filling
 from autoshard.search.solving.configuration import Configuration, Staged, data_ways, microbatch_sizes
 from autoshard.search.solving.parameters import Parameters, Zero
 from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import Setting
 
 K = TypeVar("K")
@@ -145,6 +146,11 @@ class _Bare:
     def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
         """The same by regime, solved anew; None if it cannot be."""
         return self._shape.floors_of(mesh, self.each)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether anything may run again."""
+        return self._shape.ends[0].recompute
 
     @property
     def is_end(self) -> bool:
@@ -286,6 +292,36 @@ class _Bounded:
             own = self.bare.floors_of(self.mesh)
             if own is not None:
                 yield max(known, self._least(self.budget, own, known))
+
+    def of(self, posed: Posed) -> float:
+        """The same by its own problem, parameters and activations together."""
+        known = self.proven
+        if self.budget is None or self.ways[0].pipe.speeds:
+            return known
+        found = inf
+        for k in range(len(self.uneven)):
+            found = min(found, self._of(posed, k, self.budget))
+            if found <= known:
+                break
+        return max(known, found)
+
+    def _of(self, posed: Posed, k: int, budget: float) -> float:
+        """In one of the pipelines."""
+        how, found = self.ways[k], 0.0
+        waiting, others = how.waiting
+        counted = [(early, how.flight)]
+        if how.pipe.splits_backward and not others:
+            counted.append((late, waiting))
+        counts = how.weights(EXPOSURES[0])
+        for held, flight in counted:
+            # what a byte of a microbatch is worth, by how often its seconds and its bytes count
+            prices = self.bare.prices * (min(counts.work_forward, counts.work_backward) / min(1.0, flight))
+            floors = whole_floors(
+                posed, how, prices.tolist(), EXPOSURES, recompute=self.bare.recompute, held=held
+            )
+            if floors is not None:
+                found = max(found, float((floors - prices * budget).max()))
+        return found
 
     def _bound(self, budget: float, looks: int, known: float) -> float:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""

@@ -149,10 +149,17 @@ class Exact:
         try:
             for bound in estimated.bounds():
                 if bound >= limit:
-                    break
+                    return replace(estimated, bound=bound)
+            # it is posed to be solved anyway, which takes longer than to look at it
+            bound = max(bound, estimated.bound_of(self._posed(estimated.configuration)))
         except KeyboardInterrupt:
             self.interrupted = True
+        except (InfeasibleError, UsageError):
+            pass
         return replace(estimated, bound=bound)
+
+    def _posed(self, where: Configuration) -> Posed:
+        return self.poses.of(where.mesh, where.batch, self.ask.pins)
 
     def _is_slower(self, race: Race, estimated: Estimated) -> bool:
         """Whether one is proven to be slower than what is known to fit."""
@@ -284,7 +291,7 @@ class Exact:
         where = estimated.configuration
         try:
             self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
-            posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
+            posed = self._posed(where)
             placed = self.tuned(posed, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
@@ -292,7 +299,7 @@ class Exact:
             # nothing is solved yet: what the estimate says is at hand in a moment
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-            posed = self.poses.of(where.mesh, where.batch, self.ask.pins)
+            posed = self._posed(where)
             placed = self._at_once(posed, estimated.setting)
         return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
 
