@@ -15,6 +15,7 @@ from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.search.bounds.estimated import Estimated, Proof
+from autoshard.search.bounds.lowest import Lowest
 from autoshard.search.bounds.nearest import Nearest
 from autoshard.search.choosing.choose import Ask, Settled, choose
 from autoshard.search.choosing.exact import Exact
@@ -23,6 +24,7 @@ from autoshard.search.problem.problem import experts_of
 from autoshard.search.solving.configuration import Configuration
 from autoshard.search.solving.pipe import Pipe
 from autoshard.search.solving.poses import Poses
+from autoshard.search.solving.problems import Posed
 from autoshard.search.solving.setting import Setting
 
 BATCH = 8
@@ -233,6 +235,9 @@ class _Told(Exact):
         super().__init__(cast(Poses, None), Ask(), cast(Setting, None), lambda _: None, judge)
         self.order: list[str] = []
 
+    def _posed(self, where: Configuration) -> Posed:
+        return cast(Posed, None)
+
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
         where = estimated.configuration
         self.order.append(str(where.mesh))
@@ -264,15 +269,18 @@ def test_worth_is_what_is_reached_or_waits() -> None:
 
 
 class _Bounds:
-    """A proof whose bounds get better; says how many were asked for."""
+    """A proof whose bounds get better; says how many were asked for. own: by its own problem."""
 
-    def __init__(self, *bounds: float) -> None:
-        self.all, self.asked = bounds, 0
+    def __init__(self, *bounds: float, own: float = 0.0) -> None:
+        self.all, self.asked, self.own = bounds, 0, own
 
     def bounds(self) -> Iterator[float]:
         for bound in self.all:
             self.asked += 1
             yield bound
+
+    def of(self, posed: Posed) -> float:
+        return self.own
 
 
 def test_what_is_proven_to_be_slower_is_not_solved() -> None:
@@ -290,6 +298,70 @@ def test_what_is_proven_to_be_slower_is_not_solved() -> None:
     assert (slow.asked, open_.asked) == (2, 2)
     bounds = {str(e.configuration.mesh): e.bound for e in left}
     assert bounds["fsdp=4,tp=2"] == 1.1
+
+
+def test_what_its_own_problem_proves_to_be_slower_is_not_solved() -> None:
+    exact = _Told(Programs(lambda _: True))
+    estimates = [
+        _estimated("fsdp=8", 1.0),
+        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(Proof, _Bounds(0.9, own=1.05))),
+        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(Proof, _Bounds(0.9, own=0.95))),
+    ]
+    exact._run(Race(one_kind=True), Nearest(estimates))
+    assert exact.order == ["fsdp=8", "fsdp=2,tp=4"]
+
+
+# -- what none of them goes below ----------------------------------------------------------------------------
+
+
+def _lowest(rows: dict[str, tuple[tuple[float, ...], float]], choices: int) -> tuple[Lowest, list[str]]:
+    """Of configurations with these bounds and those by their own problems; who was asked for the latter."""
+    asked: list[str] = []
+    others = [
+        replace(
+            _estimated(mesh, bounds[0]), bound=bounds[0], choices=choices, proof=cast(Proof, _Bounds(*bounds))
+        )
+        for mesh, (bounds, _) in rows.items()
+    ]
+
+    def exactly(estimated: Estimated) -> float:
+        asked.append(str(estimated.configuration.mesh))
+        return rows[asked[-1]][1]
+
+    return Lowest(others, exactly), asked
+
+
+def test_the_lowest_is_looked_at_until_nothing_more_can_be_said() -> None:
+    rows = {"tp=8": ((0.5, 0.8), 0.0), "fsdp=8": ((0.6, 0.81), 0.0), "dp=8": ((0.9,), 0.0)}
+    lowest, asked = _lowest(rows, 100_000)
+    assert lowest.raised(1.0) == 0.8
+    assert not asked
+    assert _lowest(rows, 100_000)[0].raised(0.7) == 0.7
+
+
+def test_own_problems_are_looked_at_where_that_raises_the_bound() -> None:
+    """And only there: not of many that are all about as low."""
+    few = {"tp=8": ((0.5,), 0.97), "fsdp=8": ((0.52, 0.55), 0.96), "dp=8": ((0.9, 0.959), 0.0)}
+    lowest, asked = _lowest(few, 1_000)
+    assert lowest.raised(1.0) == 0.959
+    assert asked == ["tp=8", "fsdp=8"]
+    many = {f"dp={k}": ((0.5 + 0.0001 * k,), 0.97) for k in range(1, 20)}
+    lowest, asked = _lowest(many, 1_000)
+    assert lowest.raised(1.0) == 0.5001
+    assert not asked
+
+
+def test_what_interrupts_a_look_leaves_a_bound() -> None:
+    rows = {"tp=8": ((0.5,), 0.9), "fsdp=8": ((0.95,), 0.0)}
+    others = _lowest(rows, 1_000)[0]._others
+
+    def stop(_: Estimated) -> float:
+        raise KeyboardInterrupt
+
+    lowest = Lowest(others, stop)
+    with pytest.raises(KeyboardInterrupt):
+        lowest.raised(1.0)
+    assert lowest.seconds == 0.5
 
 
 def test_a_pipeline_that_is_proven_to_be_slower_does_not_go_ahead() -> None:

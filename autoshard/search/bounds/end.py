@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.step_time import Exposure
-from autoshard.search.bounds.floor import Regime, floors, whole_floors
+from autoshard.search.bounds.floor import Regime, Whole, floors, whole_floors
 from autoshard.search.bounds.uneven import chain_of
 from autoshard.search.networks.network import Array
 from autoshard.search.networks.solve import least_cost
@@ -110,7 +110,8 @@ class End:
         self, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]
     ) -> Array | None:
         """See `search.bounds.floor.whole_floors`."""
-        return whole_floors(self.posed, how, prices, exposures, recompute=self.recompute)
+        found = whole_floors(self.posed, [Whole(how, prices)], exposures, recompute=self.recompute)
+        return None if found is None else found[0]
 
 
 def way_of(posed: Posed, placed: Placed) -> Way:

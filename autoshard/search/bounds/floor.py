@@ -105,34 +105,49 @@ def floors(
     return np.array([[least[r, p] for p in prices] for r in regimes])
 
 
+@dataclass(frozen=True)
+class Whole:
+    """A way to run steps. prices: seconds per byte. held: how much of bytes counts in a setting."""
+
+    how: Setting
+    prices: Sequence[float]
+    held: Callable[[Setting], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight
+
+
 def whole_floors(
-    posed: Posed,
-    how: Setting,
-    prices: Sequence[float],
-    exposures: Sequence[Exposure],
-    *,
-    recompute: bool,
-    held: Callable[[Setting], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight,
-) -> Array | None:
+    posed: Posed, ways: Sequence[Whole], exposures: Sequence[Exposure], *, recompute: bool
+) -> list[Array] | None:
     """Seconds of a step plus price times bytes, of parameters as well, that nothing goes below.
 
-    [exposures, prices]; prices: seconds per byte. held: how much of bytes counts in a setting. None as above.
+    [exposures, prices], of every way. None as above.
     """
-    bare = replace(how, recompute={})
-    again = extremes(bare) if recompute else [bare]
-    columns = [
-        _Column(policy.time_weight(exposure), held(policy), price, Regime())
+    columns = [_columns(way, exposures, recompute=recompute) for way in ways]
+    found = _least(posed, [c for some in columns for c in some])
+    if found is not None:
+        parts = np.split(found, np.cumsum([len(some) for some in columns])[:-1])
+    else:
+        alone = [_least(posed, some) for some in columns] if len(ways) > 1 else [None]
+        parts = [part for part in alone if part is not None]
+        if len(parts) < len(ways):
+            return None
+    shapes = [(len(exposures), -1, len(way.prices)) for way in ways]
+    return [part.reshape(shape).min(axis=1) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _columns(way: Whole, exposures: Sequence[Exposure], *, recompute: bool) -> list[_Column]:
+    """By exposure, by what runs again, by price."""
+    bare = replace(way.how, recompute={})
+    return [
+        _Column(policy.time_weight(exposure), way.held(policy), price, Regime())
         for exposure in exposures
-        for policy in again
-        for price in prices
+        for policy in (extremes(bare) if recompute else [bare])
+        for price in way.prices
     ]
-    found = _least(posed, columns)
-    return None if found is None else found.reshape(len(exposures), len(again), len(prices)).min(axis=1)
 
 
 def early(policy: Setting) -> Callable[[Bytes], float]:
-    """How much of bytes the fullest rank of a pipeline holds at least, however its stages are cut, as the first
-    backward begins."""
+    """How much of bytes the fullest rank of a pipeline holds at least as the first backward begins, however
+    its stages are cut."""
     # the first rank has put off no gradient yet
     return _shared(policy, policy.waitless if policy.pipe.splits_backward else policy, policy.flight)
 

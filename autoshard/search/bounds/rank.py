@@ -20,7 +20,7 @@ from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.bounds.end import End
 from autoshard.search.bounds.ends import Shape, between
 from autoshard.search.bounds.estimated import Estimated
-from autoshard.search.bounds.floor import Regime, early, late, whole_floors
+from autoshard.search.bounds.floor import Regime, Whole, early, late, whole_floors
 from autoshard.search.bounds.tighter import EXPOSURES, Bound, Lives
 from autoshard.search.bounds.uneven import busiest
 from autoshard.search.networks.network import Array
@@ -295,33 +295,17 @@ class _Bounded:
 
     def of(self, posed: Posed) -> float:
         """The same by its own problem, parameters and activations together."""
-        known = self.proven
         if self.budget is None or self.ways[0].pipe.speeds:
-            return known
-        found = inf
-        for k in range(len(self.uneven)):
-            found = min(found, self._of(posed, k, self.budget))
-            if found <= known:
-                break
-        return max(known, found)
-
-    def _of(self, posed: Posed, k: int, budget: float) -> float:
-        """In one of the pipelines."""
-        how, found = self.ways[k], 0.0
-        waiting, others = how.waiting
-        counted = [(early, how.flight)]
-        if how.pipe.splits_backward and not others:
-            counted.append((late, waiting))
-        counts = how.weights(EXPOSURES[0])
-        for held, flight in counted:
-            # what a byte of a microbatch is worth, by how often its seconds and its bytes count
-            prices = self.bare.prices * (min(counts.work_forward, counts.work_backward) / min(1.0, flight))
-            floors = whole_floors(
-                posed, how, prices.tolist(), EXPOSURES, recompute=self.bare.recompute, held=held
-            )
-            if floors is not None:
-                found = max(found, float((floors - prices * budget).max()))
-        return found
+            return self.proven
+        pipes = range(len(self.uneven))
+        ways = [(k, way) for k in pipes for way in _wholes(self.ways[k], self.bare.prices)]
+        found = whole_floors(posed, [way for _, way in ways], EXPOSURES, recompute=self.bare.recompute)
+        if found is None:
+            return self.proven
+        least = dict.fromkeys(pipes, 0.0)
+        for (k, way), floors in zip(ways, found, strict=True):
+            least[k] = max(least[k], float((floors - np.array(way.prices) * self.budget).max()))
+        return max(self.proven, min(least.values()))
 
     def _bound(self, budget: float, looks: int, known: float) -> float:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
@@ -430,6 +414,18 @@ class _Bounded:
             for filling, lean in ways
             for extra in self.lives.at(each, lean=lean)
         )
+
+
+def _wholes(how: Setting, prices: Array) -> list[Whole]:
+    """Ways to count what a pipeline holds, each of which bounds it. prices: of a byte of one microbatch."""
+    counted = [(early, how.flight)]
+    waiting, others = how.waiting
+    if how.pipe.splits_backward and not others:
+        counted.append((late, waiting))
+    counts = how.weights(EXPOSURES[0])
+    often = min(counts.work_forward, counts.work_backward)
+    # by how often seconds and bytes of one microbatch count
+    return [Whole(how, (prices * (often / min(1.0, flight))).tolist(), held) for held, flight in counted]
 
 
 @dataclass(frozen=True)

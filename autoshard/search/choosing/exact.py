@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from heapq import heapify, heapreplace
 from math import inf, isfinite
 from typing import Protocol
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
 from autoshard.search.bounds.ends import Shape
 from autoshard.search.bounds.estimated import Estimated
+from autoshard.search.bounds.lowest import Lowest
 from autoshard.search.bounds.nearest import Nearest
 from autoshard.search.bounds.proving import proven
 from autoshard.search.bounds.uneven import uneven_seconds
@@ -151,11 +151,9 @@ class Exact:
                 if bound >= limit:
                     return replace(estimated, bound=bound)
             # it is posed to be solved anyway, which takes longer than to look at it
-            bound = max(bound, estimated.bound_of(self._posed(estimated.configuration)))
+            bound = max(bound, self._exact_bound(estimated))
         except KeyboardInterrupt:
             self.interrupted = True
-        except (InfeasibleError, UsageError):
-            pass
         return replace(estimated, bound=bound)
 
     def _posed(self, where: Configuration) -> Posed:
@@ -311,6 +309,22 @@ class Exact:
         except InfeasibleNetwork:
             return self.tuned(posed, setting.running_again("full"))
 
+    def _lowest(self, others: Sequence[Estimated], limit: float) -> float:
+        """Seconds that none of the others goes below, ``limit`` at most."""
+        lowest = Lowest(others, self._exact_bound)
+        try:
+            return min(limit, lowest.seconds) if self.interrupted else lowest.raised(limit)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return min(limit, lowest.seconds)
+
+    def _exact_bound(self, estimated: Estimated) -> float:
+        """Seconds that no placements go below, by the problem that is solved."""
+        try:
+            return estimated.bound_of(self._posed(estimated.configuration))
+        except (InfeasibleError, UsageError):
+            return estimated.bound  # says so if it is solved
+
     def _finished(
         self,
         best: Settled,
@@ -327,7 +341,7 @@ class Exact:
             self.interrupted, placed = True, best.placed
         best = replace(best, placed=placed)
         others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
-        bound = lowest((e for e in others.values() if e.may_fit()), placed.lower_bound)
+        bound = self._lowest([e for e in others.values() if e.may_fit()], placed.lower_bound)
         # an estimate below what was found says little: those that were solved come first, those that nobody
         # looked at closely last
         priced = sorted(
@@ -336,24 +350,6 @@ class Exact:
         )
         rejected = (Rejected(name, s, not guessed) for guessed, _, s, name in priced if isfinite(s))
         return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
-
-
-def lowest(others: Iterable[Estimated], limit: float) -> float:
-    """Seconds that none of the others goes below, ``limit`` at most.
-
-    Always whoever may be lowest is looked at again, until nothing more is to be said of it.
-    """
-    looks = [(e.bound, number, e.bounds()) for number, e in enumerate(others)]
-    heapify(looks)
-    while looks:
-        bound, number, better = looks[0]
-        if bound >= limit:
-            break
-        following = next(better, None)
-        if following is None:
-            return bound
-        heapreplace(looks, (following, number, better))
-    return limit
 
 
 def name_of(where: Configuration) -> str:

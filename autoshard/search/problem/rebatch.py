@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import gcd
 
 from autoshard.ir import Folded, Graph, Node, TensorType, refs_of
-from autoshard.ir.flow import Flow, Place
+from autoshard.ir.flow import Flow, Place, PortClass
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable, find_digits
 from autoshard.rules.states import Digit
@@ -132,11 +132,15 @@ class _Scaling:
         return replace(rule, sizes=sizes, flops=rule.flops / self.old * self.new)
 
     def _flow(self, flow: Flow) -> Flow:
-        classes = {
-            key: replace(
-                group,
-                ports=tuple(replace(p, type=self._type(key, p.type)) for p in group.ports),
-            )
-            for key, group in flow.classes.items()
-        }
-        return replace(flow, classes=classes)
+        return replace(flow, classes={key: self._group(key, group) for key, group in flow.classes.items()})
+
+    def _group(self, key: Place, group: PortClass) -> PortClass:
+        """Ports of a class: those of a deep model are many, and hardly any holds the batch."""
+        if not any(self._has(self.model.digits.values.get((*key, dim), ())) for dim in range(_dims(group))):
+            return group
+        ports = tuple(replace(p, type=self._type(key, p.type)) for p in group.ports)
+        return replace(group, ports=ports)
+
+
+def _dims(group: PortClass) -> int:
+    return max((len(p.type.shape) for p in group.ports), default=0)
