@@ -279,8 +279,8 @@ class _Bounds:
             self.asked += 1
             yield bound
 
-    def of(self, posed: Posed) -> float:
-        return self.own
+    def of(self, posed: Posed) -> Iterator[float]:
+        yield self.own
 
 
 def test_what_is_proven_to_be_slower_is_not_solved() -> None:
@@ -324,7 +324,7 @@ def _lowest(rows: dict[str, tuple[tuple[float, ...], float]], choices: int) -> t
         for mesh, (bounds, _) in rows.items()
     ]
 
-    def exactly(estimated: Estimated) -> float:
+    def exactly(estimated: Estimated, enough: float) -> float:
         asked.append(str(estimated.configuration.mesh))
         return rows[asked[-1]][1]
 
@@ -333,10 +333,10 @@ def _lowest(rows: dict[str, tuple[tuple[float, ...], float]], choices: int) -> t
 
 def test_the_lowest_is_looked_at_until_nothing_more_can_be_said() -> None:
     rows = {"tp=8": ((0.5, 0.8), 0.0), "fsdp=8": ((0.6, 0.81), 0.0), "dp=8": ((0.9,), 0.0)}
-    lowest, asked = _lowest(rows, 100_000)
+    lowest, asked = _lowest(rows, 1_000_000)
     assert lowest.raised(1.0) == 0.8
     assert not asked
-    assert _lowest(rows, 100_000)[0].raised(0.7) == 0.7
+    assert _lowest(rows, 1_000_000)[0].raised(0.7) == 0.7
 
 
 def test_own_problems_are_looked_at_where_that_raises_the_bound() -> None:
@@ -355,7 +355,7 @@ def test_what_interrupts_a_look_leaves_a_bound() -> None:
     rows = {"tp=8": ((0.5,), 0.9), "fsdp=8": ((0.95,), 0.0)}
     others = _lowest(rows, 1_000)[0]._others
 
-    def stop(_: Estimated) -> float:
+    def stop(_: Estimated, enough: float) -> float:
         raise KeyboardInterrupt
 
     lowest = Lowest(others, stop)

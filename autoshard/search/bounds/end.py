@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.step_time import Exposure
-from autoshard.search.bounds.floor import Regime, Whole, floors, whole_floors
+from autoshard.search.bounds.floor import Regime, floors
 from autoshard.search.bounds.uneven import chain_of
 from autoshard.search.networks.network import Array
 from autoshard.search.networks.solve import least_cost
@@ -105,13 +104,6 @@ class End:
     def floors(self, prices: Sequence[float], regimes: Sequence[Regime]) -> Array | None:
         """See `search.bounds.floor.floors`."""
         return floors(self.posed, self.setting, prices, regimes, recompute=self.recompute)
-
-    def whole_floors(
-        self, how: Setting, prices: Sequence[float], exposures: Sequence[Exposure]
-    ) -> Array | None:
-        """See `search.bounds.floor.whole_floors`."""
-        found = whole_floors(self.posed, [Whole(how, prices)], exposures, recompute=self.recompute)
-        return None if found is None else found[0]
 
 
 def way_of(posed: Posed, placed: Placed) -> Way:

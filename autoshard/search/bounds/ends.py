@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -17,14 +17,14 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.cost.step_time import Exposure
 from autoshard.search.bounds.end import End, Way
 from autoshard.search.bounds.floor import Regime, regimes_of
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Profile
 from autoshard.search.solving.again import Filling
 from autoshard.search.solving.configuration import Staged, data_ways
-from autoshard.search.solving.setting import OF_STATE, Setting
+from autoshard.search.solving.problems import Posed
+from autoshard.search.solving.setting import OF_STATE
 
 K = TypeVar("K")
 #: times the dearest price at which layers are computed again, for what does not fit even then
@@ -137,23 +137,14 @@ class Shape:
             self._floors[end, regime] = np.concatenate(([end.seconds], row))
         return self._floors[end, wanted]
 
-    def whole_floors(
-        self,
-        mesh: Mesh,
-        batch: int,
-        how: Setting,
-        prices: Sequence[float],
-        exposures: Sequence[Exposure],
-        look: int,
-    ) -> Array | None:
-        """Seconds of a step with all that it holds that nothing goes below, [exposures, prices].
+    def posed_on(self, mesh: Mesh, batch: int, look: int) -> tuple[Posed, float] | None:
+        """(the problem of a step on it, the share of what that takes which counts), of one end; None for
+        another mesh than the one that was solved.
 
-        None for another mesh than the one that was solved, or where that takes long. look: number of the end
-        that says so, among those that `floors` looks at.
+        look: number of the end among those that `floors` looks at.
         """
         k, share = self._below(batch)[look]
-        made = self.ends[k].whole_floors(how, prices, exposures) if self.ends[k].mesh == mesh else None
-        return None if made is None else share * made
+        return (self.ends[k].posed, share) if self.ends[k].mesh == mesh else None
 
     def floors_of(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
         """The same of exactly so many sequences, with as many data ranks as were solved, or with a single one

@@ -52,9 +52,12 @@ class Estimated:
             best = max(best, bound)
             yield best
 
-    def bound_of(self, posed: Posed) -> float:
-        """The same by the problem that is solved: the best bound."""
-        return self.bound if self.proof is None else max(self.bound, self.proof.of(posed))
+    def bounds_of(self, posed: Posed) -> Iterator[float]:
+        """The same by the problem that is solved, as good as they get."""
+        best = self.bound
+        for bound in () if self.proof is None else self.proof.of(posed):
+            best = max(best, bound)
+            yield best
 
     def holding(self, beyond: float) -> Estimated:
         """The same if its program holds so many bytes more than the search counts."""
@@ -76,7 +79,7 @@ class Proof(Protocol):
         """Seconds that no step which fits goes below; what takes longer to find comes later."""
         ...
 
-    def of(self, posed: Posed) -> float:
+    def of(self, posed: Posed) -> Iterator[float]:
         """The same by its own problem."""
         ...
 

@@ -9,12 +9,11 @@ layers; the least that they take beside that is left to whoever knows the mesh.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from autoshard.cost.step_time import Exposure
 from autoshard.search.networks.network import Array
 from autoshard.search.networks.together import SINGLE, least_of_each
 from autoshard.search.problem.terms import Bytes, Time
@@ -68,13 +67,13 @@ def _copies(ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
     """One of the networks: how often seconds count, how much of bytes is held, and what a byte costs."""
 
     seconds: Callable[[Time], float]
     held: Callable[[Bytes], float]
     price: float
-    regime: Regime
+    regime: Regime = field(default_factory=Regime)
 
 
 def floors(
@@ -90,12 +89,12 @@ def floors(
     # while gradients of parameters wait, nothing is saved by what runs again
     late = [replace(bare, pipe=Pipe(1, "zb-h1"))]
     columns = [
-        _Column(partial(_counted, policy), partial(_activations, policy), price, regime)
+        Column(partial(_counted, policy), partial(_activations, policy), price, regime)
         for regime in regimes
         for policy in (late if regime.waits else again)
         for price in prices
     ]
-    found = _least(posed, columns)
+    found = least_of(posed, columns)
     if found is None:
         return None
     least = {(r, p): np.inf for r in regimes for p in prices}
@@ -105,71 +104,9 @@ def floors(
     return np.array([[least[r, p] for p in prices] for r in regimes])
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A way to run steps. prices: seconds per byte. held: how much of bytes counts in a setting."""
-
-    how: Setting
-    prices: Sequence[float]
-    held: Callable[[Setting], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight
-
-
-def whole_floors(
-    posed: Posed, ways: Sequence[Whole], exposures: Sequence[Exposure], *, recompute: bool
-) -> list[Array] | None:
-    """Seconds of a step plus price times bytes, of parameters as well, that nothing goes below.
-
-    [exposures, prices], of every way. None as above.
-    """
-    columns = [_columns(way, exposures, recompute=recompute) for way in ways]
-    found = _least(posed, [c for some in columns for c in some])
-    if found is not None:
-        parts = np.split(found, np.cumsum([len(some) for some in columns])[:-1])
-    else:
-        alone = [_least(posed, some) for some in columns] if len(ways) > 1 else [None]
-        parts = [part for part in alone if part is not None]
-        if len(parts) < len(ways):
-            return None
-    shapes = [(len(exposures), -1, len(way.prices)) for way in ways]
-    return [part.reshape(shape).min(axis=1) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _columns(way: Whole, exposures: Sequence[Exposure], *, recompute: bool) -> list[_Column]:
-    """By exposure, by what runs again, by price."""
-    bare = replace(way.how, recompute={})
-    return [
-        _Column(policy.time_weight(exposure), way.held(policy), price, Regime())
-        for exposure in exposures
-        for policy in (extremes(bare) if recompute else [bare])
-        for price in way.prices
-    ]
-
-
-def early(policy: Setting) -> Callable[[Bytes], float]:
-    """How much of bytes the fullest rank of a pipeline holds at least as the first backward begins, however
-    its stages are cut."""
-    # the first rank has put off no gradient yet
-    return _shared(policy, policy.waitless if policy.pipe.splits_backward else policy, policy.flight)
-
-
-def late(policy: Setting) -> Callable[[Bytes], float]:
-    """The same where it has put off most gradients of parameters, and holds nothing else."""
-    return _shared(policy, policy, policy.waiting[0])
-
-
-def _shared(policy: Setting, kept: Setting, flight: float) -> Callable[[Bytes], float]:
-    """What a rank holds at least: no less than its share of what is in flight. kept: says what of activations
-    is, flight: of how many microbatches that is."""
-    share = min(1.0, 1.0 / flight)
-
-    def weight(kind: Bytes) -> float:
-        return policy.bytes_weight(kind) if kind.kind in OF_STATE else share * kept.bytes_weight(kind)
-
-    return weight
-
-
-def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:
-    """Of every network, [columns]."""
+def least_of(posed: Posed, columns: Sequence[Column], *, in_parts: bool = False) -> Array | None:
+    """Of every network, [columns]. in_parts: whether to look at a few after the others if they are too large
+    together. None where they are, or if even one is."""
     terms = posed.problem.terms
     counted = {k: np.array([c.seconds(k) for c in columns]) for k in (*terms.alone, *terms.pairs)}
     pairs = tuple(
@@ -177,15 +114,22 @@ def _least(posed: Posed, columns: Sequence[_Column]) -> Array | None:
     )
     orders, states = posed.problem.known.orders, tuple(terms.states)
     order = orders.along(states, pairs) or orders.along(states, pairs, _WIDE)
-    if order is None or order.total * len(columns) > _MOST:
+    if order is None:
         return None
+    few = max(1, _MOST // max(1, order.total))
+    if len(columns) > few:
+        if not in_parts:
+            return None
+        parts = [least_of(posed, columns[k : k + few]) for k in range(0, len(columns), few)]
+        found = [part for part in parts if part is not None]
+        return np.concatenate(found) if len(found) == len(parts) else None
     added = added_by_use(posed) if any(c.regime.tied for c in columns) else {}
     return least_of_each(*_networks(posed, columns, counted, pairs, added), order)
 
 
 def _networks(
     posed: Posed,
-    columns: Sequence[_Column],
+    columns: Sequence[Column],
     counted: Mapping[Time, Array],
     pairs: Sequence[tuple[int, int]],
     added: Mapping[int, Added],

@@ -10,16 +10,17 @@ from autoshard.search.bounds.estimated import Estimated
 
 #: those that are looked at by problems of their own together, their states in all, and by how much of the
 #: limit a thousand states have to raise the bound to be worth it
-_TOGETHER, _STATES, _GAIN = 6, 16_000, 0.0015
+_TOGETHER, _STATES, _GAIN = 6, 40_000, 0.0015
 
 
 class Lowest:
     """The bound of many configurations.
 
-    exactly: the bound in seconds of one by its own problem, which takes far longer to pose than all else.
+    exactly: a bound of one by its own problem, which takes far longer to pose than all else: the best one, or
+    any of so many seconds.
     """
 
-    def __init__(self, others: Iterable[Estimated], exactly: Callable[[Estimated], float]) -> None:
+    def __init__(self, others: Iterable[Estimated], exactly: Callable[[Estimated, float], float]) -> None:
         self._others, self._exactly = list(others), exactly
         self._looks: list[tuple[float, int, Iterator[float]]] = [
             (e.bound, number, e.bounds()) for number, e in enumerate(self._others)
@@ -41,7 +42,7 @@ class Lowest:
         while self.seconds < limit:
             beyond = min(limit, self._done, *[look[0] for look in self._looks[:1]])
             if self._aside and self._is_worth_it(beyond, limit):
-                self._look_exactly()
+                self._look_exactly(beyond)
             elif beyond >= min(limit, self._done) or len(self._aside) == _TOGETHER:
                 break
             else:
@@ -63,9 +64,9 @@ class Lowest:
         states = sum(self._others[number].choices for _, number in self._aside)
         return states <= self._left and beyond - self._aside[0][0] > _GAIN * limit * states / 1000
 
-    def _look_exactly(self) -> None:
+    def _look_exactly(self, beyond: float) -> None:
         while self._aside:
             one = self._others[self._aside[0][1]]
             self._left -= one.choices
-            self._done = min(self._done, max(self._aside[0][0], self._exactly(one)))
+            self._done = min(self._done, max(self._aside[0][0], self._exactly(one, beyond)))
             del self._aside[0]

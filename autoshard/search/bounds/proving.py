@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.cost.step_time import Exposure, between
-from autoshard.search.bounds.floor import Whole, whole_floors
+from autoshard.search.bounds.whole import Way, whole_floors
 from autoshard.search.networks.network import Array
 from autoshard.search.solving.again import marginal_price
 from autoshard.search.solving.bound import dual_bound
@@ -79,7 +79,7 @@ def _best(
     posed: Posed, setting: Setting, prices: Array, exposures: Sequence[Exposure], budget: float
 ) -> tuple[int, int] | None:
     """Numbers of the best price and exposure."""
-    made = whole_floors(posed, [Whole(setting, prices.tolist())], exposures, recompute=True)
+    made = whole_floors(posed, [Way(setting, tuple(prices.tolist()))], exposures, recompute=True)
     if made is None:
         return None
     found = made[0] - prices * budget

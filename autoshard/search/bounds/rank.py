@@ -20,9 +20,10 @@ from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
 from autoshard.search.bounds.end import End
 from autoshard.search.bounds.ends import Shape, between
 from autoshard.search.bounds.estimated import Estimated
-from autoshard.search.bounds.floor import Regime, Whole, early, late, whole_floors
-from autoshard.search.bounds.tighter import EXPOSURES, Bound, Lives
+from autoshard.search.bounds.floor import Regime
+from autoshard.search.bounds.tighter import Bound, Lives
 from autoshard.search.bounds.uneven import busiest
+from autoshard.search.bounds.whole import ways_of, whole_bounds
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Profile
 from autoshard.search.solving.again import Filling
@@ -139,9 +140,9 @@ class _Bare:
             self._floors[key] = self._shape.floors(self.each, regime, looks)
         return self._floors[key]
 
-    def whole_floors(self, mesh: Mesh, how: Setting, prices: Array, look: int) -> Array | None:
-        """The same of a whole step on the mesh that was solved, [exposures, prices]; else None."""
-        return self._shape.whole_floors(mesh, self.each, how, prices.tolist(), EXPOSURES, look)
+    def posed_on(self, mesh: Mesh, look: int) -> tuple[Posed, float] | None:
+        """See `Shape`."""
+        return self._shape.posed_on(mesh, self.each, look)
 
     def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
         """The same by regime, solved anew; None if it cannot be."""
@@ -285,38 +286,37 @@ class _Bounded:
             # how fast unlike ranks are is an estimate, which says nothing of what they take at least
             return
         for looks in range(1, self.bare.looks + 1):
-            known = max(known, self._bound(self.budget, looks, known))
-            yield known
+            for bound in self._looked(self.budget, looks, known):
+                known = max(known, bound)
+                yield known
         if self.shared or not self.bare.is_end:
             # what all sequences share is little between two ends, and a single data rank may share nothing
             own = self.bare.floors_of(self.mesh)
             if own is not None:
                 yield max(known, self._least(self.budget, own, known))
 
-    def of(self, posed: Posed) -> float:
-        """The same by its own problem, parameters and activations together."""
-        if self.budget is None or self.ways[0].pipe.speeds:
-            return self.proven
-        pipes = range(len(self.uneven))
-        ways = [(k, way) for k in pipes for way in _wholes(self.ways[k], self.bare.prices)]
-        found = whole_floors(posed, [way for _, way in ways], EXPOSURES, recompute=self.bare.recompute)
-        if found is None:
-            return self.proven
-        least = dict.fromkeys(pipes, 0.0)
-        for (k, way), floors in zip(ways, found, strict=True):
-            least[k] = max(least[k], float((floors - np.array(way.prices) * self.budget).max()))
-        return max(self.proven, min(least.values()))
+    def of(self, posed: Posed) -> Iterator[float]:
+        """The same by its own problem, each better than the one before, or as good."""
+        yield self.proven
+        if self.budget is not None and not self.ways[0].pipe.speeds:
+            yield from (max(self.proven, bound) for bound in self._whole(posed, self.budget, 1.0))
 
-    def _bound(self, budget: float, looks: int, known: float) -> float:
+    def _whole(self, posed: Posed, budget: float, share: float) -> Iterator[float]:
+        """Parameters and activations together; share: see `whole_bounds`."""
+        ways = [way for k in range(len(self.uneven)) for way in ways_of(self.ways[k], self.bare.prices, k)]
+        return whole_bounds(posed, ways, budget, recompute=self.bare.recompute, share=share)
+
+    def _looked(self, budget: float, looks: int, known: float) -> Iterator[float]:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
-        if self.ways.ranks == 1:
-            how, prices = self.ways[0], self.bare.prices * self.ways.count
-            whole = self.bare.whole_floors(self.mesh, how, prices, looks - 1)
-            if whole is not None:
-                return float((whole - prices * budget).max())
-        return self._least(
-            budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
-        )
+        own = self.bare.posed_on(self.mesh, looks - 1)
+        found = None
+        if own is not None:
+            for found in self._whole(own[0], budget, own[1]):
+                yield found
+        if found is None:
+            yield self._least(
+                budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
+            )
 
     def _least(self, budget: float, least: Callable[[Regime], Array], known: float) -> float:
         """least: seconds of a microbatch at least with what it holds, by the price of a byte. known: a bound
@@ -414,18 +414,6 @@ class _Bounded:
             for filling, lean in ways
             for extra in self.lives.at(each, lean=lean)
         )
-
-
-def _wholes(how: Setting, prices: Array) -> list[Whole]:
-    """Ways to count what a pipeline holds, each of which bounds it. prices: of a byte of one microbatch."""
-    counted = [(early, how.flight)]
-    waiting, others = how.waiting
-    if how.pipe.splits_backward and not others:
-        counted.append((late, waiting))
-    counts = how.weights(EXPOSURES[0])
-    often = min(counts.work_forward, counts.work_backward)
-    # by how often seconds and bytes of one microbatch count
-    return [Whole(how, (prices * (often / min(1.0, flight))).tolist(), held) for held, flight in counted]
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.cost.step_time import Exposure
 from autoshard.search.bounds.floor import Regime, regime_of
+from autoshard.search.bounds.whole import EXPOSURES
 from autoshard.search.networks.network import Array
 from autoshard.search.problem.terms import Bytes, Time
 from autoshard.search.solving.parameters import Lived
 from autoshard.search.solving.setting import Setting
-
-#: nothing of parameters shows beside computing, or all of it
-EXPOSURES = (Exposure(0.0, 0.0, 0.0, 0.0), Exposure(1.0, 1.0, 1.0, 1.0))
 
 
 @dataclass(frozen=True, eq=False)

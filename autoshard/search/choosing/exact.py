@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
 from typing import Protocol
@@ -147,11 +147,10 @@ class Exact:
         if limit == inf or self.interrupted:
             return estimated
         try:
-            for bound in estimated.bounds():
+            for found in self._bounds_of(estimated):
+                bound = max(bound, found)
                 if bound >= limit:
-                    return replace(estimated, bound=bound)
-            # it is posed to be solved anyway, which takes longer than to look at it
-            bound = max(bound, self._exact_bound(estimated))
+                    break
         except KeyboardInterrupt:
             self.interrupted = True
         return replace(estimated, bound=bound)
@@ -318,12 +317,27 @@ class Exact:
             self.interrupted = True
             return min(limit, lowest.seconds)
 
-    def _exact_bound(self, estimated: Estimated) -> float:
-        """Seconds that no placements go below, by the problem that is solved."""
+    def _exact_bound(self, estimated: Estimated, enough: float) -> float:
+        """Seconds that no placements go below, by the problem that is solved: the most, or any that are
+        enough."""
+        bound = estimated.bound
+        for bound in self._exact_bounds(estimated):
+            if bound >= enough:
+                break
+        return bound
+
+    def _bounds_of(self, estimated: Estimated) -> Iterator[float]:
+        """All that can be said of what is about to be solved."""
+        yield from estimated.bounds()
+        # it is posed to be solved anyway, which takes longer than to look at it
+        yield from self._exact_bounds(estimated)
+
+    def _exact_bounds(self, estimated: Estimated) -> Iterator[float]:
         try:
-            return estimated.bound_of(self._posed(estimated.configuration))
+            posed = self._posed(estimated.configuration)
         except (InfeasibleError, UsageError):
-            return estimated.bound  # says so if it is solved
+            return  # says so if it is solved
+        yield from estimated.bounds_of(posed)
 
     def _finished(
         self,
