@@ -13,8 +13,9 @@ from test_search import SHAPES, few, layered, network_of
 from autoshard.search import Limits, solve
 from autoshard.search.networks.core import Core
 from autoshard.search.networks.dive import widen
+from autoshard.search.networks.eliminate import Elimination
 from autoshard.search.networks.improve import measure
-from autoshard.search.networks.order import find_order, order_beside
+from autoshard.search.networks.order import Familiar, find_order, order_beside
 from autoshard.search.networks.prune import Residual
 
 
@@ -75,6 +76,32 @@ def test_neighbourhoods_hold_what_makes_tables_large(seed: int, largest: int, to
     for v in small.variables:
         assert not set(held) & set(small.later[v])
     assert order.largest > largest or order.total > total // 8 or not held
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 2**32), min_size=1, max_size=4))
+@settings(few, max_examples=60)
+def test_a_familiar_order_eliminates_networks_like_it(seed: int, others: list[int]) -> None:
+    """Of the same variables, of which some are decided in each: exactly, with tables that are no larger."""
+    whole, familiar = Residual.of(network_of(seed, "sparse", 12, most=4)), Familiar()
+    most = 0
+    for other in (seed, *others):
+        rng = np.random.default_rng(other)
+        numbers = sorted(rng.choice(12, int(rng.integers(3, 13)), replace=False).tolist())
+        apart = whole.copy()
+        for v in set(range(12)) - set(numbers):
+            for w in tuple(apart.rows[v]):
+                apart.drop_edge(v, w)
+        net = apart.only(numbers)
+        order = familiar.order(numbers, net.sizes, net.rows)
+        assert sorted(order.variables) == list(range(len(numbers)))
+        place = {v: position for position, v in enumerate(order.variables)}
+        assert all(place[v] < place[w] for v, near in enumerate(order.later) for w in near)
+        value, states = Elimination(net, order).solve()
+        assert measure(net, states)[0] == pytest.approx(value, rel=1e-12)
+        assert value == pytest.approx(Elimination(net, find_order(net.sizes, net.rows)).solve()[0], rel=1e-12)
+        fresh = find_order(net.sizes, net.rows).total
+        most = max(most, fresh)
+        assert order.total <= max(1.1 * most, 5_000 * len(numbers))
 
 
 def test_what_fits_is_not_held() -> None:

@@ -10,6 +10,7 @@ from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError, UsageError
+from autoshard.search.bounds import floor
 from autoshard.search.bounds.rank import _Bounded
 from autoshard.search.choosing.ask import Ask
 from autoshard.search.choosing.exact import Exact
@@ -100,7 +101,7 @@ def _bounded(name: str, cluster_name: str, devices: int, share: float) -> tuple[
     ],
 )
 def test_nothing_that_fits_is_faster_than_its_bound(
-    name: str, cluster: str, devices: int, share: float
+    name: str, cluster: str, devices: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bounded, poses, exact = _bounded(name, cluster, devices, share)
     looked = better = nearer = 0
@@ -110,6 +111,12 @@ def test_nothing_that_fits_is_faster_than_its_bound(
         better += bound > 1.001 * one.bound
         own = max(one.of(poses.of(one.mesh, one.batch)))
         nearer += own > 1.001 * bound
+        with monkeypatch.context() as patch:
+            # as if the network were wide: a network after the other, price by price
+            patch.setattr(floor, "_MOST", 1)
+            wide = list(one.of(poses.of(one.mesh, one.batch)))
+        assert len(wide) == 1 + min(3, len(one.bare.prices))
+        assert max(wide) <= own * (1 + 1e-6)
         bound = max(bound, own)
         for number in range(len(one.uneven)):
             try:

@@ -19,7 +19,7 @@ from autoshard.search.networks.improve import Meter, blend, descend, squeeze
 from autoshard.search.networks.milp import entries, solve_milp
 from autoshard.search.networks.minimise import ROUNDING, Found, fits, minimise, minimise_pruned
 from autoshard.search.networks.network import InfeasibleNetwork, Limits
-from autoshard.search.networks.order import Order, find_order
+from autoshard.search.networks.order import Familiar, Order, find_order
 from autoshard.search.networks.pareto import close_gap
 from autoshard.search.networks.prune import Contradiction, Residual, make_consistent, prune
 
@@ -166,11 +166,12 @@ def _search_multiplier(
     """Raise the dual bound; fast is over the budget, lean within it."""
     # where the tables are large, it pays to prune anew for every multiplier, which goes further
     elimination = Elimination(net, order) if _reused(order, limits) else None
+    familiar = Familiar()
     lam, steps, method = 0.0, 0, "eliminated"
     while steps < limits.steps and lean.seconds > fast.seconds:
         trial = (lean.seconds - fast.seconds) / (fast.held - lean.held)
         steps += 1
-        found = _at(net, elimination, order, trial, limits)
+        found = _at(net, elimination, familiar, trial, limits)
         assert found.states is not None
         method = found.method
         if found.lower_bound - trial * budget > lower:
@@ -186,9 +187,11 @@ def _search_multiplier(
     return _Dual(lam, min(lower, lean.seconds), lean, fast, steps, f"{method} + memory multiplier")
 
 
-def _at(net: Residual, elimination: Elimination | None, order: Order, lam: float, limits: Limits) -> Found:
+def _at(
+    net: Residual, elimination: Elimination | None, familiar: Familiar, lam: float, limits: Limits
+) -> Found:
     if elimination is None:
-        return minimise_pruned(net.weighted(lam), limits)
+        return minimise_pruned(net.weighted(lam), limits, familiar)
     value, states = elimination.solve(net.priced(lam))
     return Found(states, value, "eliminated")
 

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.search.networks.eliminate import Elimination
 from autoshard.search.networks.minimise import fits
 from autoshard.search.networks.network import Array, CostNetwork, Limits
-from autoshard.search.networks.order import Order, find_small_order
+from autoshard.search.networks.order import Familiar, Order, find_small_order
 
 #: entries of all tables up to which pruning first takes longer
 _ENTRIES = 4_000_000
@@ -26,6 +26,11 @@ class Orders:
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Order | None] = {}
+        self._familiar: dict[Hashable, Familiar] = {}
+
+    def familiar(self, network: CostNetwork) -> Familiar:
+        """Of what pruning leaves of networks with states like this one's."""
+        return self._familiar.setdefault(tuple([len(u) for u in network.unary]), Familiar())
 
     def of(self, network: CostNetwork) -> Order | None:
         """The order for a network of these states and edges, variables with one state being no neighbours."""

@@ -13,7 +13,7 @@ from autoshard.search.networks.eliminate import Elimination
 from autoshard.search.networks.improve import descend, measure
 from autoshard.search.networks.milp import entries, solve_milp
 from autoshard.search.networks.network import Limits
-from autoshard.search.networks.order import Order, find_order
+from autoshard.search.networks.order import Familiar, Order
 from autoshard.search.networks.prune import Contradiction, Residual, make_consistent, prune
 
 #: the method that is exact whatever the limits
@@ -54,8 +54,9 @@ class Narrowed:
     order: Order
 
     @staticmethod
-    def of(net: Residual) -> Narrowed | None:
-        """Of a network that is arc consistent, whose bytes are ignored; None if nothing is finite."""
+    def of(net: Residual, familiar: Familiar) -> Narrowed | None:
+        """Of a network that is arc consistent, whose bytes are ignored; None if nothing is finite. familiar:
+        orders of others like it, with variables as in this one."""
         core = Core.of(net)
         small = core.net
         try:
@@ -65,7 +66,7 @@ class Narrowed:
         if not np.isfinite(core.seconds):
             return None
         prune(small)
-        return Narrowed(core, small, find_order(small.sizes, small.rows))
+        return Narrowed(core, small, familiar.order(core.numbers, small.sizes, small.rows))
 
     def minimise(self, limits: Limits, *, moves: bool = True) -> Found:
         """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
@@ -80,9 +81,9 @@ class Narrowed:
         return self.core.seconds + _buckets(self.net, self.order, limits).value
 
 
-def minimise_pruned(net: Residual, limits: Limits) -> Found:
-    """The same of a network that is not pruned, which stays as it is."""
-    small = Narrowed.of(net)
+def minimise_pruned(net: Residual, limits: Limits, familiar: Familiar | None = None) -> Found:
+    """The same of a network that is not pruned, which stays as it is. familiar: see `Narrowed`."""
+    small = Narrowed.of(net, familiar or Familiar())
     return Found(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
 
 

@@ -21,6 +21,8 @@ _HUGE = 10**18
 _STEP = 1e-3
 #: entries of an order's tables, for every variable, up to which finding another takes longer than it saves
 _ENOUGH = 5_000
+#: tables of a network that is much like another may be so much larger in all
+_LARGER = 1.1
 #: a table takes no more than this part of the entries that are left for all
 _SHARE = 8
 
@@ -105,6 +107,50 @@ def _best(
         if other is not None:
             best = min(best, other, key=lambda order: (order.total, order.largest))
     return best
+
+
+class Familiar:
+    """Orders of networks that are much alike, as those of one problem at other prices are.
+
+    What served one of them serves the next, unless its tables are larger there. Variables go by numbers that
+    all of them share.
+    """
+
+    def __init__(self) -> None:
+        self._sequence: tuple[int, ...] = ()
+        self._total = 0
+
+    def order(
+        self, numbers: Sequence[int], sizes: Sequence[int], neighbours: Sequence[Collection[int]]
+    ) -> Order:
+        """An order of a network, found anew if need be. numbers: of its variables."""
+        found = self._along(numbers, sizes, neighbours)
+        if found is None:
+            found = find_order(sizes, neighbours)
+            self._sequence, self._total = tuple([numbers[v] for v in found.variables]), found.total
+        return found
+
+    def _along(
+        self, numbers: Sequence[int], sizes: Sequence[int], neighbours: Sequence[Collection[int]]
+    ) -> Order | None:
+        """As before; None if other variables are tied by now, or tables become larger."""
+        at = {number: position for position, number in enumerate(self._sequence)}
+        if any(near and number not in at for number, near in zip(numbers, neighbours, strict=True)):
+            return None
+        variables = sorted(range(len(numbers)), key=lambda v: at.get(numbers[v], -1))
+        graph = [set(n) for n in neighbours]
+        around: list[set[int]] = [set()] * len(graph)
+        room = max(_LARGER * self._total, _ENOUGH * len(graph))
+        for v in variables:
+            near = graph[v]
+            room -= sizes[v] * prod([sizes[w] for w in near])
+            if room < 0:
+                return None
+            around[v] = near
+            for w in near:
+                graph[w] |= near
+                graph[w] -= {v, w}
+        return _finish(sizes, variables, around)
 
 
 def order_beside(

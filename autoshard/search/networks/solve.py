@@ -93,7 +93,7 @@ def least_cost(network: CostNetwork, limits: Limits, orders: Orders) -> float:
     """
     value = least_seconds(network, limits, orders)
     if value is None:
-        small = Narrowed.of(_whole(network))
+        small = Narrowed.of(_whole(network), orders.familiar(network))
         value = inf if small is None else small.bound(limits)
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
@@ -105,7 +105,7 @@ def proven_seconds(network: CostNetwork, limits: Limits | None, orders: Orders) 
     limits = limits or Limits()
     value = least_seconds(network, limits, orders)
     if value is None:
-        small = Narrowed.of(_whole(network))
+        small = Narrowed.of(_whole(network), orders.familiar(network))
         value = inf if small is None else small.minimise(limits, moves=False).lower_bound
     if not isfinite(value):
         raise NoFiniteAssignment(find_conflict(network))
@@ -131,7 +131,7 @@ def _fastest(network: CostNetwork, limits: Limits, orders: Orders) -> _Answer:
         left = sum(len(u) for u in network.unary)
         return _Answer(direct.states, direct.cost, ELIMINATED, direct.order, left)
     whole = _whole(network)
-    small = Narrowed.of(whole)
+    small = Narrowed.of(whole, orders.familiar(network))
     found = None if small is None else small.minimise(limits)
     if small is None or found is None or found.states is None:
         raise NoFiniteAssignment(find_conflict(network))
