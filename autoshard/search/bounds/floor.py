@@ -26,7 +26,7 @@ from autoshard.search.solving.setting import OF_STATE, Setting
 #: parts of the parameters that ranks of pipelines hold, as far as they are told apart
 _PARTS = (1.0, 1 / 16, 0.0)
 #: entries of all tables of a network, and of all networks together, up to which anything is said
-_WIDE, _MOST = 16_000_000, 40_000_000
+_WIDE, _MOST = 40_000_000, 40_000_000
 
 
 @dataclass(frozen=True)
