@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from autoshard.cluster.cluster import Device
 from autoshard.cost.compute import flop_rate
@@ -45,7 +45,7 @@ def product_seconds(
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
     lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
-    aligned = _aligned(batch, lies, dtype, device)
+    aligned = aligned_rate(batch, lies, dtype, device)
     rate *= aligned
     flop = 2.0 * batch * rows * columns * depth
 
@@ -66,7 +66,7 @@ def product_seconds(
 
 
 def filled(depth: float, dtype: str, device: Device, aligned: float = 1.0) -> float:
-    """Part of its rate that a product reaches whose sums are so long; aligned: see `_aligned`."""
+    """Part of its rate that a product reaches whose sums are so long; aligned: see `aligned_rate`."""
     return depth / (depth + aligned * begin_and_end(dtype, device)) if depth else 1.0
 
 
@@ -77,7 +77,7 @@ def begin_and_end(dtype: str, device: Device) -> float:
     return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / device.half_flops)
 
 
-def _aligned(batch: int, lies: Sequence[int], dtype: str, device: Device) -> float:
+def aligned_rate(batch: int, lies: Sequence[int], dtype: str, device: Device) -> float:
     """Part of the rate where rows do not lie in memory at whole 16 bytes, as matrix units want them (NVIDIA,
     "Matrix multiplication background user's guide", section 3.1). lies: lengths of the rows of both factors
     and of the result.
@@ -115,14 +115,38 @@ def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float
     return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
 
 
+def edge_rate(rows: float, columns: float, device: Device) -> float:
+    """Part of the best rate that products of so many rows (inf for any number of them) and columns reach, as
+    far as tiles are not filled at the edges; 1.0 where none are known to run side by side."""
+
+    def reached(tile: tuple[float, float, float]) -> float:
+        down, across = _sides(rows, columns, device, tile)
+        return tile[2] * _filled(rows, down) * _filled(columns, across)
+
+    if not device.kernels.multiprocessors or not (rows and columns):
+        return 1.0
+    return max(map(reached, _TILES))
+
+
+def _filled(size: float, side: float) -> float:
+    """Part of its tiles that a dim fills."""
+    return 1.0 if size == inf else size / (ceil(size / side) * side)
+
+
+def _sides(
+    rows: float, columns: float, device: Device, tile: tuple[float, float, float]
+) -> tuple[float, float]:
+    """(rows, columns) of a tile, which lies either way."""
+    sides = device.kernels.tile[0] * tile[0], device.kernels.tile[1] * tile[1]
+    return sides[::-1] if rows < columns else sides
+
+
 def _tiles(
     batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]
 ) -> tuple[int, float]:
     """(tiles of a size in a result, how many of them run at once, 0 if that has no end)."""
     kernels = device.kernels
-    down, across = kernels.tile[0] * tile[0], kernels.tile[1] * tile[1]
-    if rows < columns:  # tiles lie either way
-        down, across = across, down
+    down, across = _sides(rows, columns, device, tile)
     # a multiprocessor holds as many small tiles as one large one
     at_once = kernels.multiprocessors * prod(kernels.tile) / (down * across)
     return batch * ceil(rows / down) * ceil(columns / across), at_once

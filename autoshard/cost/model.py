@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,13 @@ from numpy.typing import NDArray
 from autoshard.cluster.cluster import Device
 from autoshard.cost.collective import seconds
 from autoshard.cost.compute import compute_seconds, roofline
-from autoshard.cost.kernel_time import attention_rate, begin_and_end, filled
+from autoshard.cost.kernel_time import (
+    aligned_rate,
+    attention_rate,
+    begin_and_end,
+    edge_rate,
+    filled,
+)
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
 from autoshard.ir.held import held_bytes, held_shape
@@ -41,11 +48,13 @@ class CostModel:
         sizes: Sequence[int],
         scale: float = 1.0,
         grow: Sequence[float] = (),
+        turned: tuple[bool, bool] = (False, False),
     ) -> NDArray[np.float64]:
         """Seconds of computing of one call in each of its states, on the fullest rank; [states].
 
         Its FLOP are done in the type of its first result: what attention keeps for its backward is wider.
-        scale: times as much is computed. grow: as many times as large is each value, ins first.
+        scale: times as much is computed. grow: as many times as large is each value, ins first. turned: of a
+        product, whether each of its factors lies in memory by its other dim.
         """
         if rule.kind == "view" or not states:
             return np.zeros(len(states))
@@ -73,7 +82,7 @@ class CostModel:
             # what both matrices hold more of, and their product does not, is what is summed over
             left, right, whole = grow[-3:] if grow else (1.0, 1.0, 1.0)
             longer = left if left == right != whole else 1.0
-            flops /= self._filled(ins[-2], states, sizes, longer, dtype)
+            flops /= self._reached(ins[-2:], states, sizes, longer, dtype, turned)
         elif rule.kernel == "" and rule.kind == "matmul":
             # experts and convolutions: every sum takes as much longer as a tile takes to begin and to end
             flops += np.where(flops > 0, 2.0 * begin_and_end(dtype, device) * sums, 0.0)
@@ -84,18 +93,35 @@ class CostModel:
         start = device.kernels.attention_start + device.launch_overhead
         return roofline(flops, moved, rate, device.traffic, start)
 
-    def _filled(
-        self, left: TensorType, states: Sequence[OpState], sizes: Sequence[int], longer: float, dtype: str
+    def _reached(
+        self,
+        factors: Sequence[TensorType],
+        states: Sequence[OpState],
+        sizes: Sequence[int],
+        longer: float,
+        dtype: str,
+        turned: tuple[bool, bool],
     ) -> NDArray[np.float64]:
-        """Part of its rate that a product reaches in each state, for the length of its sum. left: its first
-        matrix. longer: as many times as long is the sum."""
-        known: dict[Layout | None, float] = {}
+        """Part of its rate that a product reaches in each state, for the length of its sum, for how its rows
+        lie in memory and for the edges of its tiles. factors: its matrices. longer: as many times as long is
+        the sum.
+
+        Waves of tiles are left out, and so are edges of rows that hold the batch: with more sequences nothing
+        may take less.
+        """
+        known: dict[tuple[Layout | None, ...], float] = {}
         for state in states:
-            layout = state.inputs[-2]
-            if layout not in known:
-                depth = longer * held_shape(left.shape, layout, sizes)[-1]
-                known[layout] = filled(depth, dtype, self.device)
-        return np.array([known[state.inputs[-2]] for state in states])
+            layouts = tuple(state.inputs[-2:])
+            if layouts not in known:
+                (*many, rows, depth), (*_, columns) = (
+                    held_shape(type_.shape, layout, sizes)
+                    for type_, layout in zip(factors, layouts, strict=True)
+                )
+                lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
+                aligned = aligned_rate(prod(many), lies, dtype, self.device)
+                edges = edge_rate(rows if turned[0] or prod(many) > 1 else inf, columns, self.device)
+                known[layouts] = aligned * edges * filled(longer * depth, dtype, self.device, aligned)
+        return np.array([known[tuple(state.inputs[-2:])] for state in states])
 
     def _all_bytes(
         self, type_: TensorType, layouts: Sequence[Layout | None], sizes: Sequence[int]

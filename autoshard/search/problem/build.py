@@ -281,7 +281,9 @@ class _Builder:
         known = self.calls.get(key)
         if known is None:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
-            known = self.calls[key] = Call(rule, kind.ins, node.types, states, kind.grow, kind.grows)
+            known = self.calls[key] = Call(
+                rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned
+            )
         return known
 
     def _values(self, name: str) -> None:

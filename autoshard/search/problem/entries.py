@@ -31,7 +31,7 @@ class Laid:
 @dataclass(frozen=True, eq=False)
 class Call:
     """Calls that are alike, in their states. grow: which of all values, ins first, hold the batch; grows:
-    whether there is more to compute with more of it."""
+    whether there is more to compute with more of it. turned: see `Kind`."""
 
     rule: Factored
     ins: tuple[TensorType, ...]
@@ -39,6 +39,7 @@ class Call:
     states: tuple[OpState, ...]
     grow: tuple[bool, ...]
     grows: bool
+    turned: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class Pricing:
                 scale = self.scale if call.grows else 1.0
                 grow = [self.scale if g else 1.0 for g in call.grow]
                 found = self.cost.op_seconds(
-                    call.rule, call.ins, call.outs, call.states, self.sizes, scale, grow
+                    call.rule, call.ins, call.outs, call.states, self.sizes, scale, grow, call.turned
                 )
             self._busy[call] = found
         return found

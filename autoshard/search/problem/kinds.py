@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.ir import Folded, TensorType, refs_of
 from autoshard.ir.flow import Place
+from autoshard.ir.turned import turned_in
 from autoshard.rules.core import Factored
 from autoshard.rules.digits import DigitTable
 
@@ -18,6 +19,7 @@ class Kind:
     refs, ins: values that it takes, and their types. divided: the same number for ops that have the same
     states on any mesh. costs: the same for ops that take the same time in the same states. grow: which of all
     its values, those it takes first, hold the batch. grows: whether there is more to compute with more of it.
+    turned: of a product, whether each of its factors lies in memory by its other dim.
     """
 
     refs: tuple[str, ...]
@@ -26,6 +28,7 @@ class Kind:
     costs: int
     grow: tuple[bool, ...]
     grows: bool
+    turned: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Kinds:
         ops: dict[tuple[str, int], Kind] = {}
         users: dict[Place, list[tuple[str, int]]] = {}
         for name, graph in folded.segments.items():
-            types = graph.types()
+            types, lying = graph.types(), turned_in(graph)
             for number, node in enumerate(graph.nodes):
                 rule, refs = rules[name, number], tuple(refs_of(node))
                 ins = tuple([types[r] for r in refs])
@@ -63,6 +66,10 @@ class Kinds:
                     ]
                 )
                 grows = any(held for factor in parts for _, _, held in factor)
+                turned = (False, False)
+                if rule.kernel == "product":
+                    left, right = refs[-2:]
+                    turned = left in lying, right in lying
                 divided = rule.division, ins, node.types, parts
                 costs = (
                     rule.kind,
@@ -74,6 +81,7 @@ class Kinds:
                     node.types,
                     grow,
                     grows,
+                    turned,
                 )
                 ops[name, number] = Kind(
                     refs,
@@ -82,6 +90,7 @@ class Kinds:
                     table.setdefault(costs, len(table)),
                     grow,
                     grows,
+                    turned,
                 )
                 for ref in refs:
                     users.setdefault((name, ref), []).append((name, number))
