@@ -93,6 +93,38 @@ def test_nothing_fits() -> None:
     assert len({where for where, _, _ in judge.made}) == len(judge.made) > 3
 
 
+class Stopped(Programs):
+    """The user stops the search as something is made a program, or a pipeline is cut; at: after so many."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__(lambda where: True, 0.9)
+        self.what, self.at = what, at
+
+    def _count(self, what: str) -> None:
+        if self.what == what:
+            self.at -= 1
+            if self.at < 0:
+                raise KeyboardInterrupt
+
+    def seconds(self, found: Settled) -> float:
+        self._count("cut")
+        return super().seconds(found)
+
+    def fit(self, found: Settled, limit: float = inf) -> Settled:
+        self._count("fit")
+        return super().fit(found, limit)
+
+
+@pytest.mark.parametrize(("what", "at"), [("cut", 0), ("fit", 0), ("fit", 1), ("cut", 1)])
+def test_what_is_stopped_gives_the_best_so_far(what: str, at: int) -> None:
+    """Of those that are known to fit, if there are any."""
+    judge = Stopped(what, at)
+    found = chosen(judge)
+    assert found.interrupted == (judge.at < 0)
+    fitting = {where for where, _, _ in judge.made if judge.fits(where)}
+    assert not fitting or found.configuration in fitting
+
+
 @pytest.mark.parametrize("slow", [0.01, 0.5, 100.0])
 def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
     """Pipelines that are slow once they are cut are not made programs before something without one was."""

@@ -219,13 +219,17 @@ class Exact:
             any_was = True
             found, judged = first
             measured, needed = None, race.needed(found.configuration)
-            if judged < needed and self.judge is not None and not self.interrupted:
+            if judged < needed and self.judge is not None:
                 try:
-                    fits = self.judge.fit(found, needed)
+                    fits = found if self.interrupted else self.judge.fit(found, needed)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
                     race.fail(found.configuration)
                     continue
+                except KeyboardInterrupt:
+                    self.interrupted, fits = True, found
+                if self.interrupted and race.best is not None:
+                    continue  # what is known to fit goes before what may be faster
                 if fits.placed is not found.placed:
                     found, judged = fits, self.judged(fits)
                 measured = self.judge.measured(found)
@@ -238,7 +242,11 @@ class Exact:
             return found.placed.seconds
         if self.judge is None:
             return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
-        return self.judge.seconds(found)
+        try:
+            return self.judge.seconds(found)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return found.placed.seconds
 
     def worst(self) -> AutoshardError:
         """Why nothing can be solved: what came closest."""
