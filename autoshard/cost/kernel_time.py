@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import ceil, inf, prod
 
 from autoshard.cluster.cluster import Device
@@ -44,8 +44,7 @@ def product_seconds(
     """
     kernels = device.kernels
     rate = flop_rate(dtype, device, matmul=True) * kernels.clock * (kernels.narrow if dtype == "f8" else 1.0)
-    lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
-    aligned = aligned_rate(batch, lies, dtype, device)
+    aligned = aligned_rate(batch, rows, columns, depth, dtype, device, turned=turned)
     rate *= aligned
     flop = 2.0 * batch * rows * columns * depth
 
@@ -77,16 +76,19 @@ def begin_and_end(dtype: str, device: Device) -> float:
     return device.kernels.depth * min(1.0, peaks.get(dtype, peaks["f32"]) / device.half_flops)
 
 
-def aligned_rate(batch: int, lies: Sequence[int], dtype: str, device: Device) -> float:
-    """Part of the rate where rows do not lie in memory at whole 16 bytes, as matrix units want them (NVIDIA,
-    "Matrix multiplication background user's guide", section 3.1). lies: lengths of the rows of both factors
-    and of the result.
+def aligned_rate(
+    batch: int, rows: int, columns: int, depth: int, dtype: str, device: Device, *, turned: tuple[bool, bool]
+) -> float:
+    """Part of the rate where rows, of either factor or of the result, do not lie in memory at whole 16 bytes,
+    as matrix units want them (NVIDIA, "Matrix multiplication background user's guide", section 3.1). turned:
+    see `product_seconds`.
 
     Of many small products at once the vector units do them; a large one keeps, as is assumed, two fifths.
     """
     vector = device.peak_flops["f32"]
     peak = device.peak_flops.get(dtype, vector)
     width = DTYPES[dtype][1] if dtype in DTYPES else 1
+    lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
     if peak <= vector or not any(length * width % _WORD for length in lies):
         return 1.0
     return vector / peak if batch > 1 else max(_UNALIGNED, vector / peak)
@@ -106,31 +108,23 @@ def _splits(
 
 def _used(batch: int, rows: int, columns: int, device: Device, tile: tuple[float, float, float]) -> float:
     """Part of the best rate that tiles of a size reach."""
-    high, wide, reached = tile
     tiles, at_once = _tiles(batch, rows, columns, device, tile)
-    whole = tiles * prod(device.kernels.tile) * high * wide
-    useful = batch * rows * columns / whole
-    if not at_once:
-        return reached * useful
-    return reached * useful * (tiles / at_once) / ceil(tiles / at_once)
+    inside = _inside(rows, columns, device, tile)
+    return inside * (tiles / at_once) / ceil(tiles / at_once) if at_once else inside
 
 
 def edge_rate(rows: float, columns: float, device: Device) -> float:
     """Part of the best rate that products of so many rows (inf for any number of them) and columns reach, as
     far as tiles are not filled at the edges; 1.0 where none are known to run side by side."""
-
-    def reached(tile: tuple[float, float, float]) -> float:
-        down, across = _sides(rows, columns, device, tile)
-        return tile[2] * _filled(rows, down) * _filled(columns, across)
-
     if not device.kernels.multiprocessors or not (rows and columns):
         return 1.0
-    return max(map(reached, _TILES))
+    return max(_inside(rows, columns, device, tile) for tile in _TILES)
 
 
-def _filled(size: float, side: float) -> float:
-    """Part of its tiles that a dim fills."""
-    return 1.0 if size == inf else size / (ceil(size / side) * side)
+def _inside(rows: float, columns: float, device: Device, tile: tuple[float, float, float]) -> float:
+    """Part of the best rate that tiles of a size reach, by how much of them lies inside the result."""
+    pairs = zip((rows, columns), _sides(rows, columns, device, tile), strict=True)
+    return tile[2] * prod(1.0 if n == inf else n / (ceil(n / side) * side) for n, side in pairs)
 
 
 def _sides(

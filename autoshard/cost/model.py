@@ -117,9 +117,9 @@ class CostModel:
                     held_shape(type_.shape, layout, sizes)
                     for type_, layout in zip(factors, layouts, strict=True)
                 )
-                lies = (rows if turned[0] else depth, depth if turned[1] else columns, columns)
-                aligned = aligned_rate(prod(many), lies, dtype, self.device)
-                edges = edge_rate(rows if turned[0] or prod(many) > 1 else inf, columns, self.device)
+                batch = prod(many)
+                aligned = aligned_rate(batch, rows, columns, depth, dtype, self.device, turned=turned)
+                edges = edge_rate(rows if turned[0] or batch > 1 else inf, columns, self.device)
                 known[layouts] = aligned * edges * filled(longer * depth, dtype, self.device, aligned)
         return np.array([known[tuple(state.inputs[-2:])] for state in states])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Protocol
@@ -47,15 +47,15 @@ class Estimated:
 
     def bounds(self) -> Iterator[float]:
         """Bounds in seconds, each better than the one before, or as good; each takes longer to find."""
-        best = self.bound
-        for bound in () if self.proof is None else self.proof.bounds():
-            best = max(best, bound)
-            yield best
+        return self._better(() if self.proof is None else self.proof.bounds())
 
     def bounds_of(self, posed: Posed) -> Iterator[float]:
         """The same by the problem that is solved, as good as they get."""
+        return self._better(() if self.proof is None else self.proof.of(posed))
+
+    def _better(self, bounds: Iterable[float]) -> Iterator[float]:
         best = self.bound
-        for bound in () if self.proof is None else self.proof.of(posed):
+        for bound in bounds:
             best = max(best, bound)
             yield best
 

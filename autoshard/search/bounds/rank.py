@@ -296,10 +296,10 @@ class _Bounded:
                 yield max(known, self._least(self.budget, own, known))
 
     def of(self, posed: Posed) -> Iterator[float]:
-        """The same by its own problem, each better than the one before, or as good."""
+        """The same by its own problem."""
         yield self.proven
         if self.budget is not None and not self.ways[0].pipe.speeds:
-            yield from (max(self.proven, bound) for bound in self._whole(posed, self.budget, 1.0))
+            yield from self._whole(posed, self.budget, 1.0)
 
     def _whole(self, posed: Posed, budget: float, share: float) -> Iterator[float]:
         """Parameters and activations together; share: see `whole_bounds`."""

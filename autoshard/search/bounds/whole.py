@@ -73,10 +73,10 @@ def _columns(way: Way, exposures: Sequence[Exposure], *, recompute: bool) -> lis
 
 def ways_of(how: Setting, prices: Array, pipe: int) -> list[Way]:
     """Ways to count what a pipeline holds. prices: of a byte of one microbatch."""
-    counted = [(early, how.flight)]
+    counted = [(_early, how.flight)]
     waiting, others = how.waiting
     if how.pipe.splits_backward and not others:
-        counted.append((late, waiting))
+        counted.append((_late, waiting))
     counts = how.weights(EXPOSURES[0])
     # by how often seconds and bytes of one microbatch count
     often = min(counts.work_forward, counts.work_backward)
@@ -115,14 +115,14 @@ def whole_bounds(
             yield better(at, floors)
 
 
-def early(policy: Setting) -> Callable[[Bytes], float]:
+def _early(policy: Setting) -> Callable[[Bytes], float]:
     """How much of bytes the fullest rank of a pipeline holds at least as the first backward begins, however
     its stages are cut."""
     # the first rank has put off no gradient yet
     return _shared(policy, policy.waitless if policy.pipe.splits_backward else policy, policy.flight)
 
 
-def late(policy: Setting) -> Callable[[Bytes], float]:
+def _late(policy: Setting) -> Callable[[Bytes], float]:
     """The same where it has put off most gradients of parameters, and holds nothing else."""
     return _shared(policy, policy, policy.waiting[0])
 

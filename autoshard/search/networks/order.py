@@ -142,14 +142,11 @@ class Familiar:
         around: list[set[int]] = [set()] * len(graph)
         room = max(_LARGER * self._total, _ENOUGH * len(graph))
         for v in variables:
-            near = graph[v]
-            room -= sizes[v] * prod([sizes[w] for w in near])
+            around[v] = graph[v]
+            room -= sizes[v] * prod([sizes[w] for w in graph[v]])
             if room < 0:
                 return None
-            around[v] = near
-            for w in near:
-                graph[w] |= near
-                graph[w] -= {v, w}
+            _remove(v, graph, wide=False)
         return _finish(sizes, variables, around)
 
 

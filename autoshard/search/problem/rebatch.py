@@ -135,12 +135,7 @@ class _Scaling:
         return replace(flow, classes={key: self._group(key, group) for key, group in flow.classes.items()})
 
     def _group(self, key: Place, group: PortClass) -> PortClass:
-        """Ports of a class: those of a deep model are many, and hardly any holds the batch."""
-        if not any(self._has(self.model.digits.values.get((*key, dim), ())) for dim in range(_dims(group))):
+        """Ports of a class are alike: those of a deep model are many, and hardly any holds the batch."""
+        if self._type(key, group.first.type) is group.first.type:
             return group
-        ports = tuple(replace(p, type=self._type(key, p.type)) for p in group.ports)
-        return replace(group, ports=ports)
-
-
-def _dims(group: PortClass) -> int:
-    return max((len(p.type.shape) for p in group.ports), default=0)
+        return replace(group, ports=tuple(replace(p, type=self._type(key, p.type)) for p in group.ports))
