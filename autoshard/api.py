@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,7 @@ from autoshard.cost.recipe import recipe_named
 from autoshard.emitting import emission, emit
 from autoshard.errors import UsageError, VerificationError
 from autoshard.offload import Offload
+from autoshard.passes.capture_function import Differentiate
 from autoshard.planning import Planned, Progress, Question, Source
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -69,6 +71,7 @@ def plan(
     replicate_unknown: bool = False,
     rules: Rules = None,
     offload: str = "",
+    differentiate: Differentiate = "auto",
     target: str = "",
     progress: Progress | None = None,
 ) -> Planned:
@@ -91,7 +94,8 @@ def plan(
     is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
     rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
-    ``"activations,optimizer"`` (see `offload.Offload`).
+    ``"activations,optimizer"`` (see `offload.Offload`). differentiate: ``"auto"`` for the gradients of the
+    one loss that a model returns, ``"all"`` for those of all its outputs (see `passes.capture`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
@@ -126,7 +130,7 @@ def plan(
         offload=away,
         progress=say,
     )
-    return question.planned(Source(model, args, kwargs, replicate_unknown, rules))
+    return question.planned(Source(model, args, kwargs, replicate_unknown, rules, differentiate))
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -270,6 +274,8 @@ def parallelize(
     chunks: int | None = None,
     microbatches: int | None = None,
     slices: int | None = None,
+    differentiate: Differentiate = "auto",
+    local_batch: bool = False,
     seed: int = 0,
     rules: Rules = None,
     **passes: Any,
@@ -280,8 +286,12 @@ def parallelize(
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
     chosen unless given; for slices see `plan`, for the optional passes `compile`. Every rank given the same
-    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
-    nn.Module class or a factory.
+    arguments comes to the same plan. For a loss on other outputs than the one that the model returns, a
+    program for the gradients of all outputs is compiled at the first such backward, or at once with
+    ``differentiate="all"``. All ranks give the same global batch, or each its own part of it; with
+    ``local_batch=True`` example inputs and calls have a batch of the rank's own, as under DDP, and the loss
+    is that of all of them. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or
+    a factory.
     """
     if model is None:
         return functools.partial(
@@ -294,6 +304,8 @@ def parallelize(
             chunks=chunks,
             microbatches=microbatches,
             slices=slices,
+            differentiate=differentiate,
+            local_batch=local_batch,
             seed=seed,
             rules=rules,
             **passes,
@@ -309,6 +321,8 @@ def parallelize(
         "chunks": chunks,
         "microbatches": microbatches,
         "slices": slices,
+        "differentiate": differentiate,
+        "local_batch": local_batch,
         "seed": seed,
         "rules": rules,
         "passes": passes,
@@ -340,17 +354,50 @@ def _parallelize_now(
     example_inputs: Any,
     *,
     seed: int,
+    local_batch: bool,
     passes: Mapping[str, Any],
     **options: Any,
 ) -> nn.Module:
     from autoshard.runtime.groups import device_mesh_for
+    from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
+    from autoshard.runtime.recapture import captured_of
 
     away = passes.get("offload", "")
+    if local_batch:
+        where = parse_target(mesh)
+        ranks = where.world_size if isinstance(where, Mesh) else _devices(where, None)
+        example_inputs = global_example(example_inputs, ranks)
     planned = plan(model, mesh, example_inputs=example_inputs, offload=away, **options)
     program = compile_analysed(planned, **passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
-    return bind(program, model, device_mesh_for(program.whole_mesh, given), seed=seed)
+
+    def with_all_outputs(built: nn.Module, inputs: Any) -> Program:
+        more = {**options, "offload": away, "differentiate": "all", "pins": storage_pins(program)}
+        return compile_analysed(plan(built, planned.plan.mesh, example_inputs=inputs, **more), **passes)
+
+    assert planned.source is not None
+    captured = captured_of(planned.source, planned.analysis, with_all_outputs)
+    return bind(
+        program,
+        model,
+        device_mesh_for(program.whole_mesh, given),
+        seed=seed,
+        captured=captured,
+        local_batch=local_batch,
+    )
+
+
+def storage_pins(program: Program) -> tuple[str, ...]:
+    """Pins that keep the parameters of a program where they are; repeated layers are pinned together."""
+    axes = Mesh.parse(program.mesh).names
+    pins = {}
+    for port in program.signature.ports:
+        if port.kind == "param":
+            glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", port.target)
+            layout = program.lowered.values[port.name].layout
+            pins[glob] = ",".join(f"{axis}:{placed}" for axis, placed in zip(axes, layout, strict=True))
+    return tuple(f"{glob}={placed}" for glob, placed in pins.items())
 
 
 def _decorate(target: Any, **options: Any) -> Any:

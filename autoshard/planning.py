@@ -18,6 +18,7 @@ from autoshard.errors import BatchError, CaptureError, InfeasibleError
 from autoshard.fitting import Fitter, Peak
 from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.passes.capture import capture
+from autoshard.passes.capture_function import Differentiate
 from autoshard.passes.pipeline import check_slices
 from autoshard.rules.user import Rules
 from autoshard.search.choosing.choose import Ask, Settled, choose
@@ -34,18 +35,19 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A model with the arguments and rules it was captured with."""
+    """A model with the arguments and rules it was captured with. differentiate: see `passes.capture`."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     replicate_unknown: bool = False
     rules: Rules = None
+    differentiate: Differentiate = "auto"
 
     def analysed(self, say: Progress) -> Analysis:
         """Capture the model and find its rules."""
         say("capturing")
-        joint = capture(self.model, self.args, self.kwargs)
+        joint = capture(self.model, self.args, self.kwargs, differentiate=self.differentiate)
         return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
 
     def with_batch(self, analysis: Analysis, batch: int) -> Source:

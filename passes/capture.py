@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import autoshard.ops  # noqa: F401 (defines the ops that graphs hold)
+from autoshard.capture.captured_state import StateWatch, graph_digest
+from autoshard.capture.changes import Change, refuse_counting
+from autoshard.capture.code_reads import CodeReads
+from autoshard.capture.hooks import outer_hooks_apart
 from autoshard.errors import CaptureError
 from autoshard.interop import huggingface
 from autoshard.ir import Joint, Port
@@ -53,60 +57,160 @@ def capture(
     Raises CaptureError, with the line of the model's code, where Python needs the value of a tensor.
     """
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
+    code = CodeReads.of(model)
     with ExitStack() as stack:
         stack.enter_context(Kept.of(model))
+        stack.enter_context(outer_hooks_apart(model))
         stack.enter_context(sets_in_order(model))
-        stack.enter_context(huggingface.prepared(model, kwargs or {}))
-        kept = Kept.of(model)
+        replaced = stack.enter_context(huggingface.prepared(model, kwargs or {}))
+        watch = StateWatch.of(model, code, replaced)
+        stack.callback(watch.state.restore)
+        stack.enter_context(watch.attributes.recording())
+        task = _Task(Kept.of(model), inputs, differentiate, watch)
         try:
-            joint = _whole(kept, inputs, differentiate)
+            joint = task.whole()
         except NeedsValuesError as asked:
-            joint = _with_values(kept, inputs, differentiate, asked)
+            joint = task.with_values(asked)
+    return replace(joint, captured_state=watch.captured())
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A model to trace whose surroundings are prepared."""
+
+    kept: Kept
+    inputs: Inputs
+    differentiate: Differentiate
+    watch: StateWatch
+
+    def with_values(self, asked: NeedsValuesError) -> Joint:
+        """The graph of a model whose code asks for values: of tables of sizes, then of all that is known.
+
+        Looking for values takes time, which models that ask for none are spared. asked: what is raised if
+        that leads nowhere.
+        """
+        fixed = inputs_of(*self.inputs.call, fix_sizes=True)
+        if len(fixed.tensors) < len(self.inputs.tensors):
+            with suppress(NeedsValuesError):  # it asks for other numbers than these, too
+                return replace(self, inputs=fixed).whole()
+        try:
+            return replace(self, inputs=fixed)._joint(None, with_values=True)
+        except NeedsValuesError:
+            raise
+        except CaptureError as error:
+            # of two ways through the model the first one says what is the matter
+            raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
+
+    def whole(self) -> Joint:
+        """The joint graph of the whole model, its repeated layers traced once if that can be."""
+        state = state_of(self.kept.module)
+        repeats = self._repeats(state)
+        if repeats is not None:
+            try:
+                return self._with_repeats(state, repeats)
+            except (NotRepeated, CaptureError):
+                # the plain trace finds the same fault, if it is one, and names the layer's own line
+                return self._joint(None)
+        return self._joint(None)
+
+    def _with_repeats(self, state: State, repeats: Repeats) -> Joint:
+        """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
+        self.watch.groups[:] = [group.members for group in repeats.groups]
+        with suppress(NotApart, AbsentUsedError):
+            joint = self._joint(repeats, state)
+            if apart(joint, repeats.away):
+                return _of_bodies(joint, repeats)
+        repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
+        return _of_bodies(self._joint(repeats, state), repeats)
+
+    def _repeats(self, state: State) -> Repeats | None:
+        """The repeated layers of a model, each traced once, or None if there are none that are certain."""
+        model, kept, inputs = self.kept.module, self.kept, self.inputs
+        repeats = Repeats(find_groups(model), self.watch)
+        if not repeats.groups:
+            return None
+        function = Function(model, state, inputs, self.differentiate, repeats, watch=self.watch)
+        mode = tracing.fake_mode()
+        seed = torch.empty((), dtype=torch.int64, device="meta")
+        try:
+            with kept, torch.enable_grad(), tracing.compiling(), mode:
+                repeats.install(state.names)
+                # nothing looks at which tensor is which, so that one of each type will do for the parameters
+                types = {_type_of(t): t for t in state.tensors}
+                shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
+                held = [shared[_type_of(t)] for t in state.tensors]
+                function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
+            # layers are traced one by one, and each is left as it was
+            with ExitStack() as stack:
+                for group in repeats.groups:
+                    stack.enter_context(Kept.of(group.members[0]))
+                repeats.trace_bodies(
+                    lambda layer, args, kwargs: _Task(
+                        Kept.of(layer), inputs_of(args, kwargs), "all", self.watch
+                    )._joint(None)
+                )
+        except Exception:
+            # what fails here fails in the plain trace as well, with the model's own line, or is no failure
+            return None
+        return repeats
+
+    def _joint(
+        self, repeats: Repeats | None, state: State | None = None, *, with_values: bool = False
+    ) -> Joint:
+        """Trace the model. state: of the module, if that is known.
+
+        Where the code left a value changed that it also read, it is traced as the second call would be.
+        Raises CaptureError if that is another graph, or changes the value further.
+        """
+        joint = self._traced(repeats, state, with_values, ())
+        changed = self.watch.changes.read
+        if changed:
+            second = self._traced(repeats, state, with_values, changed)
+            if self.watch.changes.read or graph_digest(second) != graph_digest(joint):
+                raise refuse_counting((*self.watch.changes.read, *changed)[0])
         return joint
 
-
-def _with_values(kept: Kept, inputs: Inputs, differentiate: Differentiate, asked: NeedsValuesError) -> Joint:
-    """The joint graph of a model whose code asks for values: of tables of sizes, then of all that is known.
-
-    Looking for values takes time, which models that ask for none are spared. asked: what is raised if
-    that leads nowhere.
-    """
-    fixed = inputs_of(*inputs.call, fix_sizes=True)
-    if len(fixed.tensors) < len(inputs.tensors):
-        with suppress(NeedsValuesError):  # it asks for other numbers than these, too
-            return _whole(kept, fixed, differentiate)
-    try:
-        return _joint(kept, fixed, differentiate, None, with_values=True)
-    except NeedsValuesError:
-        raise
-    except CaptureError as error:
-        # of two ways through the model the first one says what is the matter
-        raise (asked.__cause__ if isinstance(asked.__cause__, CaptureError) else asked) from error
-
-
-def _whole(kept: Kept, inputs: Inputs, differentiate: Differentiate) -> Joint:
-    """The joint graph of the whole model, its repeated layers traced once if that can be."""
-    state = state_of(kept.module)
-    repeats = _repeats_of(kept, state, inputs, differentiate)
-    if repeats is not None:
-        try:
-            return _with_repeats(kept, state, inputs, differentiate, repeats)
-        except (NotRepeated, CaptureError):
-            # the plain trace finds the same fault, if it is one, and names the layer's own line
-            return _joint(kept, inputs, differentiate, None)
-    return _joint(kept, inputs, differentiate, None)
-
-
-def _with_repeats(
-    kept: Kept, state: State, inputs: Inputs, differentiate: Differentiate, repeats: Repeats
-) -> Joint:
-    """The joint graph from one trace per kind of repeated layer, and one of what is around them."""
-    with suppress(NotApart, AbsentUsedError):
-        joint = _joint(kept, inputs, differentiate, repeats, state)
-        if apart(joint, repeats.away):
-            return _of_bodies(joint, repeats)
-    repeats.apart = False  # some parameter has other uses than one layer's: it has to be seen
-    return _of_bodies(_joint(kept, inputs, differentiate, repeats, state), repeats)
+    def _traced(
+        self, repeats: Repeats | None, state: State | None, with_values: bool, left: Sequence[Change]
+    ) -> Joint:
+        """One trace. left: what an earlier call has left changed."""
+        model, inputs, watch = self.kept.module, self.inputs, self.watch
+        with self.kept, watch.after(left) as watch:
+            state = state or state_of(model)
+            if repeats is not None:
+                repeats.install(state.names)
+            absent = state.absent(repeats.absent()) if repeats is not None else {}
+            function = Function(
+                model,
+                state,
+                inputs,
+                self.differentiate,
+                repeats,
+                absent,
+                with_values=with_values,
+                watch=watch,
+            )
+            seed = torch.empty((), dtype=torch.int64, device="meta")
+            given = [t for k, t in enumerate(state.tensors) if k not in absent]
+            traced = trace(function, [*given, *inputs.tensors, seed])
+        arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
+        outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
+        imported = import_joint(traced, Ends(arguments, outputs, absent), function.recorder.origins)
+        return Joint(
+            graph=imported.graph,
+            ports=imported.ports,
+            results=imported.results,
+            in_tree=_dumped(inputs.spec, "arguments"),
+            in_leaves=tuple(_described(leaf) for leaf in inputs.leaves),
+            out_tree=_dumped(function.out_spec, "output"),
+            out_leaves=tuple(_described(leaf) for leaf in function.out_leaves),
+            input_names=tuple(inputs.names),
+            tied=tuple(state.tied),
+            frozen=tuple(state.frozen),
+            constants=dict(imported.constants),
+            batch_inputs=_batch_inputs(imported.ports),
+            training=model.training,
+        )
 
 
 def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
@@ -115,82 +219,12 @@ def _of_bodies(joint: Joint, repeats: Repeats) -> Joint:
     return replace(joint, bodies=tuple(repeats.bodies), away=away) if repeats.bodies else joint
 
 
-def _repeats_of(kept: Kept, state: State, inputs: Inputs, differentiate: Differentiate) -> Repeats | None:
-    """The repeated layers of a model, each traced once, or None if there are none that are certain."""
-    model = kept.module
-    repeats = Repeats(find_groups(model))
-    if not repeats.groups:
-        return None
-    function = Function(model, state, inputs, differentiate, repeats)
-    mode = tracing.fake_mode()
-    seed = torch.empty((), dtype=torch.int64, device="meta")
-    try:
-        with kept, torch.enable_grad(), tracing.compiling(), mode:
-            repeats.install(state.names)
-            # nothing looks at which tensor is which, so that one of each type will do for the parameters
-            types = {_type_of(t): t for t in state.tensors}
-            shared = {key: tracing.fake_like(t, mode) for key, t in types.items()}
-            held = [shared[_type_of(t)] for t in state.tensors]
-            function(*held, *(tracing.fake_like(t, mode) for t in [*inputs.tensors, seed]))
-        # layers are traced one by one, and each is left as it was
-        with ExitStack() as stack:
-            for group in repeats.groups:
-                stack.enter_context(Kept.of(group.members[0]))
-            repeats.trace_bodies(
-                lambda layer, args, kwargs: _joint(Kept.of(layer), inputs_of(args, kwargs), "all", None)
-            )
-    except Exception:
-        # whatever fails here fails in the plain trace as well, with the model's own line, or is no failure
-        return None
-    return repeats
-
-
 def _type_of(tensor: torch.Tensor) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _joint(
-    kept: Kept,
-    inputs: Inputs,
-    differentiate: Differentiate,
-    repeats: Repeats | None,
-    state: State | None = None,
-    *,
-    with_values: bool = False,
-) -> Joint:
-    """Trace a module whose surroundings are prepared. state: of the module, if that is known."""
-    model = kept.module
-    with kept:
-        state = state or state_of(model)
-        if repeats is not None:
-            repeats.install(state.names)
-        absent = state.absent(repeats.absent()) if repeats is not None else {}
-        function = Function(model, state, inputs, differentiate, repeats, absent, with_values=with_values)
-        seed = torch.empty((), dtype=torch.int64, device="meta")
-        given = [t for k, t in enumerate(state.tensors) if k not in absent]
-        traced = trace(function, [*given, *inputs.tensors, seed])
-    arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
-    outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
-    imported = import_joint(traced, Ends(arguments, outputs, absent), function.recorder.origins)
-    return Joint(
-        graph=imported.graph,
-        ports=imported.ports,
-        results=imported.results,
-        in_tree=_dumped(inputs.spec, "arguments"),
-        in_leaves=tuple(_described(leaf) for leaf in inputs.leaves),
-        out_tree=_dumped(function.out_spec, "output"),
-        out_leaves=tuple(_described(leaf) for leaf in function.out_leaves),
-        input_names=tuple(inputs.names),
-        tied=tuple(state.tied),
-        frozen=tuple(state.frozen),
-        constants=dict(imported.constants),
-        batch_inputs=_batch_inputs(imported.ports),
-        training=model.training,
-    )
-
-
 def _described(leaf: Leaf) -> tuple[str, str]:
-    return ("tensor", "") if leaf.position >= 0 else ("static", leaf.static)
+    return ("tensor" if leaf.position >= 0 else "static", leaf.static)
 
 
 def _dumped(spec: pytree.TreeSpec, what: str) -> str:

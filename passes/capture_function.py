@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.captured_state import StateWatch
 from autoshard.errors import CaptureError
 from autoshard.ops.lift import Lifter, lifting
 from autoshard.passes.capture_inputs import Inputs, Leaf, State
@@ -24,6 +25,8 @@ from autoshard.torch_adapters.origins import COPY, OriginRecorder
 from autoshard.torch_adapters.shadows import Shadows
 
 Differentiate = Literal["auto", "all", "none"]
+#: marks outputs that have a gradient in the model's own run
+GRAD = "grad"
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -33,7 +36,7 @@ class Function:
     absent: parameters, by position, that are no arguments because nothing traced uses them. It may be
     run more than once: what describes the output is that of the last run. replaced: positions of the buffers
     that some run assigned anew, of which further runs hold copies. with_values: keep the values of tensors
-    that are made from numbers alone, for code that asks for them.
+    that are made from numbers alone, for code that asks for them. watch: notes what Python state is used.
     """
 
     def __init__(
@@ -46,7 +49,9 @@ class Function:
         absent: Mapping[int, Absent] | None = None,
         *,
         with_values: bool = False,
+        watch: StateWatch | None = None,
     ) -> None:
+        self.watch = watch
         self.model, self.state, self.inputs, self.differentiate = model, state, inputs, differentiate
         self.repeats, self.absent = repeats, absent or {}
         self.with_values = with_values
@@ -75,12 +80,15 @@ class Function:
             state = self._state(tensors)
             args, kwargs = self._arguments(tensors[split:], known)
             lifter = Lifter(tensors[-1])
-            if self.repeats is not None:
-                self.repeats.begin(lifter)
-            with lifting(lifter, self.recorder.at):
+            watched = nullcontext() if self.watch is None else self.watch.running()
+            with lifting(lifter, self.recorder.at), watched:
+                if self.repeats is not None:
+                    self.repeats.begin(lifter)
                 output = call_model(self.model, args, kwargs)
             tracing.mark(COPY)
             self._write_back(tensors, state)
+            if self.watch is not None:
+                self.watch.finish_run()
             return self._outputs(output)
 
     def _arguments(self, tensors: Sequence[torch.Tensor], known: KnownValues) -> tuple[Any, Any]:
@@ -140,6 +148,10 @@ class Function:
                 _check_static(value)
                 self.out_leaves.append(Leaf(-1, repr(value)))
         wanted = _differentiated(found, self.differentiate)
+        able = {k for k, t in enumerate(found) if t.requires_grad and t.is_floating_point()}
+        self.out_leaves = [
+            Leaf(leaf.position, GRAD) if leaf.position in able else leaf for leaf in self.out_leaves
+        ]
         return tuple(torch.clone(t if k in wanted else t.detach()) for k, t in enumerate(found))
 
 

@@ -1,10 +1,12 @@
 """Layers that repeat are traced once, however deep the model is.
 
 Numbered siblings (``layers.0``, ``layers.1``, ...) are taken as repeats of one another only if that is
-certain: the same classes, sizes, types and attributes all the way down, no hooks of the user's, and called
-with arguments of the same types. Numbers in which they differ (``layer_idx``) are replaced, while the one
-layer is traced, by something that cannot be used: a layer that looks at its number is no repeat. Whatever
-is not certain makes the whole model be traced as it stands.
+certain: the same classes, sizes, types, training flags and attributes all the way down, no hooks of the
+user's, and called with arguments of the same types, under the model's own modes (autocast, grad mode,
+function modes), with the globals, context variables and outer attributes that the first one was called with.
+Numbers in which they differ (``layer_idx``) are replaced, while the one layer is traced, by something that
+cannot be used: a layer that looks at its number is no repeat. Whatever is not certain makes the whole model
+be traced as it stands.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.captured_state import StateWatch
 from autoshard.ir import Joint
 from autoshard.ir.body import Body
 from autoshard.ops.lift import Lifter
+from autoshard.torch_adapters.modes import ambient_modes
 from autoshard.torch_adapters.repeat_op import RepeatKey, repeated
 
 #: fewer siblings are not worth it
@@ -165,11 +169,13 @@ class Repeats:
     """
 
     groups: list[Group]
+    watch: StateWatch
     calls: dict[CallKey, _Call] = field(default_factory=dict)
     bodies: list[Body] = field(default_factory=list)
     numbers: dict[CallKey, int] = field(default_factory=dict)
     tracing: bool = False
     lifter: Lifter | None = None
+    modes: Hashable = None
     count: int = 0
     apart: bool = True
     away: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -181,6 +187,9 @@ class Repeats:
 
         names: (identity of a module's table of parameters, key in it) -> name of the parameter.
         """
+        self.watch.inner = frozenset(
+            id(inner.__dict__) for g in self.groups for m in g.members for inner in m.modules()
+        )
         for group in self.groups:
             for module in group.members:
                 module.__dict__["forward"] = self._forward_of(module, group, module.forward)
@@ -207,17 +216,21 @@ class Repeats:
 
     def begin(self, lifter: Lifter) -> None:
         """A run of the model starts."""
-        self.lifter, self.count = lifter, 0
+        self.lifter, self.count, self.modes = lifter, 0, ambient_modes()
         self.away.clear()
         self.taken.clear()
 
     def _forward_of(self, module: nn.Module, group: Group, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             key = _signature(group, args, kwargs)
+            if ambient_modes() != self.modes:
+                raise NotRepeated("a layer runs under modes (autocast, no_grad) that the model does not")
             if self.tracing:
                 return self._traced(module, key, args, kwargs)
             if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
                 raise NotRepeated("a layer has hooks")
+            if self.watch.outer_changed():
+                raise NotRepeated("the model changes Python state before a layer is called")
             return self._discovered(module, group, forward, key, args, kwargs)
 
         return call

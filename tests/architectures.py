@@ -326,11 +326,9 @@ def _recurrent() -> list[Architecture]:
         "linear_value_head_dim": 4,
         "layer_types": ["linear_attention", "full_attention"],
     }
-    mixed = {"block_types": ["recurrent", "attention"], "lru_width": 16, "attention_window_size": 8}
     return [
         hugging_face(family, "MambaForCausalLM", tokens, **TEXT, state_size=4),
         hugging_face(family, "FalconMambaForCausalLM", tokens, **TEXT, state_size=4),
-        hugging_face(family, "RecurrentGemmaForCausalLM", tokens, **GROUPED, **mixed, head_dim=4),
         hugging_face(family, "Lfm2ForCausalLM", tokens, **GROUPED, full_attn_idxs=[1]),
         hugging_face(family, "Mamba2ForCausalLM", tokens, **TEXT, **heads, state_size=4, chunk_size=4),
         hugging_face(family, "BambaForCausalLM", tokens, **GROUPED, **mamba, attn_layer_indices=[1]),

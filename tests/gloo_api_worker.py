@@ -184,8 +184,7 @@ def misuse() -> None:
     optimizer.step()
     raises(autoshard.UsageError, loss.backward, "changed in place")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = parallel(x=x, y=y)
-    loss.backward()
+        raises(autoshard.UsageError, lambda: parallel(x=x, y=y), "autocast")
     parallel.double()
     raises(autoshard.UsageError, lambda: parallel(x=x, y=y), "torch.float64 on cpu")
 

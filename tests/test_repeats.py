@@ -17,7 +17,6 @@ import autoshard.passes.capture as capturing
 from autoshard.ir import Folded
 from autoshard.passes.capture import capture
 from autoshard.passes.fold_repeats import flat
-from autoshard.passes.kept_module import Kept
 from autoshard.passes.pipeline import simplify
 from autoshard.passes.repeats import find_groups
 from autoshard.torch_adapters.absent import Absent, AbsentUsedError
@@ -39,7 +38,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def trace(model: nn.Module, inputs: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(capturing, "_repeats_of", lambda *args: None)
+            patch.setattr(capturing._Task, "_repeats", lambda *args: None)
             return capture(model, (), inputs)
 
     return trace
@@ -224,14 +223,14 @@ def test_parameters_with_other_uses_are_given_to_the_calls(
 ) -> None:
     """The layer is traced once all the same."""
     traced: list[bool | None] = []
-    trace = capturing._joint
+    trace = capturing._Task._joint
 
-    def watched(kept: Kept, inputs: Any, differentiate: Any, repeats: Any, *state: Any) -> Any:
-        if isinstance(kept.module, Stack):
+    def watched(task: Any, repeats: Any, *state: Any) -> Any:
+        if isinstance(task.kept.module, Stack):
             traced.append(None if repeats is None else repeats.apart)
-        return trace(kept, inputs, differentiate, repeats, *state)
+        return trace(task, repeats, *state)
 
-    monkeypatch.setattr(capturing, "_joint", watched)
+    monkeypatch.setattr(capturing._Task, "_joint", watched)
     for name, wanted in (("plain", [True]), (kind, [True, False])):
         traced.clear()
         capture(Stack(name), (torch.randn(3, 6),), {})

@@ -32,17 +32,19 @@ _CHANCES: Mapping[str, float | bool] = MappingProxyType(
         "apply_spec_augment": False,
     }
 )
+#: what a capture decides itself in a config
+_DECIDED = ("use_cache", "_attn_implementation_internal", "_experts_implementation_internal")
 
 
 @contextmanager
-def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple[Any, str]]]:
     """For the time of a capture of ``model(..., **kwargs)``, change what stands in the way.
 
     No key/value cache; attention kernels that only run on GPUs replaced by torch's; experts as products that
     need no sort over the tokens (implementations that the user registered stay); no search for packed
     sequences where eager mode makes none or finds none (without values a model cannot see that, and would
     build a mask for every pair of tokens). Does nothing if transformers was never imported, or the model
-    is not one of its models.
+    is not one of its models. Gives the (config, attribute) pairs that it decides, whatever they were.
     """
     configs = _configs(model) if "transformers" in sys.modules else []
     with ExitStack() as stack:
@@ -60,7 +62,7 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
         packs = "position_ids" in kwargs and not caching
         if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
             stack.enter_context(patch.object(masking, "find_packed_sequence_indices", _not_packed))
-        yield
+        yield [(config, name) for config in configs for name in _DECIDED]
 
 
 def _lift_experts(configs: list[Any], stack: ExitStack) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from autoshard.ir.body import NONE_AWAY, Away, Body
 from autoshard.ir.graph import Graph
@@ -54,12 +54,14 @@ class Joint:
     in_leaves: for each flattened call argument ``("tensor", "")`` or ``("static", repr)``: a
         non-tensor argument is fixed at capture.
     out_tree: JSON text of the pytree of the model's output.
-    out_leaves: for each flattened output ``("tensor", "")``, ``("static", repr)`` (None, numbers).
+    out_leaves: for each flattened output ``("tensor", "grad")`` if the model's own run would have a gradient
+        for it, ``("tensor", "")`` if not, ``("static", repr)`` (None, numbers).
     input_names: for each flattened call argument its path, for messages (``input_ids``, ``args[0]``).
     tied: alias parameter name -> the name its port has.
     frozen: names of parameters without gradient.
     constants: tensors that the model's code made from Python data (port target -> torch.Tensor).
     batch_inputs: targets of input ports whose dim 0 is the batch.
+    captured_state: what the model's Python code read, for calls to compare (`capture.captured_state`).
     """
 
     graph: Graph
@@ -77,3 +79,4 @@ class Joint:
     training: bool = True
     bodies: tuple[Body, ...] = ()
     away: Away = field(default_factory=lambda: NONE_AWAY, hash=False)
+    captured_state: Any = field(default=None, compare=False, hash=False, repr=False)

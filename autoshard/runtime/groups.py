@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
+from autoshard.torch_adapters.groups import copy_timeout
 
 
 def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
@@ -49,7 +50,11 @@ def device_mesh_for(mesh: str, given: DeviceMesh | None = None) -> DeviceMesh:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     _check_world(dist.get_world_size(), wanted)
     kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
+    made = init_device_mesh(kind, wanted.sizes, mesh_dim_names=wanted.names)
+    # torch gives the groups of a mesh half an hour, whatever init_process_group was told
+    for axis in range(made.ndim):
+        copy_timeout(dist.group.WORLD, made.get_group(axis))
+    return made
 
 
 def _reordered(given: DeviceMesh, names: tuple[str, ...], wanted: Mesh) -> DeviceMesh:

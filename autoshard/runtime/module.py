@@ -6,6 +6,10 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +19,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
+from autoshard.runtime.agreement import Built, check_first_call
+from autoshard.runtime.call_guard import CallGuard, Captured, plain_state
 from autoshard.runtime.groups import place_of
+from autoshard.runtime.local_batch import gathered_batch
+from autoshard.runtime.optimizers import follow_parameters
+from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
+from autoshard.torch_adapters.hooks import (
+    BACKWARD_TABLES,
+    FORWARD_TABLES,
+    carry_tensor_hooks,
+    module_hooks,
+)
+from autoshard.torch_adapters.origins import hook_line
 
 
 class _Run(torch.autograd.Function):
@@ -26,6 +42,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, module: nn.Module, buffers: Any, count: int, *tensors: Any) -> Any:
+        ctx.retry = Retry.of(runner, module, tensors, count, buffers)
         env = runner.forward(tensors[:count], tensors[count:], buffers)
         if runner.guard is not None:
             runner.guard.after_forward(env)
@@ -33,9 +50,8 @@ class _Run(torch.autograd.Function):
         if module.training:
             runner.steps += 1
         outs = runner.outputs(env)
-        tangents = {int(t.target) for t in runner.tangents}
-        positions = sorted(int(r.target) for r in runner.program.signature.results if r.kind == "output")
-        plain = [o for o, position in zip(outs, positions, strict=True) if position not in tangents]
+        positions = runner.output_positions
+        plain = [o for o, k in zip(outs, positions, strict=True) if k not in runner.with_gradient]
         ctx.mark_non_differentiable(*plain)
         ctx.set_materialize_grads(False)
         ctx.runner, ctx.env, ctx.watched = runner, env, runner.watched(env, tensors[:count])
@@ -56,6 +72,9 @@ class _Run(torch.autograd.Function):
         env, ctx.env = ctx.env, None
         runner.check_unchanged(ctx.watched)
         by_position = dict(zip(ctx.positions, grads, strict=True))
+        missed = [k for k, g in by_position.items() if g is not None and k not in runner.tangent_positions]
+        if missed:
+            runner, env = ctx.retry.run(missed)
         for port in runner.tangents:
             env[port.name] = runner.tangent(by_position[int(port.target)], port)
         found = runner.backward(env)
@@ -66,12 +85,53 @@ class _Run(torch.autograd.Function):
         return tuple(back)
 
 
-def _called(runner: Runner, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    params, inputs = runner.arguments_of(module, runner.arguments.flattened(args, kwargs))
+def _called(runner: Runner, module: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    leaves = module._checked(runner.arguments.flattened(args, kwargs))
+    params, inputs = runner.arguments_of(module, leaves)
     if runner.guard is not None:
         runner.guard.step(module)
     buffers = dict(module.named_buffers(remove_duplicate=False))
     return runner.returned(_Run.apply(runner, module, buffers, len(params), *params, *inputs))
+
+
+@dataclass(frozen=True)
+class Retry:
+    """A call whose program takes gradients of fewer outputs than the user has a loss of.
+
+    The first time that happens, a program for the gradients of all outputs is compiled, with parameters where
+    they are; it runs the call's forward once more, and all later calls.
+    """
+
+    runner: Runner
+    module: nn.Module
+    tensors: tuple[Any, ...]
+    count: int
+    buffers: dict[str, torch.Tensor]
+    step: int
+
+    @classmethod
+    def of(
+        cls, runner: Runner, module: nn.Module, tensors: tuple[Any, ...], count: int, buffers: Any
+    ) -> Retry | None:
+        """None for a program that has the gradients of all outputs."""
+        if runner.with_gradient <= runner.tangent_positions:
+            return None
+        before = {n: b.clone() if n in runner.updated else b for n, b in buffers.items()}
+        return cls(runner, module, tensors, count, before, runner.steps)
+
+    def run(self, missed: list[int]) -> tuple[Runner, Any]:
+        """The runner of the other program, and what its forward leaves for backward."""
+        module = self.module
+        assert isinstance(module, ParallelModule)
+        if module._autoshard is self.runner:
+            module._take_all_outputs(missed)
+        runner = module._autoshard
+        steps, runner.steps = runner.steps, self.step
+        try:
+            env = runner.forward(self.tensors[: self.count], self.tensors[self.count :], self.buffers)
+        finally:
+            runner.steps = steps
+        return runner, env
 
 
 class ParallelModule(nn.Module):
@@ -79,6 +139,10 @@ class ParallelModule(nn.Module):
 
     _autoshard: Runner
     _stepper: Stepper
+    _autoshard_guard: CallGuard
+    _autoshard_captured: Captured | None
+    _autoshard_built: Built | None
+    _autoshard_local_batch: bool
 
     @property
     def microbatches(self) -> int:
@@ -113,8 +177,25 @@ class ParallelModule(nn.Module):
 
         args, more = ((), {}) if batch is None else split_inputs(batch)
         self._check_mode()
-        leaves = self._autoshard.arguments.flattened(args, {**more, **kwargs})
+        for hook in module_hooks(self, FORWARD_TABLES + BACKWARD_TABLES):
+            raise UsageError(
+                "the model has hooks, and train_step calls no module",
+                where=hook_line(hook),
+                why="a step is many microbatches through stages on several ranks",
+                hint="do what the hook does before or after train_step",
+            )
+        leaves = self._checked(self._autoshard.arguments.flattened(args, {**more, **kwargs}))
         return self._stepper.step(self, leaves)
+
+    def _checked(self, leaves: list[Any]) -> list[Any]:
+        """The arguments of a call as the program takes them; at the first call the ranks are compared."""
+        runner = self._autoshard
+        if self._autoshard_local_batch:
+            leaves = gathered_batch(runner, leaves)
+        if self._autoshard_built is not None:
+            check_first_call(runner, self, self._autoshard_built, leaves)
+            self._autoshard_built = None
+        return leaves
 
     def _check_mode(self) -> None:
         runner = self._autoshard
@@ -127,6 +208,28 @@ class ParallelModule(nn.Module):
                 why="the model has dropout or running statistics, which differ between the two",
                 hint=f"compile a second program with the model in {now} mode",
             )
+        self._autoshard_guard.check()
+
+    def _take_all_outputs(self, missed: list[int]) -> None:
+        """Go on with the program for the gradients of all outputs. missed: those without one so far."""
+        runner, captured = self._autoshard, self._autoshard_captured
+        if captured is None:
+            raise UsageError(
+                f"a loss depends on output {missed[0]} of the model, of which the program takes no gradient",
+                why="it was compiled for the gradient of the loss that the model returns alone",
+                hint='compile it with plan(..., differentiate="all")',
+            )
+        with as_built(self):
+            program = captured.all_outputs(self)
+        made = Runner(program, self, place_of(program, runner.place_mesh), runner.seed, runner.place_mesh)
+        for old, new in zip(runner.params, made.params, strict=True):
+            if runner.layout(old) != made.layout(new):
+                raise UsageError(
+                    f"no program for the gradients of all outputs keeps {old.target} where it is",
+                    hint='parallelize(..., differentiate="all")',
+                )
+        made.steps = runner.steps
+        self._autoshard, self._stepper = made, Stepper(made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same program: an average of the weights, for instance."""
@@ -135,8 +238,11 @@ class ParallelModule(nn.Module):
         runner, stepper = copy.copy(self._autoshard), copy.copy(self._stepper)
         stepper.runner = runner
         memo[id(self._autoshard)], memo[id(self._stepper)] = runner, stepper
+        memo[id(self._autoshard_guard)] = None
+        memo[id(self._autoshard_captured)] = self._autoshard_captured
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
+        made._autoshard_guard = CallGuard(made, plain_state(made), runner.device.type, None)
         carry_marks(self, made)
         return made
 
@@ -154,21 +260,44 @@ def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: 
         module._autoshard.shard_state(state, prefix)
 
 
-def bind(program: Program, module: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Module:
+def bind(
+    program: Program,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    seed: int = 0,
+    captured: Captured | None = None,
+    local_batch: bool = False,
+) -> nn.Module:
     """Make ``module`` run ``program``: its parameters become DTensors, its forward the program.
 
-    The module is changed in place and returned. Raises UsageError if it is not the model the program
-    was compiled from, or lies on another kind of device than the mesh.
+    The module is changed in place and returned. captured: what the capture of the program took for granted;
+    without it (a program that was stored) the model's plain attributes must stay as they are. local_batch:
+    whether every rank calls with a batch of its own, of which the global one is made.
+
+    Raises UsageError if it is not the model the program was compiled from, or lies on another kind of device
+    than the mesh.
     """
     _check_module(program, module, mesh)
     # parameters made in inference mode could never be trained
     with torch.inference_mode(False):
-        return _bound(program, module, mesh, seed)
+        _bind(program, module, mesh, seed, captured)
+    module._autoshard_local_batch = local_batch  # type: ignore[assignment]
+    return module
 
 
-def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> nn.Module:
-    runner = Runner(program, module, place_of(program, mesh), seed)
+def _bind(
+    program: Program, module: nn.Module, mesh: DeviceMesh, seed: int, captured: Captured | None
+) -> None:
+    state = plain_state(module) if captured is None else captured.state
+    for change in state.left:
+        change.read.table[change.read.key] = change.after  # type: ignore[index]  # attributes, in a dict
+    guard = CallGuard(
+        module, state, mesh.device_type, None if captured is None else partial(_same_graph, captured)
+    )
+    runner = Runner(program, module, place_of(program, mesh), seed, mesh)
     given = dict(module.named_parameters(remove_duplicate=False))
+    built = Built.of(dict(module.named_parameters()))
     made = {p.target: runner.parameter(given[p.target], p) for p in runner.params}
     known = {p.target for p in program.signature.ports if p.kind == "param"}
     aliases = dict(program.signature.tied)
@@ -176,6 +305,7 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
         owner = module.get_submodule(name.rpartition(".")[0])
         target = aliases.get(name, name)
         if target in made:
+            carry_tensor_hooks(given[name], made[target])
             setattr(owner, name.rpartition(".")[2], made[target])
         elif target in known:
             # of another stage: this rank neither holds nor trains nor saves it
@@ -188,9 +318,54 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
     module._stepper = Stepper(runner)  # type: ignore[assignment]
+    module._autoshard_guard, module._autoshard_captured = guard, captured  # type: ignore[assignment]
+    module._autoshard_built = built.cut(module)  # type: ignore[assignment]
+    aliases = dict(program.signature.tied)
+    follow_parameters({p: made.get(aliases.get(n, n)) for n, p in given.items()})
     mark_shared(module, runner)
     module.register_load_state_dict_pre_hook(_shard_loaded)
-    return module
+
+
+@contextmanager
+def as_built(module: nn.Module) -> Iterator[nn.Module]:
+    """A parallel module as the user built it, for a capture: of its own class, parameters without data."""
+    assert isinstance(module, ParallelModule)
+    tables: list[tuple[Any, dict[str, Any]]] = [
+        (table, dict(table)) for m in module.modules() for table in (m._parameters, m._buffers)
+    ]
+    kind, signature = type(module), module._autoshard.program.signature
+    types = {p.target: p.type for p in signature.ports if p.kind in ("param", "buffer")}
+    aliases = dict(signature.tied)
+    made: dict[str, torch.Tensor] = {}
+
+    def empty(name: str, is_parameter: bool) -> torch.Tensor:
+        if name not in made:
+            x = torch.empty(types[name].shape, dtype=torch_dtype(types[name].dtype), device="meta")
+            trained = name not in signature.frozen and x.is_floating_point()
+            made[name] = nn.Parameter(x, requires_grad=trained) if is_parameter else x
+        return made[name]
+
+    try:
+        module.__class__ = kind.__mro__[2]
+        for name, each in module.named_modules(remove_duplicate=False):
+            for table in (each._parameters, each._buffers):
+                for key in table:
+                    full = f"{name}.{key}".lstrip(".")
+                    full = aliases.get(full, full)
+                    if full in types:
+                        table[key] = empty(full, table is each._parameters)
+        yield module
+    finally:
+        module.__class__ = kind
+        for now, before in tables:
+            now.clear()
+            now.update(before)
+
+
+def _same_graph(captured: Captured, module: nn.Module) -> bool:
+    """Whether a parallel module, as it is now, would be captured as the graph that its program is of."""
+    with as_built(module):
+        return captured.same_graph(module)
 
 
 def _check_module(program: Program, module: nn.Module, mesh: DeviceMesh) -> None:

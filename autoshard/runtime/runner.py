@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -60,8 +61,17 @@ class Given:
 class Runner:
     """Binds a program to a module on this rank."""
 
-    def __init__(self, program: Program, module: nn.Module, place: RankPlace, seed: int) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        place: RankPlace,
+        seed: int,
+        whole_mesh: DeviceMesh | None = None,
+    ) -> None:
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
+        #: of all ranks, with the pp axis
+        self.place_mesh = whole_mesh or place.mesh
         self.steps = 0
         #: the stage whose forward ran last
         self.forward_of = 0
@@ -87,6 +97,12 @@ class Runner:
         self.inputs = [p for p in program.signature.ports if p.kind == "input" and p.target != "seed"]
         self.seed_port = next((p for p in program.signature.ports if p.target == "seed"), None)
         self.tangents = [p for p in program.signature.ports if p.kind == "tangent"]
+        self.tangent_positions = frozenset(int(t.target) for t in self.tangents)
+        results = program.signature.results
+        self.output_positions = sorted(int(r.target) for r in results if r.kind == "output")
+        marked = {k for k, leaf in enumerate(program.signature.out_leaves) if leaf == ("tensor", "grad")}
+        #: outputs that have a gradient as those of the model itself have
+        self.with_gradient = marked | self.tangent_positions
         self.out_spec = pytree.treespec_loads(program.signature.out_tree)
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
@@ -94,6 +110,7 @@ class Runner:
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
         self._alike: dict[Spec, Spec] = {}
+        self.frozen = frozenset(program.signature.frozen)
         self.differentiable = {r.target for r in program.signature.results if r.kind == "input_grad"}
 
     def holds(self, port: Port) -> bool:
@@ -106,6 +123,25 @@ class Runner:
     @property
     def _ports(self) -> tuple[Port, ...]:
         return self.program.signature.ports
+
+    @property
+    def axis_groups(self) -> list[dist.ProcessGroup]:
+        """The process groups of this rank along every axis of the mesh, pp among them."""
+        return [self.place_mesh.get_group(k) for k in range(self.place_mesh.ndim)]
+
+    def step_shape(self, port: Port) -> tuple[int, ...]:
+        """The global shape of an input of a step: of all microbatches where the program has several."""
+        shape = port.type.shape
+        batched = shape and port.target in self.program.signature.batch_inputs
+        return (shape[0] * self.program.microbatches, *shape[1:]) if batched else shape
+
+    def input_name(self, port: Port) -> str:
+        """How a user writes an input."""
+        return self.program.signature.input_names[int(port.target)]
+
+    def layout(self, port: Port) -> Layout:
+        """How a value that the program is given lies."""
+        return self.program.lowered.values[port.name].layout
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -150,7 +186,7 @@ class Runner:
     def _check_form(self, x: torch.Tensor, port: Port) -> None:
         """UsageError unless a tensor has the type and one of the shapes that the program takes."""
         placed = self.program.lowered.values[port.name]
-        name = self._name(port)
+        name = self.input_name(port)
         dtype = torch_dtype(placed.type.dtype)
         if x.dtype != dtype:
             raise UsageError(
@@ -168,18 +204,15 @@ class Runner:
             hint="drop the last incomplete batch, or plan again for this shape",
         )
 
-    def _name(self, port: Port) -> str:
-        return self.program.signature.input_names[int(port.target)]
-
     def _check_input(self, x: Any, port: Port) -> None:
         """What can only be seen before autograd hands the arguments over."""
         if not isinstance(x, torch.Tensor):
             raise UsageError(
-                f"input {self._name(port)} is {type(x).__name__}", why="a tensor was given when planning"
+                f"input {self.input_name(port)} is {type(x).__name__}", why="a tensor was given when planning"
             )
         if x.requires_grad and port.target not in self.differentiable and torch.is_grad_enabled():
             raise UsageError(
-                f"input {self._name(port)} requires a gradient, and the program computes none for it",
+                f"input {self.input_name(port)} requires a gradient, and the program computes none for it",
                 why="the example input it was compiled for did not require one",
                 hint="detach() it, or compile with an example input that requires a gradient",
             )
@@ -190,6 +223,12 @@ class Runner:
         dtype = torch_dtype(port.type.dtype)
         where = "cpu" if self.program.offload.parameters else self.device.type
         if isinstance(x, DTensor) and x.dtype == dtype and x.device.type == where:
+            if x.requires_grad and port.target in self.frozen and torch.is_grad_enabled():
+                raise UsageError(
+                    f"parameter {port.target} is trained, and was frozen at capture",
+                    why="the program computes no gradient for it",
+                    hint="call requires_grad_(True) before the model is parallelized",
+                )
             return
         what = f"{x.dtype} on {x.device}" if isinstance(x, DTensor) else "not a DTensor any more"
         raise UsageError(
@@ -287,7 +326,7 @@ class Runner:
     def check_unchanged(self, watched: Sequence[_Watched]) -> None:
         for port, value, version in watched:
             if value._version != version:
-                name = self._name(port) if port.kind == "input" else port.target
+                name = self.input_name(port) if port.kind == "input" else port.target
                 raise UsageError(
                     f"{port.kind} {name} was changed in place between forward and backward",
                     why="its gradient needs the value that forward saw",

@@ -29,6 +29,7 @@ from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
 from autoshard.runtime.transports import neighbours_of
 from autoshard.schedules.schedule import Action
+from autoshard.torch_adapters.hooks import run_gradient_hooks, run_post_accumulate_hooks
 
 if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
@@ -250,8 +251,9 @@ class _StepRun:
         return own
 
     def _give(self, parameter: torch.Tensor, grad: torch.Tensor, value: str) -> None:
-        made = self.runner.gradient(grad, value)
+        made = run_gradient_hooks(parameter, self.runner.gradient(grad, value))
         parameter.grad = made if parameter.grad is None else parameter.grad + made
+        run_post_accumulate_hooks(parameter)
 
     def loss(self) -> torch.Tensor:
         """The mean over the microbatches, from the stage that makes it."""

@@ -24,3 +24,10 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     """Seconds that a group of CPU processes waits for a rank that is late."""
     options: Any = group._get_backend(torch.device("cpu")).options
     return float(options._timeout.total_seconds())
+
+
+def copy_timeout(source: Any, group: dist.ProcessGroup) -> None:
+    """Have a group wait for a rank as long as another group does."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    timeout = source._get_backend(device).options._timeout
+    dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -153,6 +153,28 @@ def recording() -> proxy_tensor.PythonKeyTracer | None:
     return None if mode is None else cast(proxy_tensor.PythonKeyTracer, mode.tracer)
 
 
+def depends_on_arguments(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace that is going on was computed from an argument of the traced function.
+
+    An argument itself was not: models put their parameters into lists.
+    """
+    tracer = recording()
+    if tracer is None or not isinstance(tensor, FunctionalTensor):
+        return False
+    node = _node_of(tracer, _inner(tensor))
+    if not isinstance(node, fx.Node) or node.op == "placeholder":
+        return False
+    seen, queue = {node}, [node]
+    while queue:
+        each = queue.pop()
+        if each.op == "placeholder":
+            return True
+        fresh = [n for n in each.all_input_nodes if n not in seen]
+        seen.update(fresh)
+        queue += fresh
+    return False
+
+
 def recorded(
     tracer: proxy_tensor.PythonKeyTracer,
     op: torch._ops.OpOverload,

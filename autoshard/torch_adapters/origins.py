@@ -33,6 +33,25 @@ def is_library(filename: str) -> bool:
 _CONTEXTLIB = contextmanager.__code__.co_filename
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def user_line_of(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours, "" if there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not is_library(path) and not path.startswith(_PACKAGE):
+            return f"{short_path(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def hook_line(hook: Any) -> str:
+    """``file:line`` where a hook was written, "" if it is not a Python function."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}" if code is not None else ""
+
+
 def short_path(filename: str) -> str:
     """A path to show: from the package on for installed code, else relative to the working directory."""
     for marker in (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"):

@@ -1,0 +1,185 @@
+"""What a captured graph takes for granted beside tensors: the record that calls are compared with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.capture.changes import Change, Changes, PythonState, check_changes, refuse_iterator
+from autoshard.capture.code_reads import CONTAINERS, CodeReads
+from autoshard.capture.state_reads import MISSING, AttributeReads, Read, objects_of
+from autoshard.ir import Joint
+from autoshard.torch_adapters.joint_trace import depends_on_arguments, recording
+from autoshard.torch_adapters.origins import user_line_of
+
+_UNREAD = object()
+#: names in code that ask whether gradients are recorded
+_GRAD_MODE = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference"})
+
+
+@dataclass(frozen=True)
+class CapturedState:
+    """Live references to what the code of a model read.
+
+    reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
+    items were read. grad_mode: whether the code asks if gradients are recorded. left: what a call writes into
+    attributes and does not read.
+    """
+
+    reads: tuple[Read, ...] = ()
+    context: tuple[tuple[str, ContextVar[Any]], ...] = ()
+    containers: tuple[tuple[str, Any], ...] = ()
+    grad_mode: bool = False
+    left: tuple[Change, ...] = ()
+
+
+@dataclass
+class StateWatch:
+    """Notes what a model's code reads and changes, for all runs of one capture."""
+
+    attributes: AttributeReads
+    code: CodeReads
+    state: PythonState
+    ignored: frozenset[tuple[int, str]]
+    #: what the last run of the whole model left changed
+    changes: Changes = field(default_factory=Changes)
+    groups: list[list[nn.Module]] = field(default_factory=list)
+    #: identities of the namespaces of repeated layers
+    inner: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, code: CodeReads, replaced: Iterable[tuple[Any, str]]) -> StateWatch:
+        """Watch a model. replaced: (object, attribute) that a capture itself has set."""
+        objects = objects_of(model)
+        ignored = frozenset((id(o.__dict__), name) for o, name in replaced)
+        return cls(AttributeReads(objects, user_line_of), code, PythonState.of(objects, code), ignored)
+
+    @contextmanager
+    def after(self, left: Iterable[Change]) -> Iterator[StateWatch]:
+        """The watch of a run that begins with what an earlier one has left changed."""
+        before, changes = self.state, list(left)
+        for change in changes:
+            _set(change.read, change.after)
+        if changes:
+            self.state = PythonState.of(self.attributes.objects, self.code)
+        try:
+            yield self
+        finally:
+            self.state = before
+            for change in changes:
+                _set(change.read, change.before)
+
+    def outer_changed(self) -> bool:
+        """Whether the run has changed variables, or objects outside of repeated layers, so far."""
+        return self.state.moved(self.inner)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The code of the model runs: its reads count."""
+        self.attributes.active = True
+        try:
+            yield
+        finally:
+            self.attributes.active = False
+
+    def finish_run(self) -> None:
+        """A run has ended: refuse what it changed and a program cannot. Raises CaptureError."""
+        if recording() is None:
+            self.state.restore()
+            self.attributes.first.clear()
+            return
+        variables = {(id(r.table), r.key) for r in self.code.variables}
+
+        def was_read(change: Change) -> bool:
+            key = id(change.read.table), change.read.key
+            return key in variables or self.attributes.first.get(key, _UNREAD) is change.before
+
+        try:
+            self.changes = check_changes(self.state, was_read, depends_on_arguments)
+        finally:
+            self.state.restore()
+            self.attributes.first.clear()
+
+    def captured(self) -> CapturedState:
+        """The record, once the model is as it was before the capture.
+
+        Raises CaptureError for an iterator among what was read.
+        """
+        found: dict[tuple[int, str], Read] = {}
+        # what forward writes before it reads it is no state
+        ignored = {*self.ignored, *((id(c.read.table), c.read.key) for c in self.changes.left)}
+        for read in (*self._of_repeats(self.attributes.all_reads()), *self.code.variables):
+            key = id(read.table), read.key
+            if key not in ignored:
+                found.setdefault(key, read)
+                refuse_iterator(read)
+        containers = {
+            id(r.value): (r.label, r.value) for r in found.values() if isinstance(r.value, CONTAINERS)
+        }
+        return CapturedState(
+            tuple(found.values()),
+            tuple(self.code.context),
+            tuple(containers.values()),
+            bool(self.code.names & _GRAD_MODE),
+            self.changes.left,
+        )
+
+    def _of_repeats(self, reads: Iterable[Read]) -> Iterator[Read]:
+        """Reads, and those that siblings of a layer traced once would have made."""
+        siblings: dict[int, list[tuple[Mapping[str, Any], str]]] = {}
+        names = {id(value): label for value, label in self.attributes.objects.values()}
+        for members in self.groups:
+            trees = [dict(m.named_modules(remove_duplicate=False)) for m in members]
+            for path in trees[0]:
+                inside = [t[path] for t in trees if path in t]
+                tables = [(m.__dict__, names.get(id(m)) or path) for m in inside]
+                for module in inside:
+                    siblings[id(module.__dict__)] = tables
+        for read in reads:
+            yield read
+            for table, label in siblings.get(id(read.table), ()):
+                if table is not read.table:
+                    yield Read(table, read.key, f"{label}.{read.key}".lstrip("."), read.line)
+
+
+def _set(read: Read, value: Any) -> None:
+    if isinstance(read.table, dict):
+        if value is MISSING:
+            read.table.pop(read.key, None)
+        else:
+            read.table[read.key] = value
+
+
+def graph_digest(joint: Joint) -> str:
+    """A hash of all that a captured graph computes: equal for graphs that give equal programs."""
+    digest = hashlib.sha256()
+
+    def add(*parts: object) -> None:
+        for part in parts:
+            digest.update(repr(part).encode())
+
+    def add_joint(each: Joint) -> None:
+        add(each.in_tree, each.in_leaves, each.out_tree, each.out_leaves, each.tied, each.frozen)
+        add([(p.kind, p.name, p.target, p.type) for p in each.ports], each.results, each.graph.outputs)
+        for node in each.graph.nodes:
+            add(node.op, node.args, node.kwargs, node.outs, node.types)
+        for name, value in sorted(each.constants.items()):
+            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+            digest.update(name.encode() + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        add(sorted((k, sorted(v.items())) for k, v in each.away.items()))
+        for body in each.bodies:
+            add_joint(body.joint)
+
+    add_joint(joint)
+    return digest.hexdigest()
+
+
+#: captures a model in its present state, for the digest of its graph
+Recapture = Callable[[], str]

@@ -1,0 +1,47 @@
+"""Whether a model, as it is now, is still captured as the graph that its program was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.analysis import Analysis
+from autoshard.capture.captured_state import graph_digest
+from autoshard.errors import CaptureError
+from autoshard.passes.capture import capture
+from autoshard.planning import Source
+from autoshard.program.program import Program
+from autoshard.runtime.call_guard import Captured
+
+#: elements of an integer tensor that a capture may look at
+_SMALL = 1024
+
+
+def captured_of(
+    source: Source, analysis: Analysis, compiled: Callable[[nn.Module, tuple[Any, Any]], Program]
+) -> Captured:
+    """What calls are compared with. Example inputs are kept without their data.
+
+    compiled: the program for the gradients of all outputs of a model, given its example inputs.
+    """
+    joint = analysis.folded.joint
+    args, kwargs = pytree.tree_map(_without_data, (source.args, source.kwargs))
+
+    def same_graph(module: nn.Module) -> bool:
+        try:
+            now = capture(module, args, kwargs, differentiate=source.differentiate)
+        except CaptureError:
+            return False  # what cannot be captured is no graph that was
+        return graph_digest(now) == graph_digest(joint)
+
+    return Captured(joint.captured_state, same_graph, lambda module: compiled(module, (args, kwargs)))
+
+
+def _without_data(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor) or (not leaf.is_floating_point() and leaf.numel() <= _SMALL):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)

@@ -1,0 +1,279 @@
+"""What a capture takes for granted: noted, guarded at the call, or refused."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard.capture.captured_state import graph_digest
+from autoshard.errors import CaptureError, UsageError
+from autoshard.passes.capture import capture
+from autoshard.passes.fold_repeats import flat
+from autoshard.runtime.call_guard import CallGuard
+
+SCALE = 2.0
+LOG: list[Any] = []
+LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=1.0)
+
+
+class Options:
+    def __init__(self) -> None:
+        self.power, self.unused = 2, "x"
+
+
+class Net(nn.Module):
+    """Its forward is given."""
+
+    def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
+        self.step, self.weight_of_loss, self.mask = 0, 0.5, None
+        self.seen: list[Any] = []
+        self.table, self.options = torch.ones(4), Options()
+        self.draws = iter(range(9))
+        self.run = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, x)
+
+
+def attributes(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.drop(self.inner(x) * self.table).pow(self.options.power)
+    return y.mean() * self.weight_of_loss * SCALE * LEVEL.get()
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.step += 1
+    return self.inner(x).mean() * min(1.0, self.step / 10)
+
+
+def first_call_differs(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.step == 0:
+        self.step, x = 1, x * 2
+    return self.inner(x).mean()
+
+
+def recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.table = self.inner(x).mean(0) + self.table
+    return self.table.mean()
+
+
+def collects(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.inner(x)
+    self.seen.append(y)
+    return y.mean()
+
+
+def collects_outside(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.inner(x)
+    LOG.append(y)
+    return y.mean()
+
+
+def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(x).mean() * next(self.draws)
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"),
+    [
+        (counts, "step"),
+        (first_call_differs, "step"),
+        (recurrent, "table"),
+        (collects, "seen"),
+        (collects_outside, "LOG"),
+        (draws, "draws"),
+    ],
+)
+def test_state_that_python_keeps_is_refused_by_name(forward: Any, name: str) -> None:
+    model = Net(forward)
+    with pytest.raises(CaptureError, match=name):
+        capture(model, (torch.randn(3, 4),))
+    assert type(model) is Net and not model.seen and not LOG and model.step == 0
+    assert torch.equal(model.table, torch.ones(4))
+
+
+def builds_lazily(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.mask is None:
+        self.mask = torch.ones(4)
+    return (self.inner(x) * self.mask).mean()
+
+
+def leaves_behind(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.last, self.rows = self.inner(x), x.shape[0]
+    return self.last.mean() / self.rows
+
+
+@pytest.mark.parametrize("forward", [builds_lazily, leaves_behind])
+def test_values_that_no_later_call_depends_on_are_fine(forward: Any) -> None:
+    model, x = Net(forward), torch.randn(3, 4)
+    graph = flat(capture(model, (x,)))
+    assert any(n.op.startswith("aten.addmm") for n in graph.graph.nodes)
+    left = {c.read.label: c.after for c in capture(model, (x,)).captured_state.left}
+    if forward is leaves_behind:
+        assert left["rows"] == 3
+        with pytest.raises(UsageError, match="last is read outside of forward"):
+            left["last"] + 1
+
+
+def guard(model: nn.Module, same_graph: Any = None) -> CallGuard:
+    state = capture(model, (torch.randn(3, 4),)).captured_state
+    return CallGuard(model, state, "cpu", same_graph)
+
+
+def test_what_is_read_is_guarded_and_what_is_not_is_free() -> None:
+    model = Net(attributes)
+    check = guard(model).check
+    check()
+    model.step, model.options.unused, model.inner.name = 7, "y", "z"
+    check()
+    changes: list[tuple[Any, str, Any, str]] = [
+        (model, "weight_of_loss", 5.0, "weight_of_loss is 5.0, and was 0.5"),
+        (model.drop, "p", 0.0, r"drop\.p"),
+        (model.options, "power", 3, r"options\.power"),
+        (model, "table", torch.zeros(4), "table"),
+        (model, "drop", nn.Identity(), "drop"),
+        (model.drop, "training", False, "training"),
+    ]
+    for owner, name, value, text in changes:
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        with pytest.raises(UsageError, match=text):
+            check()
+        setattr(owner, name, before)
+        check()
+
+
+def test_variables_modes_hooks_and_tensors_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(attributes)
+    check = guard(model).check
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    with pytest.raises(UsageError, match="SCALE is 3.0"):
+        check()
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    token = LEVEL.set(4.0)
+    with pytest.raises(UsageError, match="LEVEL"):
+        check()
+    LEVEL.reset(token)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UsageError, match="autocast"):
+        check()
+    hook = model.inner.register_forward_hook(lambda *args: None)
+    with pytest.raises(UsageError, match="hooks"):
+        check()
+    hook.remove()
+    check()
+    model.table.add_(1)
+    with pytest.raises(UsageError, match="table"):
+        check()
+
+
+def test_a_changed_value_that_gives_the_same_graph_is_accepted_once_looked_at() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean() * (2 if self.step < 10 else 3)
+
+    model, asked = Net(forward), []
+    joint = capture(model, (torch.randn(3, 4),))
+
+    def same_graph(module: nn.Module) -> bool:
+        asked.append(module.step)
+        return graph_digest(capture(module, (torch.randn(3, 4),))) == graph_digest(joint)
+
+    check = CallGuard(model, joint.captured_state, "cpu", same_graph).check
+    for step in (1, 1, 0, 1):
+        model.step = step
+        check()
+    assert asked == [1]
+    model.step = 10
+    with pytest.raises(UsageError, match="step is 10"):
+        check()
+
+
+class Level(nn.Module):
+    """Reads a context variable and an attribute of the model it is in."""
+
+    def __init__(self, outer: list[Any]) -> None:
+        super().__init__()
+        self.outer = outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * LEVEL.get() * self.outer[0].depth
+
+
+class Deep(nn.Module):
+    """Equal layers, of which one is not quite."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        outer = [self]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), Level(outer)) for _ in range(4)
+        )
+        self.odd, self.depth = odd, 1
+        if odd == "hook":
+            self.layers[2].register_forward_hook(lambda module, args, out: out * 7)
+        if odd == "eval":
+            self.layers[2][1].p = 0.5
+            self.layers[2].eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            self.depth = 1 + number if self.odd == "outer" else 1
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.odd == "autocast" and number == 2):
+                token = LEVEL.set(1.0 + number) if self.odd == "context" else None
+                x = layer(x).float()
+                if token is not None:
+                    LEVEL.reset(token)
+            if self.odd == "no_grad" and number == 1:
+                with torch.no_grad():
+                    x = layer(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.parametrize("odd", ["hook", "eval", "autocast", "no_grad", "context", "outer"])
+def test_layers_that_differ_in_something_are_traced_as_they_are(odd: str) -> None:
+    from joint_eval import evaluate
+
+    torch.manual_seed(0)
+    model, x = Deep(odd), torch.randn(3, 4)
+    joint = capture(model, (x,))
+    wanted = model(x)
+    wanted.backward()
+    found = evaluate(flat(joint), model, (x,), {})
+    assert torch.allclose(found["output", "0"], wanted.detach(), rtol=1e-4)
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            assert ("grad", name) not in found or not found["grad", name].any(), name
+        else:
+            assert torch.allclose(found["grad", name], p.grad, rtol=1e-2, atol=1e-6), name
+    assert (odd == "autocast") == any("bf16" in str(n.types) for n in flat(joint).graph.nodes)
+
+
+def test_hooks_of_the_model_itself_are_left_to_the_call() -> None:
+    model = Net(attributes)
+    plain = graph_digest(capture(model, (torch.randn(3, 4),)))
+    model.register_forward_hook(lambda module, args, out: out * 7)
+    assert graph_digest(capture(model, (torch.randn(3, 4),))) == plain
+    assert len(model._forward_hooks) == 1
+    model.inner.register_full_backward_hook(lambda module, into, out: None)
+    with pytest.raises(CaptureError, match="hook on its gradients"):
+        capture(model, (torch.randn(3, 4),))
+
+
+def test_outputs_that_have_a_gradient_are_marked() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.inner(x)
+            return {"loss": y.mean(), "logits": y, "ids": y.argmax(-1), "fixed": y.detach()}
+
+    joint = capture(Two(), (torch.randn(3, 4),))
+    assert [kind for _, kind in joint.out_leaves] == ["grad", "grad", "", ""]
+    assert [p.target for p in joint.ports if p.kind == "tangent"] == ["0"]
