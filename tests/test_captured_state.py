@@ -153,7 +153,7 @@ def test_variables_modes_hooks_and_tensors_are_guarded(monkeypatch: pytest.Monke
     model = Net(attributes)
     check = guard(model).check
     monkeypatch.setitem(globals(), "SCALE", 3.0)
-    with pytest.raises(UsageError, match="SCALE is 3.0"):
+    with pytest.raises(UsageError, match="SCALE is"):
         check()
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     token = LEVEL.set(4.0)

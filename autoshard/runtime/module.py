@@ -321,7 +321,7 @@ def _bind(
     module._autoshard_guard, module._autoshard_captured = guard, captured  # type: ignore[assignment]
     module._autoshard_built = built.cut(module)  # type: ignore[assignment]
     aliases = dict(program.signature.tied)
-    follow_parameters({p: made.get(aliases.get(n, n)) for n, p in given.items()})
+    follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
     mark_shared(module, runner)
     module.register_load_state_dict_pre_hook(_shard_loaded)
 

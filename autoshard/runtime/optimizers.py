@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autoshard.errors import UsageError
 
 
-def follow_parameters(replaced: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+def follow_parameters(model: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
     """Before the step of any optimizer that holds a replaced parameter, give it the new one.
 
-    replaced: old parameter -> the one that stands in its place, None for one that other ranks hold. Uses
-    torch's hook before optimizer steps, which goes away with the last of the old parameters.
+    replaced: old parameter of the model -> the one that stands in its place, None for one that other ranks
+    hold. Uses torch's hook before optimizer steps, which goes away with the model.
     """
     table = WeakTensorKeyDictionary()
     for old, new in replaced.items():
@@ -25,7 +26,6 @@ def follow_parameters(replaced: Mapping[nn.Parameter, nn.Parameter | None]) -> N
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not len(table):
-            handle.remove()
             return
         for group in optimizer.param_groups:
             params: list[torch.Tensor] = group["params"]
@@ -33,7 +33,7 @@ def follow_parameters(replaced: Mapping[nn.Parameter, nn.Parameter | None]) -> N
                 _check_fresh(optimizer, [p for p in params if p in table])
                 params[:] = [q for q in (table.get(p, p) for p in params) if q is not None]
 
-    handle = register_optimizer_step_pre_hook(before_step)
+    weakref.finalize(model, register_optimizer_step_pre_hook(before_step).remove)
 
 
 def _check_fresh(optimizer: Optimizer, old: list[torch.Tensor]) -> None:

@@ -1,0 +1,9 @@
+"""What users do to a model around its calls, on four processes."""
+
+from __future__ import annotations
+
+from ranks import HERE, run_ranks
+
+
+def test_hooks_losses_attributes_optimizers_and_batches() -> None:
+    assert "all is as it is" in run_ranks([str(HERE / "user_state_worker.py")])

@@ -1,0 +1,211 @@
+"""Started by `ranks`: what users do to a model before and after it is parallelized, beside the eager model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from leaving import leave
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.torch_adapters.groups import timeout_of
+
+
+class Net(nn.Module):
+    """A loss, and what it was computed from."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.0), nn.Linear(16, 8)
+        self.scale = 0.5
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.down(self.drop(torch.tanh(self.up(x))))
+        return {"loss": y.pow(2).mean() * self.scale, "logits": y}
+
+
+def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def close(a: Any, b: Any, what: str) -> None:
+    assert torch.allclose(full(a).float(), full(b).float(), rtol=1e-4, atol=1e-6), (what, full(a), full(b))
+
+
+def same_gradients(parallel: nn.Module, eager: nn.Module, what: str) -> None:
+    wanted = dict(eager.named_parameters())
+    for name, p in parallel.named_parameters():
+        if p is not None and wanted[name].grad is not None:
+            assert p.grad is not None, (what, name)
+            close(p.grad, wanted[name].grad, f"{what}: gradient of {name}")
+
+
+def refused(run: Any, words: str, kind: type[Exception] = autoshard.UsageError) -> None:
+    """Every rank raises, and names what it is about."""
+    try:
+        run()
+    except kind as error:
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError(f"nothing was raised about {words}")
+
+
+def hooks(mesh: str) -> None:
+    """On the model, on a submodule, on gradients: each runs as often as it does for the eager model."""
+    seen: dict[str, list[str]] = {"eager": [], "parallel": []}
+    models = {}
+    for kind in seen:
+        net = Net()
+        net.down.register_forward_hook(lambda module, args, out: out * 3)
+        net.up.weight.register_hook(lambda grad: grad * 2)
+        note = seen[kind].append
+        net.down.bias.register_post_accumulate_grad_hook(lambda p, note=note: note("accumulated"))
+        if "pp" not in mesh:
+            net.register_forward_hook(lambda module, args, out, note=note: note("called"))
+        models[kind] = net
+    eager = models["eager"]
+    parallel = autoshard.parallelize(models["parallel"], mesh, example_inputs=batch(), microbatches=None)
+    eager(batch())["loss"].backward()
+    if "pp" in mesh:
+        parallel.train_step(batch())
+    else:
+        parallel(batch())["loss"].backward()
+    same_gradients(parallel, eager, f"hooks on {mesh}")
+    if "pp" not in mesh:
+        assert seen["parallel"] == seen["eager"], seen
+        parallel.up.register_forward_hook(lambda module, args, out: out * 2)
+        refused(lambda: parallel(batch()), "hooks")
+
+
+def losses_beside_the_loss(mesh: str) -> None:
+    """A loss on the logits, with and without the model's own; twice, as the second call knows."""
+    eager, parallel = Net(), autoshard.parallelize(Net(), mesh, example_inputs=batch())
+    for weights in ((1.0, 0.0), (0.5, 0.5), (0.0, 1.0), (1.0, 0.0)):
+        for model in (eager, parallel):
+            model.zero_grad()
+            out = model(batch(3))
+            assert out["logits"].requires_grad
+            loss = weights[0] * out["loss"] if weights[0] else 0.0
+            if weights[1]:
+                loss = loss + weights[1] * full(out["logits"]).exp().mean()
+            loss.backward()
+        same_gradients(parallel, eager, f"loss with weights {weights} on {mesh}")
+
+
+def attributes() -> None:
+    """Changed ones are refused by name, and fine once they are back; modes that change nothing are accepted."""
+    parallel = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
+    wanted = float(parallel(batch())["loss"])
+    parallel.scale = 5.0
+    refused(lambda: parallel(batch()), "scale is 5.0, and was 0.5")
+    parallel.scale = 0.5
+    parallel.eval()
+    assert float(parallel(batch())["loss"]) == wanted
+    parallel.train()
+    parallel.drop.p = 0.5
+    refused(lambda: parallel(batch()), "drop.p")
+    parallel.drop.p = 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        refused(lambda: parallel(batch()), "autocast")
+    assert float(parallel(batch())["loss"]) == wanted
+
+
+def optimizers_made_before() -> None:
+    """They train the model, lazily parallelized or not; one that has made steps is refused."""
+    for lazy in (True, False):
+        losses = {}
+        for kind in ("eager", "parallel"):
+            net: Any = Net()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+            if kind == "parallel":
+                net = autoshard.parallelize(net, "fsdp=4", example_inputs=None if lazy else batch())
+            losses[kind] = []
+            for _ in range(3):
+                loss = net(batch())["loss"]
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses[kind].append(loss.detach())
+        close(torch.stack(losses["parallel"]), torch.stack(losses["eager"]), f"losses, lazy {lazy}")
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    net(batch())["loss"].backward()
+    optimizer.step()
+    parallel = autoshard.parallelize(net, "fsdp=4", example_inputs=batch())
+    parallel(batch())["loss"].backward()
+    refused(optimizer.step, "has made steps")
+
+
+def frozen_and_not() -> None:
+    net = Net()
+    net.up.weight.requires_grad_(False)
+    parallel = autoshard.parallelize(net, "dp=2,tp=2", example_inputs=batch())
+    parallel.down.weight.requires_grad_(False)
+    parallel(batch())["loss"].backward()
+    assert parallel.up.weight.grad is None and parallel.down.weight.grad is None
+    parallel.up.weight.requires_grad_(True)
+    refused(lambda: parallel(batch()), "up.weight is trained, and was frozen")
+
+
+def ranks_given_different_things(mesh: str) -> None:
+    """Batches, weights and seeds that differ are named at the first call, on all ranks."""
+    rank = dist.get_rank()
+    make = lambda net, **more: autoshard.parallelize(net, mesh, example_inputs=batch(), **more)  # noqa: E731
+    call = (lambda m, x: m.train_step(x)) if "pp" in mesh else (lambda m, x: m(x)["loss"])
+    model = make(Net())
+    refused(lambda: call(model, batch(rank)), "input args[0] is not the same on all ranks")
+    call(model, batch())
+    refused(lambda: call(make(Net(seed=rank)), batch()), "parameter", autoshard.errors.VerificationError)
+    refused(lambda: call(make(Net(), seed=rank % 2), batch()), "seed", autoshard.errors.VerificationError)
+    loaded = make(Net(seed=rank))
+    loaded.load_state_dict(Net().state_dict())
+    close(call(loaded, batch()), Net()(batch())["loss"], "loaded weights")
+
+
+def a_batch_of_each_rank(mesh: str) -> None:
+    """As a script for DDP has it: the loss and gradients are those of all rows."""
+    rank, eager = dist.get_rank(), Net()
+    parallel = autoshard.parallelize(Net(), mesh, example_inputs=batch(rank), local_batch=True)
+    wanted = eager(torch.cat([batch(k) for k in range(4)]))["loss"]
+    wanted.backward()
+    if "pp" in mesh:
+        loss = parallel.train_step(batch(rank))
+    else:
+        loss = parallel(batch(rank))["loss"]
+        loss.backward()
+    close(loss.detach(), wanted.detach(), f"loss with local_batch on {mesh}")
+    same_gradients(parallel, eager, f"local_batch on {mesh}")
+    refused(lambda: parallel.train_step(batch(rank, 5)), "every rank gives 8 rows")
+
+
+def main() -> None:
+    from datetime import timedelta
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=77))
+    for mesh in ("dp=2,tp=2", "fsdp=4", "pp=2,dp=2"):
+        hooks(mesh)
+        ranks_given_different_things(mesh)
+        a_batch_of_each_rank(mesh)
+    for mesh in ("dp=2,tp=2", "fsdp=4"):
+        losses_beside_the_loss(mesh)
+    attributes()
+    optimizers_made_before()
+    frozen_and_not()
+    model = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
+    assert {timeout_of(g) for g in model._autoshard.axis_groups} == {77.0}
+    if dist.get_rank() == 0:
+        print("all is as it is for the eager model", flush=True)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
