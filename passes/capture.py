@@ -196,6 +196,7 @@ class _Task:
         arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
         outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
         imported = import_joint(traced, Ends(arguments, outputs, absent), function.recorder.origins)
+        watch.constants += imported.sources
         return Joint(
             graph=imported.graph,
             ports=imported.ports,

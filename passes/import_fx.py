@@ -61,12 +61,13 @@ class Ends:
 
 @dataclass(frozen=True)
 class Imported:
-    """The parts of a ``Joint`` that come from the graph."""
+    """The parts of a ``Joint`` that come from the graph. sources: what the constants are copies of."""
 
     graph: Graph
     ports: tuple[Port, ...]
     results: tuple[Result, ...]
     constants: dict[str, torch.Tensor]
+    sources: tuple[torch.Tensor, ...] = ()
 
 
 def import_joint(traced: Traced, ends: Ends, origins: Sequence[Origin]) -> Imported:
@@ -100,6 +101,7 @@ class _Importer:
     types: dict[tuple[torch.Size, torch.dtype], TensorType] = field(default_factory=dict)
     ports: list[Port] = field(default_factory=list)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    sources: dict[str, torch.Tensor] = field(default_factory=dict)
     #: real tensor -> name of its port
     known: dict[object, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
@@ -130,7 +132,8 @@ class _Importer:
         ports = self._used_ports(nodes, results)
         inputs = tuple((p.name, p.type) for p in ports)
         joint = Graph("joint", inputs, nodes, tuple(r.value for r in results))
-        return Imported(joint, ports, results, self._used_constants(ports))
+        constants = self._used_constants(ports)
+        return Imported(joint, ports, results, constants, tuple(self.sources[key] for key in constants))
 
     def _fresh(self, wish: str) -> str:
         name, k = wish, 1
@@ -193,7 +196,7 @@ class _Importer:
             self.names[node] = self.known[same]
             return
         key = f"const_{len(self.constants)}"
-        self.constants[key] = tensor.detach().clone()
+        self.constants[key], self.sources[key] = tensor.detach().clone(), tensor
         self.known[same] = self.names[node] = self._port(node.meta.get("val"), "const", key, key)
 
     def _call(self, node: fx.Node) -> None:

@@ -264,6 +264,29 @@ def test_hooks_of_the_model_itself_are_left_to_the_call() -> None:
         capture(model, (torch.randn(3, 4),))
 
 
+def test_weights_that_are_not_registered_are_refused_unless_they_need_no_gradient() -> None:
+    hidden = [nn.Linear(4, 4)]
+
+    class Teacher(nn.Module):
+        def __init__(self, trained: bool) -> None:
+            super().__init__()
+            self.inner, self.trained = nn.Linear(4, 4), trained
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(self.trained):
+                y = hidden[0](x)
+            return (self.inner(x) - y).mean()
+
+    with pytest.raises(CaptureError, match="no parameter of the model"):
+        capture(Teacher(True), (torch.randn(3, 4),))
+    check = guard(Teacher(False)).check
+    check()
+    with torch.no_grad():
+        hidden[0].weight.mul_(2)
+    with pytest.raises(UsageError, match="changed in place"):
+        check()
+
+
 def test_outputs_that_have_a_gradient_are_marked() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Started by `ranks`: what users do to a model before and after it is parallelized, beside the eager model."""
+"""Started by `ranks`: what users do to a model before and after it is parallelized, beside eager."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ def hooks(mesh: str) -> None:
     """On the model, on a submodule, on gradients: each runs as often as it does for the eager model."""
     seen: dict[str, list[str]] = {"eager": [], "parallel": []}
     models = {}
-    for kind in seen:
-        net = Net()
+    for kind, notes in seen.items():
+        net, note = Net(), notes.append
         net.down.register_forward_hook(lambda module, args, out: out * 3)
         net.up.weight.register_hook(lambda grad: grad * 2)
-        note = seen[kind].append
         net.down.bias.register_post_accumulate_grad_hook(lambda p, note=note: note("accumulated"))
         if "pp" not in mesh:
             net.register_forward_hook(lambda module, args, out, note=note: note("called"))
@@ -101,7 +100,7 @@ def losses_beside_the_loss(mesh: str) -> None:
 
 
 def attributes() -> None:
-    """Changed ones are refused by name, and fine once they are back; modes that change nothing are accepted."""
+    """Changed ones are refused by name, and fine once they are back; modes that change nothing are fine."""
     parallel = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())
     wanted = float(parallel(batch())["loss"])
     parallel.scale = 5.0

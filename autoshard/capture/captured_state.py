@@ -30,7 +30,7 @@ class CapturedState:
 
     reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
     items were read. grad_mode: whether the code asks if gradients are recorded. left: what a call writes into
-    attributes and does not read.
+    attributes and does not read. constants: tensors that the graph holds copies of.
     """
 
     reads: tuple[Read, ...] = ()
@@ -38,6 +38,7 @@ class CapturedState:
     containers: tuple[tuple[str, Any], ...] = ()
     grad_mode: bool = False
     left: tuple[Change, ...] = ()
+    constants: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass
@@ -51,6 +52,8 @@ class StateWatch:
     #: what the last run of the whole model left changed
     changes: Changes = field(default_factory=Changes)
     groups: list[list[nn.Module]] = field(default_factory=list)
+    #: real tensors that the graphs hold copies of
+    constants: list[torch.Tensor] = field(default_factory=list)
     #: identities of the namespaces of repeated layers
     inner: frozenset[int] = frozenset()
 
@@ -129,6 +132,7 @@ class StateWatch:
             tuple(containers.values()),
             bool(self.code.names & _GRAD_MODE),
             self.changes.left,
+            tuple(self.constants),
         )
 
     def _of_repeats(self, reads: Iterable[Read]) -> Iterator[Read]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 import autoshard.ops.attention
 import autoshard.ops.dropout
 import autoshard.ops.loss  # noqa: F401 (these three define the ops called here)
+from autoshard.errors import CaptureError
 from autoshard.ops import recurrent
 from autoshard.ops.ctc import ctc_loss, masked_select
 from autoshard.ops.draws import Draws
@@ -231,11 +232,18 @@ class LiftMode(TorchFunctionMode):
         super().__init__()
         self._table = lifter.table()
         self._at = at
+        self._around = torch.is_autocast_enabled("cuda")
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._at(_frame())
+        if torch.is_autocast_enabled("cuda") and not self._around:
+            raise CaptureError(
+                "the model's code enters torch.autocast for cuda",
+                why="models are captured on the CPU, where it would be without effect",
+                hint="torch.autocast(x.device.type, ...) with a tensor's device, or cast explicitly",
+            )
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}

@@ -86,8 +86,13 @@ class CallGuard:
         self.original = list(self.values)
         self.containers = [(label, c, c.copy()) for label, c in state.containers]
         self.context_values = [var.get(MISSING) for _, var in self.context]
-        self.tensors = [
-            (r, x, x._version) for r, x in zip(self.reads, self.values, strict=True) if _versioned(x)
+        entries = zip(self.reads, self.values, strict=True)
+        self.tensors = [(r.label, r.line, x, x._version) for r, x in entries if _versioned(x)]
+        known = {id(x) for _, _, x, _ in self.tensors}
+        self.tensors += [
+            ("a tensor that is no parameter or buffer", "", x, x._version)
+            for x in state.constants
+            if _versioned(x) and id(x) not in known
         ]
         inner = [m for m in module.modules() if m is not module]
         self.hooks = [(table, len(table)) for m in inner for table in hook_tables(m)]
@@ -133,9 +138,9 @@ class CallGuard:
         for read, before, now in zip(self.reads, self.original, values, strict=True):
             if before is not now and not (type(before) is type(now) and _equal(before, now)):
                 yield Difference(read.label, _text(before), _text(now), read.line)
-        for read, tensor, version in self.tensors:
+        for label, line, tensor, version in self.tensors:
             if tensor._version != version:
-                yield Difference(read.label, "as it was", f"changed in place {tensor._version}", read.line)
+                yield Difference(label, "as it was", f"changed in place (version {tensor._version})", line)
         for label, container, copied in self.containers:
             if not same_items(container, copied):
                 yield Difference(label, _text(copied), _text(container))
@@ -165,8 +170,8 @@ def _versioned(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
-def _unchanged(entry: tuple[Read, torch.Tensor, int]) -> bool:
-    return entry[1]._version == entry[2]
+def _unchanged(entry: tuple[str, str, torch.Tensor, int]) -> bool:
+    return entry[2]._version == entry[3]
 
 
 def _equal(a: Any, b: Any) -> bool:

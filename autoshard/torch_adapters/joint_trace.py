@@ -123,7 +123,9 @@ def _joint(
     found: dict[int, torch.Tensor | None] = {}
     if led and trained:
         tangents = _tangents(tracer, [outs[k] for k in led], mode)
-        grads = _gradients([outs[k] for k in led], [given[k] for k in trained], list(tangents.values()))
+        grads = _gradients(
+            [outs[k] for k in led], given, [given[k] for k in trained], list(tangents.values())
+        )
         late = [k for k, t in enumerate(given) if k not in changed and _is_changed(t, args[k])]
         if late or any(_is_changed(t, before) for before, t in tangents.items()):
             raise CaptureError(
@@ -241,16 +243,28 @@ def _tangents(
 
 
 def _gradients(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+    outs: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor | None]:
-    _number_nodes([t.grad_fn for t in outs if t.grad_fn is not None])
+    nodes = _number_nodes([t.grad_fn for t in outs if t.grad_fn is not None])
+    known = {id(t) for t in given}
+    for leaf in (cast(Any, n).variable for n in nodes if hasattr(n, "variable")):
+        if id(leaf) not in known:
+            raise CaptureError(
+                f"a tensor of shape {list(leaf.shape)} has a gradient and is no parameter of the model",
+                why="forward uses it, and a program computes gradients of parameters and inputs alone",
+                hint="register it (nn.Parameter, or a submodule that is an attribute), or use it under "
+                "torch.no_grad()",
+            )
     with fx_traceback.preserve_node_meta():
         fx_traceback.get_current_meta()["partitioner_tag"] = BACKWARD
         return torch.autograd.grad(outs, wanted, grad_outputs=tangents, allow_unused=True)
 
 
-def _number_nodes(roots: Sequence[torch.autograd.graph.Node]) -> None:
-    """Make what a node of autograd's graph does carry the number of the forward op that made it."""
+def _number_nodes(roots: Sequence[torch.autograd.graph.Node]) -> set[torch.autograd.graph.Node]:
+    """All nodes of autograd's graph; what each does carries the number of the forward op that made it."""
     seen, queue = set(roots), list(roots)
     while queue:
         node = queue.pop()
@@ -261,6 +275,7 @@ def _number_nodes(roots: Sequence[torch.autograd.graph.Node]) -> None:
             if after is not None and after not in seen:
                 seen.add(after)
                 queue.append(after)
+    return seen
 
 
 def _entering(number: int) -> Callable[[Any], None]:
