@@ -75,7 +75,7 @@ def _called(runner: Runner, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 class ParallelModule(nn.Module):
-    """Mixed into the user's class: forward runs the program."""
+    """Mixed into the user's class: forward runs the program, which torch.compile leaves alone."""
 
     _autoshard: Runner
     _stepper: Stepper
@@ -90,6 +90,7 @@ class ParallelModule(nn.Module):
         """Whether the model is cut into stages, so that only `train_step` runs it."""
         return self._autoshard.program.stages is not None
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._autoshard
         if runner.program.stages is not None:
@@ -101,6 +102,7 @@ class ParallelModule(nn.Module):
         self._check_mode()
         return _called(runner, self, args, kwargs)
 
+    @torch.compiler.disable
     def train_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a whole step; gradients are added to ``.grad`` of the parameters.
 

@@ -36,7 +36,6 @@ from autoshard.torch_adapters.dtensor import (
     spec_of,
     torch_placements,
 )
-from autoshard.torch_adapters.local_ops import quick_of
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -127,12 +126,11 @@ class Runner:
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
         if self.program.offload.parameters:
-            return self._quick(host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape))
-        return self._quick(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
+            return self._alike_dtensor(host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape))
+        return self._alike_dtensor(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
 
-    def _quick(self, x: DTensor) -> DTensor:
-        """A parameter or gradient as optimizers work with it."""
-        return quick_of(x.to_local(), self._one(spec_of(x)))
+    def _alike_dtensor(self, x: DTensor) -> DTensor:
+        return dtensor_of(x.to_local(), self._one(spec_of(x)))
 
     def _one(self, spec: Spec) -> Spec:
         """The same object for all that lie alike: optimizers compare them at every op."""
@@ -320,9 +318,9 @@ class Runner:
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""
         if not self.program.offload.parameters:
-            return quick_of(local, self._spec(local, name))
+            return self.placed(local, name)
         placed = self.program.lowered.values[name]
-        return self._quick(host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape))
+        return self._alike_dtensor(host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape))
 
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.
