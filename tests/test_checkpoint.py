@@ -9,4 +9,5 @@ from ranks import HERE, run_ranks
 
 def test_checkpoints_of_parallel_models(tmp_path: Path) -> None:
     output = run_ranks([str(HERE / "checkpoint_worker.py"), str(tmp_path)])
-    assert output.count(" works") == 16, output[-4000:]
+    print(output)
+    assert output.count(" works") == 4, output[-4000:]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
 from autoshard.runtime.groups import place_of
+from autoshard.runtime.optimizing import keep_blocks
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
@@ -191,6 +192,7 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
     module._autoshard = runner  # type: ignore[assignment]
     module._stepper = Stepper(runner)  # type: ignore[assignment]
     mark_shared(module, runner)
+    keep_blocks(module.parameters())
     module.register_load_state_dict_pre_hook(_shard_loaded)
     return module
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -195,7 +195,12 @@ def plain_local(local: torch.Tensor) -> torch.Tensor:
 
 def described(x: DTensor) -> DTensor:
     """A DTensor in the same memory that knows its blocks, where `refusing` has found several; else x."""
-    if isinstance(x._local_tensor, BlockTensor) or not any(isinstance(p, BlockShard) for p in x.placements):
+    if is_described(x) or not any(isinstance(p, BlockShard) for p in x.placements):
         return x
     blocks = blocks_of(x.shape, x.device_mesh, x.placements)
     return DTensor(_with_blocks(x._local_tensor.detach(), blocks, x.shape), x._spec, requires_grad=False)
+
+
+def is_described(x: Any) -> TypeGuard[DTensor]:
+    """Whether something is a DTensor that knows its blocks."""
+    return isinstance(x, DTensor) and isinstance(x._local_tensor, BlockTensor)
