@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
+from autoshard.runtime.clock import keep_time
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.optimizing import keep_blocks
 from autoshard.runtime.runner import Given, Runner
@@ -32,7 +33,7 @@ class _Run(torch.autograd.Function):
             runner.guard.after_forward(env)
         runner.update_buffers(env, buffers)
         if module.training:
-            runner.steps += 1
+            runner.clock.calls += 1
         outs = runner.outputs(env)
         tangents = {int(t.target) for t in runner.tangents}
         positions = sorted(int(r.target) for r in runner.program.signature.results if r.kind == "output")
@@ -91,6 +92,20 @@ class ParallelModule(nn.Module):
         """Whether the model is cut into stages, so that only `train_step` runs it."""
         return self._autoshard.program.stages is not None
 
+    @property
+    def dropout_step(self) -> int:
+        """The number that dropout masks of the next call follow from, besides the seed.
+
+        It counts the steps of the optimizer, and is loaded with the state of one that counts them, as Adam
+        and its kind do: with model and optimizer loaded, training goes on with the same masks. For others,
+        SGD and Muon among them, save it with the checkpoint, and set it after loading.
+        """
+        return self._autoshard.clock.steps
+
+    @dropout_step.setter
+    def dropout_step(self, step: int) -> None:
+        self._autoshard.clock.stepped(step)
+
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._autoshard
@@ -137,10 +152,13 @@ class ParallelModule(nn.Module):
         memo[id(self)] = made
         runner, stepper = copy.copy(self._autoshard), copy.copy(self._stepper)
         stepper.runner = runner
+        runner.clock = copy.deepcopy(runner.clock)
         memo[id(self._autoshard)], memo[id(self._stepper)] = runner, stepper
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
         carry_marks(self, made)
+        if runner.seed_port is not None:
+            keep_time(made.parameters(), runner.clock)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,6 +211,8 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
     module._stepper = Stepper(runner)  # type: ignore[assignment]
     mark_shared(module, runner)
     keep_blocks(module.parameters())
+    if runner.seed_port is not None:
+        keep_time(module.parameters(), runner.clock)
     module.register_load_state_dict_pre_hook(_shard_loaded)
     return module
 

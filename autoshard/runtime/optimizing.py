@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from autoshard.torch_adapters.blocks import is_described
+from autoshard.torch_adapters.blocks import is_described, plain_local
 from autoshard.torch_adapters.dtensor import dtensor_like
 
 #: optimizers whose loaded state gets to know its blocks
@@ -21,8 +21,7 @@ _watched: WeakSet[torch.optim.Optimizer] = WeakSet()
 def local(x: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor; without gradients, and sharing its version."""
     with torch.no_grad():
-        found: torch.Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return found.detach()
+        return plain_local(x.to_local() if isinstance(x, DTensor) else x)
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -34,7 +33,7 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def keep_blocks(parameters: Iterable[torch.Tensor]) -> None:
-    """Let states of optimizers know the blocks of their parameters (`torch_adapters.blocks`), if there are any.
+    """Let states of optimizers know the blocks that parameters are (`torch_adapters.blocks`).
 
     What an optimizer makes like a parameter knows them; what torch distributes when whole states are loaded
     does not, and is replaced after the load, or after the first step of an optimizer that took none before.

@@ -21,13 +21,17 @@ from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.program.trusted import literal
 from autoshard.runtime.arguments import Arguments
+from autoshard.runtime.clock import Clock
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.guard import guard_of
 from autoshard.runtime.host import in_host_memory
+from autoshard.runtime.optimizing import local
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.scaling import agreement_of
 from autoshard.runtime.transports import transport_of
+from autoshard.torch_adapters.blocks import agreeing
 from autoshard.torch_adapters.dtensor import (
     Spec,
     as_dtensor,
@@ -61,7 +65,9 @@ class Runner:
 
     def __init__(self, program: Program, module: nn.Module, place: RankPlace, seed: int) -> None:
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
-        self.steps = 0
+        self.clock = Clock()
+        #: what the loss of a step is multiplied by before backward
+        self.loss_scale: torch.Tensor | None = None
         #: the stage whose forward ran last
         self.forward_of = 0
         self.shape = Mesh.parse(program.mesh)
@@ -90,6 +96,7 @@ class Runner:
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
         self.arguments = Arguments(type(module).forward, program.signature)
+        self.agree = agreement_of(self)
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
         self._alike: dict[Spec, Spec] = {}
@@ -126,7 +133,8 @@ class Runner:
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
         if self.program.offload.parameters:
-            return self._alike_dtensor(host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape))
+            held = in_host_memory(part, self.device)
+            return self._alike_dtensor(host_dtensor(held, self.mesh, layout, shape))
         return self._alike_dtensor(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
 
     def _alike_dtensor(self, x: DTensor) -> DTensor:
@@ -240,7 +248,7 @@ class Runner:
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
-        env = self.entry([x.to_local() for x in params], inputs)
+        env = self.entry([local(x) for x in params], inputs)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
         self.run(env, (0, "forward", 0))
@@ -258,7 +266,7 @@ class Runner:
         for port, value in zip(self.inputs, inputs, strict=True):
             env[port.name] = self.input_shard(value, port)
         if self.seed_port is not None:
-            number = self.seed * 1_000_003 + self.steps + call
+            number = self.clock.seed(self.seed, call)
             env[self.seed_port.name] = torch.tensor(number, device=self.device)
         return env
 
@@ -318,9 +326,12 @@ class Runner:
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""
         if not self.program.offload.parameters:
-            return self.placed(local, name)
-        placed = self.program.lowered.values[name]
-        return self._alike_dtensor(host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape))
+            made = self.placed(local, name)
+        else:
+            placed = self.program.lowered.values[name]
+            host = host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape)
+            made = self._alike_dtensor(host)
+        return made if self.agree is None else agreeing(made, self.agree)
 
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.

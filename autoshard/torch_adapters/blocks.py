@@ -5,6 +5,9 @@ several blocks of the tensor. torch takes every shard of a DTensor for one block
 overlap, and load the wrong elements without an error. What `described` returns tells torch its blocks;
 everything else that lies like that has placements (`refusing`) that raise where torch asks for the one block.
 
+The same local parts make torch's GradScaler right, which asks after infinities only where the first gradient
+is split.
+
 Leans on ``DTensor._local_tensor``, on its ``__create_write_items__``, ``__create_chunk_list__`` and
 ``__get_tensor_shard__``, which ask the local tensor first, on ``_StridedShard``, and on
 ``torch._C._DisableTorchDispatch``. Tried on torch 2.13.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -33,6 +36,8 @@ _KEPT = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("detach", "alias", "clone", "_to_copy", "new_empty", "empty_like", "zeros_like")
 )
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class BlockShard(_StridedShard):
@@ -136,14 +141,29 @@ def refusing(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placem
     ]
 
 
-class BlockTensor(torch.Tensor):
-    """The local part of a DTensor, with its blocks: what torch.distributed.checkpoint asks a local part for.
+@dataclass(frozen=True)
+class Part:
+    """What a local part is of its tensor.
 
-    Copies are of the same kind, results of other operations are plain tensors.
+    agree: makes what a rank has found in gradients, infinities, known to all that have a part of the model;
+    None where torch, which asks the ranks that share the first gradient, does so.
     """
 
-    _blocks: tuple[Block, ...]
-    _whole: torch.Size
+    whole: torch.Size
+    blocks: tuple[Block, ...]
+    agree: Callable[[torch.Tensor], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self
+
+
+class BlockTensor(torch.Tensor):
+    """The local part of a DTensor that knows what it is a part of.
+
+    Copies and what is made of it element by element know the same, results of other operations are plain.
+    """
+
+    _part: Part
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -154,13 +174,17 @@ class BlockTensor(torch.Tensor):
             out = func(*args, **(kwargs or {}))
         if func in _KEPT or torch.Tag.pointwise in func.tags:
             source = next((x for x in args if isinstance(x, BlockTensor)), None)
-            kept = type(out) is torch.Tensor and (func in _KEPT or source is not None)
-            if kept and source is not None and (func in _KEPT or out.shape == source.shape):
-                return _with_blocks(out, source._blocks, source._whole)
+            alike = source is not None and (func in _KEPT or out.shape == source.shape)
+            if source is not None and alike and type(out) is torch.Tensor:
+                return _with_part(out, source._part)
+        elif func is _UNSCALE:
+            agree = next((x._part.agree for x in args[0] if isinstance(x, BlockTensor)), None)
+            if agree is not None:
+                agree(args[1])
         return out
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._blocks]
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.blocks]
 
     def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(plain_local(self))
@@ -168,22 +192,22 @@ class BlockTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._part.whole),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        block = next(b for b in self._blocks if torch.Size(b.offsets) == index.offset)
+        block = next(b for b in self._part.blocks if torch.Size(b.offsets) == index.offset)
         return block.of(plain_local(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain_local(self).__reduce_ex__(protocol)
 
 
-def _with_blocks(local: torch.Tensor, blocks: tuple[Block, ...], whole: torch.Size) -> BlockTensor:
+def _with_part(local: torch.Tensor, part: Part) -> BlockTensor:
     made: BlockTensor = torch.Tensor._make_subclass(BlockTensor, local)
-    made._blocks, made._whole = blocks, whole
+    made._part = part
     return made
 
 
@@ -197,8 +221,17 @@ def described(x: DTensor) -> DTensor:
     """A DTensor in the same memory that knows its blocks, where `refusing` has found several; else x."""
     if is_described(x) or not any(isinstance(p, BlockShard) for p in x.placements):
         return x
-    blocks = blocks_of(x.shape, x.device_mesh, x.placements)
-    return DTensor(_with_blocks(x._local_tensor.detach(), blocks, x.shape), x._spec, requires_grad=False)
+    return _told(x, None)
+
+
+def agreeing(x: DTensor, agree: Callable[[torch.Tensor], None]) -> DTensor:
+    """A gradient in the same memory by which torch's GradScaler finds what `Part` says."""
+    return _told(x, agree)
+
+
+def _told(x: DTensor, agree: Callable[[torch.Tensor], None] | None) -> DTensor:
+    part = Part(x.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
+    return DTensor(_with_part(plain_local(x._local_tensor), part), x._spec, requires_grad=False)
 
 
 def is_described(x: Any) -> TypeGuard[DTensor]:
