@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autoshard.runtime.adamw import AdamW
     from autoshard.runtime.clip import clip_grad_norm_
     from autoshard.runtime.host_optimizer import HostOptimizer
+    from autoshard.runtime.scaling import GradScaler
 
 __all__ = [
     "AdamW",
@@ -40,6 +41,7 @@ __all__ = [
     "CaptureError",
     "Cluster",
     "Compiled",
+    "GradScaler",
     "HostOptimizer",
     "InfeasibleError",
     "Mesh",
@@ -77,6 +79,8 @@ def _home(name: str) -> str | None:
         return "autoshard.runtime.adamw"
     if name == "HostOptimizer":
         return "autoshard.runtime.host_optimizer"
+    if name == "GradScaler":
+        return "autoshard.runtime.scaling"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None
 
 

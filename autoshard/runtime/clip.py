@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autoshard.errors import UsageError
 from autoshard.runtime.membership import Membership, membership_of
+from autoshard.runtime.optimizing import local
 
 #: gradients that lie alike: their mesh and the mesh axes that split them, and what they are to a pipeline
 _Group = tuple["DeviceMesh | None", tuple[int, ...], "Membership | None"]
@@ -112,7 +113,7 @@ def _grouped(parameters: Sequence[torch.Tensor]) -> dict[_Group, list[torch.Tens
             )
         # every placement that is neither is some form of shard, whatever torch calls it
         axes = tuple(axis for axis, p in enumerate(grad.placements) if not isinstance(p, Replicate))
-        groups.setdefault((grad.device_mesh, axes, member), []).append(grad.to_local())
+        groups.setdefault((grad.device_mesh, axes, member), []).append(local(grad))
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -14,6 +15,7 @@ class LazyModule(nn.Module):
     _autoshard_make: Callable[[Any], nn.Module]
     _autoshard_class: type
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         lazy, make = type(self), self._autoshard_make
         self.__class__ = self._autoshard_class

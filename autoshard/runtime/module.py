@@ -21,9 +21,11 @@ from autoshard.errors import UsageError
 from autoshard.program.program import Program
 from autoshard.runtime.agreement import Built, check_first_call
 from autoshard.runtime.call_guard import CallGuard, Captured, plain_state
+from autoshard.runtime.clock import Clock, keep_time
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.local_batch import gathered_batch
 from autoshard.runtime.optimizers import follow_parameters
+from autoshard.runtime.optimizing import keep_blocks
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
@@ -48,7 +50,7 @@ class _Run(torch.autograd.Function):
             runner.guard.after_forward(env)
         runner.update_buffers(env, buffers)
         if module.training:
-            runner.steps += 1
+            runner.clock.calls += 1
         outs = runner.outputs(env)
         positions = runner.output_positions
         plain = [o for o, k in zip(outs, positions, strict=True) if k not in runner.with_gradient]
@@ -107,7 +109,7 @@ class Retry:
     tensors: tuple[Any, ...]
     count: int
     buffers: dict[str, torch.Tensor]
-    step: int
+    clock: Clock
 
     @classmethod
     def of(
@@ -117,7 +119,7 @@ class Retry:
         if runner.with_gradient <= runner.tangent_positions:
             return None
         before = {n: b.clone() if n in runner.updated else b for n, b in buffers.items()}
-        return cls(runner, module, tensors, count, before, runner.steps)
+        return cls(runner, module, tensors, count, before, copy.copy(runner.clock))
 
     def run(self, missed: list[int]) -> tuple[Runner, Any]:
         """The runner of the other program, and what its forward leaves for backward."""
@@ -126,16 +128,16 @@ class Retry:
         if module._autoshard is self.runner:
             module._take_all_outputs(missed)
         runner = module._autoshard
-        steps, runner.steps = runner.steps, self.step
+        clock, runner.clock = runner.clock, self.clock
         try:
             env = runner.forward(self.tensors[: self.count], self.tensors[self.count :], self.buffers)
         finally:
-            runner.steps = steps
+            runner.clock = clock
         return runner, env
 
 
 class ParallelModule(nn.Module):
-    """Mixed into the user's class: forward runs the program."""
+    """Mixed into the user's class: forward runs the program, which torch.compile leaves alone."""
 
     _autoshard: Runner
     _stepper: Stepper
@@ -154,6 +156,21 @@ class ParallelModule(nn.Module):
         """Whether the model is cut into stages, so that only `train_step` runs it."""
         return self._autoshard.program.stages is not None
 
+    @property
+    def dropout_step(self) -> int:
+        """The number that dropout masks of the next call follow from, besides the seed.
+
+        It counts the steps of the optimizer, and is loaded with the state of one that counts them, as Adam
+        and its kind do: with model and optimizer loaded, training goes on with the same masks. For others,
+        SGD and Muon among them, save it with the checkpoint, and set it after loading.
+        """
+        return self._autoshard.clock.steps
+
+    @dropout_step.setter
+    def dropout_step(self, step: int) -> None:
+        self._autoshard.clock.stepped(step)
+
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._autoshard
         if runner.program.stages is not None:
@@ -165,6 +182,7 @@ class ParallelModule(nn.Module):
         self._check_mode()
         return _called(runner, self, args, kwargs)
 
+    @torch.compiler.disable
     def train_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of a whole step; gradients are added to ``.grad`` of the parameters.
 
@@ -228,7 +246,7 @@ class ParallelModule(nn.Module):
                     f"no program for the gradients of all outputs keeps {old.target} where it is",
                     hint='parallelize(..., differentiate="all")',
                 )
-        made.steps = runner.steps
+        made.clock = runner.clock
         self._autoshard, self._stepper = made, Stepper(made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -237,6 +255,7 @@ class ParallelModule(nn.Module):
         memo[id(self)] = made
         runner, stepper = copy.copy(self._autoshard), copy.copy(self._stepper)
         stepper.runner = runner
+        runner.clock = copy.deepcopy(runner.clock)
         memo[id(self._autoshard)], memo[id(self._stepper)] = runner, stepper
         memo[id(self._autoshard_guard)] = None
         memo[id(self._autoshard_captured)] = self._autoshard_captured
@@ -244,6 +263,8 @@ class ParallelModule(nn.Module):
             made.__dict__[key] = copy.deepcopy(value, memo)
         made._autoshard_guard = CallGuard(made, plain_state(made), runner.device.type, None)
         carry_marks(self, made)
+        if runner.seed_port is not None:
+            keep_time(made.parameters(), runner.clock)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -323,6 +344,9 @@ def _bind(
     aliases = dict(program.signature.tied)
     follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
     mark_shared(module, runner)
+    keep_blocks(module.parameters())
+    if runner.seed_port is not None:
+        keep_time(module.parameters(), runner.clock)
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.torch_adapters.dtensor import spec_of
-from autoshard.torch_adapters.local_ops import quick_of
+from autoshard.torch_adapters.dtensor import dtensor_of, spec_of
 
 if TYPE_CHECKING:
     from autoshard.runtime.profile_device import Clock
@@ -31,7 +30,7 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return tuple(quick_of(torch.empty_like(x), s) for x, s in zip(ctx.parts, ctx.specs, strict=True))
+        return tuple(dtensor_of(torch.empty_like(x), s) for x, s in zip(ctx.parts, ctx.specs, strict=True))
 
 
 def measure_handing(clock: Clock) -> float:
@@ -40,7 +39,7 @@ def measure_handing(clock: Clock) -> float:
         return 0.0
     mesh = init_device_mesh(clock.device.type, (dist.get_world_size(),))
     spec = spec_of(DTensor.from_local(torch.zeros(_LENGTH), mesh, [Replicate()]))
-    parameters = [nn.Parameter(quick_of(torch.zeros(_LENGTH), spec)) for _ in range(_COUNT)]
+    parameters = [nn.Parameter(dtensor_of(torch.zeros(_LENGTH), spec)) for _ in range(_COUNT)]
 
     def step() -> None:
         _Handed.apply(*parameters).backward()

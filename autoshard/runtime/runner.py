@@ -22,13 +22,17 @@ from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.program.trusted import literal
 from autoshard.runtime.arguments import Arguments
+from autoshard.runtime.clock import Clock
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.guard import guard_of
 from autoshard.runtime.host import in_host_memory
+from autoshard.runtime.optimizing import local
 from autoshard.runtime.parts import shard_tensor
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.scaling import agreement_of
 from autoshard.runtime.transports import transport_of
+from autoshard.torch_adapters.blocks import agreeing
 from autoshard.torch_adapters.dtensor import (
     Spec,
     as_dtensor,
@@ -37,7 +41,6 @@ from autoshard.torch_adapters.dtensor import (
     spec_of,
     torch_placements,
 )
-from autoshard.torch_adapters.local_ops import quick_of
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -72,7 +75,9 @@ class Runner:
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
         #: of all ranks, with the pp axis
         self.place_mesh = whole_mesh or place.mesh
-        self.steps = 0
+        self.clock = Clock()
+        #: what the loss of a step is multiplied by before backward
+        self.loss_scale: torch.Tensor | None = None
         #: the stage whose forward ran last
         self.forward_of = 0
         self.shape = Mesh.parse(program.mesh)
@@ -107,6 +112,7 @@ class Runner:
         self.updated = {r.target for r in program.signature.results if r.kind == "buffer"}
         self.kept = self.rank_program.kept_ports()
         self.arguments = Arguments(type(module).forward, program.signature)
+        self.agree = agreement_of(self)
         #: value -> how it lies, once it was made a DTensor
         self._specs: dict[str, Spec] = {}
         self._alike: dict[Spec, Spec] = {}
@@ -163,12 +169,12 @@ class Runner:
     def parameter_as(self, part: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
         """The rank's part of a parameter, copied to where parameters live."""
         if self.program.offload.parameters:
-            return self._quick(host_dtensor(in_host_memory(part, self.device), self.mesh, layout, shape))
-        return self._quick(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
+            held = in_host_memory(part, self.device)
+            return self._alike_dtensor(host_dtensor(held, self.mesh, layout, shape))
+        return self._alike_dtensor(as_dtensor(part.to(self.device, copy=True), self.mesh, layout, shape))
 
-    def _quick(self, x: DTensor) -> DTensor:
-        """A parameter or gradient as optimizers work with it."""
-        return quick_of(x.to_local(), self._one(spec_of(x)))
+    def _alike_dtensor(self, x: DTensor) -> DTensor:
+        return dtensor_of(x.to_local(), self._one(spec_of(x)))
 
     def _one(self, spec: Spec) -> Spec:
         """The same object for all that lie alike: optimizers compare them at every op."""
@@ -281,7 +287,7 @@ class Runner:
         self, params: Sequence[Any], inputs: Sequence[Any], buffers: dict[str, torch.Tensor]
     ) -> Values:
         """Run the forward part of a single stage; the values that backward needs."""
-        env = self.entry([x.to_local() for x in params], inputs)
+        env = self.entry([local(x) for x in params], inputs)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
         self.run(env, (0, "forward", 0))
@@ -299,7 +305,7 @@ class Runner:
         for port, value in zip(self.inputs, inputs, strict=True):
             env[port.name] = self.input_shard(value, port)
         if self.seed_port is not None:
-            number = self.seed * 1_000_003 + self.steps + call
+            number = self.clock.seed(self.seed, call)
             env[self.seed_port.name] = torch.tensor(number, device=self.device)
         return env
 
@@ -359,9 +365,12 @@ class Runner:
     def gradient(self, local: torch.Tensor, name: str) -> DTensor:
         """The rank's part of the gradient of a parameter, where parameters live."""
         if not self.program.offload.parameters:
-            return quick_of(local, self._spec(local, name))
-        placed = self.program.lowered.values[name]
-        return self._quick(host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape))
+            made = self.placed(local, name)
+        else:
+            placed = self.program.lowered.values[name]
+            host = host_dtensor(local.cpu(), self.mesh, placed.layout, placed.type.shape)
+            made = self._alike_dtensor(host)
+        return made if self.agree is None else agreeing(made, self.agree)
 
     def update_buffers(self, env: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         """Keep what the stage just run has made of its buffers: they are whole on each of its ranks.

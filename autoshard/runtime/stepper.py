@@ -23,6 +23,7 @@ from autoshard.program.program import Program
 from autoshard.runtime.executor import Values
 from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
+from autoshard.runtime.optimizing import local
 from autoshard.runtime.p2p import Channels
 from autoshard.runtime.p2p_memory import MemoryChannels
 from autoshard.runtime.resolve import torch_dtype
@@ -82,7 +83,7 @@ class Stepper:
             run.moves()
             run.finish()
         if module.training:
-            self.runner.steps += self.program.microbatches
+            self.runner.clock.calls += self.program.microbatches
         return run.loss()
 
     @cached_property
@@ -107,8 +108,7 @@ class _StepRun:
         calls = [pytree.tree_leaves(batch) for batch in cut(self.program, leaves)]
         # every call takes pieces of the same tensors, so that looking at those of one is enough
         params, inputs = self.runner.arguments_of(module, calls[0])
-        with torch.no_grad():
-            held = [p.to_local() for p in params]
+        held = [local(p) for p in params]
         places = [int(p.target) for p in self.runner.inputs]
         self.given = [(held, inputs)] + [(held, [call[k] for k in places]) for call in calls[1:]]
         self.envs: dict[int, Values] = {}
@@ -171,7 +171,9 @@ class _StepRun:
                 one = port.target == self.loss_position
                 shape, dtype = self.stepper._describe(port.name)
                 fill = 1.0 / self.program.microbatches if one else 0.0
-                env[port.name] = torch.full(shape, fill, dtype=dtype, device=self.runner.device)
+                tangent = torch.full(shape, fill, dtype=dtype, device=self.runner.device)
+                scale = self.runner.loss_scale
+                env[port.name] = tangent if scale is None else (tangent * scale).to(dtype)
 
     def _after_forward(self, env: Values, action: Action) -> None:
         if action.stage in self.stepper.made.get(self.loss_value, (0,)):

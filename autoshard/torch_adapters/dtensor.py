@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.placement import Layout
 from autoshard.placement import Shard as OurShard
+from autoshard.torch_adapters.blocks import described, refusing
 
 #: how a DTensor lies: mesh, placements, global shape, strides and type
 Spec: TypeAlias = DTensorSpec
@@ -40,9 +41,8 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     """A rank's shard as a DTensor of the global shape; no communication."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, torch_placements(layout), run_check=False, shape=size, stride=stride
-    )
+    placements = refusing(size, mesh, torch_placements(layout))
+    return described(DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride))
 
 
 def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -52,7 +52,7 @@ def host_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: S
         return as_dtensor(local, mesh, layout, shape)
     size = torch.Size(shape)
     meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(mesh, tuple(torch_placements(layout)), tensor_meta=meta)
+    spec = DTensorSpec(mesh, tuple(refusing(size, mesh, torch_placements(layout))), tensor_meta=meta)
     return dtensor_of(local, spec)
 
 
@@ -63,7 +63,7 @@ def spec_of(x: DTensor) -> Spec:
 
 def dtensor_of(local: torch.Tensor, spec: Spec) -> DTensor:
     """A rank's shard as a DTensor that lies as another one of its type: takes a tenth of the time."""
-    return DTensor(local.view_as(local), spec, requires_grad=False)
+    return described(DTensor(local.view_as(local), spec, requires_grad=False))
 
 
 def dtensor_like(other: DTensor, local: torch.Tensor) -> DTensor:

@@ -1,0 +1,239 @@
+"""Shards of several blocks, as torch.distributed.checkpoint must see them.
+
+A strided shard of one mesh axis (the part of a fused query-key-value weight that a rank of tp holds) is
+several blocks of the tensor. torch takes every shard of a DTensor for one block: it would save blocks that
+overlap, and load the wrong elements without an error. What `described` returns tells torch its blocks;
+everything else that lies like that has placements (`refusing`) that raise where torch asks for the one block.
+
+The same local parts make torch's GradScaler right, which asks after infinities only where the first gradient
+is split.
+
+Leans on ``DTensor._local_tensor``, on its ``__create_write_items__``, ``__create_chunk_list__`` and
+``__get_tensor_shard__``, which ask the local tensor first, on ``_StridedShard``, and on
+``torch._C._DisableTorchDispatch``. Tried on torch 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard, _StridedShardOffsetMode
+
+from autoshard.errors import UsageError
+
+_ALL = _StridedShardOffsetMode.ALL
+#: ops whose result is of the same blocks
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "alias", "clone", "_to_copy", "new_empty", "empty_like", "zeros_like")
+)
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class BlockShard(_StridedShard):
+    """A strided shard that is several blocks; torch gets every answer but where "the" block lies."""
+
+    def _local_shard_size_and_offset(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("offset_mode") is _ALL:
+            raise UsageError(
+                "a tensor whose shard is several blocks is saved, loaded or distributed as if it were one",
+                where=repr(self),
+                why="the blocks are known of the parameters of a parallel model, their gradients, what "
+                "optimizers make of them, and copies of these; not of what was distributed since",
+                hint="call set_model_state_dict with full_state_dict=True and without broadcast_from_rank0; "
+                "take an optimizer step before its loaded state is saved",
+            )
+        return super()._local_shard_size_and_offset(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockShard:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return strided, (self.dim, self.split_factor)
+
+
+def strided(dim: int, split_factor: int) -> _StridedShard:
+    """What a file has of a `BlockShard`."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+# as torch does for its own placements
+torch.serialization.add_safe_globals([strided])
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of a tensor that a rank holds: where it begins in the tensor and in the local part, its sizes."""
+
+    offsets: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The view of it in the local part."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            local = local.narrow(dim, start, size)
+        return local
+
+
+def blocks_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Block, ...]:
+    """The blocks of this rank's shard, none if it holds nothing."""
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    return _blocks(tuple(shape), tuple(mesh.shape), tuple(coordinates), tuple(placements))
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks(
+    shape: tuple[int, ...], ways: tuple[int, ...], place: tuple[int, ...], placements: tuple[Any, ...]
+) -> tuple[Block, ...]:
+    runs = []
+    for dim, size in enumerate(shape):
+        index = torch.arange(size)
+        for placed, parts, part in zip(placements, ways, place, strict=True):
+            if isinstance(placed, (Shard, _StridedShard)) and placed.dim == dim:
+                index = _cut(index, placed, parts, part)
+        runs.append(_runs(index.tolist()))
+    boxes = itertools.product(*runs)
+    return tuple(Block(*(tuple(numbers) for numbers in zip(*box, strict=True))) for box in boxes)
+
+
+def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:
+    if isinstance(placed, _StridedShard):
+        _, offsets = _StridedShard(placed.dim, split_factor=placed.split_factor)._local_shard_size_and_offset(
+            len(index), ways, place, offset_mode=_ALL
+        )
+        return index[torch.tensor(offsets, dtype=torch.long)]
+    size, start = placed._local_shard_size_and_offset(len(index), ways, place)
+    return index[start : start + size] if size else index[:0]
+
+
+def _runs(index: list[int]) -> list[tuple[int, int, int]]:
+    """(first of the tensor, first of the part, count) of what follows one another."""
+    found: list[tuple[int, int, int]] = []
+    for place, element in enumerate(index):
+        if found and element == found[-1][0] + found[-1][2]:
+            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        else:
+            found.append((element, place, 1))
+    return found
+
+
+def refusing(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Placement]:
+    """The same placements, which raise where torch would take a shard of several blocks for one."""
+    if not any(isinstance(p, _StridedShard) for p in placements) or mesh.get_coordinate() is None:
+        return list(placements)
+    if len(blocks_of(shape, mesh, placements)) < 2:
+        return list(placements)
+    return [
+        BlockShard(p.dim, split_factor=p.split_factor) if isinstance(p, _StridedShard) else p
+        for p in placements
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a local part is of its tensor.
+
+    agree: makes what a rank has found in gradients, infinities, known to all that have a part of the model;
+    None where torch, which asks the ranks that share the first gradient, does so.
+    """
+
+    whole: torch.Size
+    blocks: tuple[Block, ...]
+    agree: Callable[[torch.Tensor], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self
+
+
+class BlockTensor(torch.Tensor):
+    """The local part of a DTensor that knows what it is a part of.
+
+    Copies and what is made of it element by element know the same, results of other operations are plain.
+    """
+
+    _part: Part
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own class methods are typed as instance methods
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            out = func(*args, **(kwargs or {}))
+        if func in _KEPT or torch.Tag.pointwise in func.tags:
+            source = next((x for x in args if isinstance(x, BlockTensor)), None)
+            alike = source is not None and (func in _KEPT or out.shape == source.shape)
+            if source is not None and alike and type(out) is torch.Tensor:
+                return _with_part(out, source._part)
+        elif func is _UNSCALE:
+            agree = next((x._part.agree for x in args[0] if isinstance(x, BlockTensor)), None)
+            if agree is not None:
+                agree(args[1])
+        return out
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.blocks]
+
+    def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(plain_local(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._part.whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        block = next(b for b in self._part.blocks if torch.Size(b.offsets) == index.offset)
+        return block.of(plain_local(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain_local(self).__reduce_ex__(protocol)
+
+
+def _with_part(local: torch.Tensor, part: Part) -> BlockTensor:
+    made: BlockTensor = torch.Tensor._make_subclass(BlockTensor, local)
+    made._part = part
+    return made
+
+
+def plain_local(local: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor."""
+    with torch._C._DisableTorchDispatch():
+        return local.detach()
+
+
+def described(x: DTensor) -> DTensor:
+    """A DTensor in the same memory that knows its blocks, where `refusing` has found several; else x."""
+    if is_described(x) or not any(isinstance(p, BlockShard) for p in x.placements):
+        return x
+    return _told(x, None)
+
+
+def agreeing(x: DTensor, agree: Callable[[torch.Tensor], None]) -> DTensor:
+    """A gradient in the same memory by which torch's GradScaler finds what `Part` says."""
+    return _told(x, agree)
+
+
+def _told(x: DTensor, agree: Callable[[torch.Tensor], None] | None) -> DTensor:
+    part = Part(x.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
+    return DTensor(_with_part(plain_local(x._local_tensor), part), x._spec, requires_grad=False)
+
+
+def is_described(x: Any) -> TypeGuard[DTensor]:
+    """Whether something is a DTensor that knows its blocks."""
+    return isinstance(x, DTensor) and isinstance(x._local_tensor, BlockTensor)

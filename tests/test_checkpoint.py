@@ -1,0 +1,13 @@
+"""Checkpoints of parallel models on four gloo processes: see `checkpoint_worker`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ranks import HERE, run_ranks
+
+
+def test_checkpoints_of_parallel_models(tmp_path: Path) -> None:
+    output = run_ranks([str(HERE / "checkpoint_worker.py"), str(tmp_path)])
+    print(output)
+    assert output.count(" works") == 4, output[-4000:]
