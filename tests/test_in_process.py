@@ -1,4 +1,4 @@
-"""Lockstep runs the collectives that really run, over ranks of one process: also of uneven and empty tensors."""
+"""Lockstep runs the collectives that really run, over ranks of one process."""
 
 from __future__ import annotations
 

@@ -477,6 +477,8 @@ def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float
         return inf
     if not wanted.numel():
         return 0.0
+    if wanted.is_complex() and found.dtype == wanted.dtype:
+        return _error(torch.view_as_real(found), torch.view_as_real(wanted), scale)
     if not wanted.is_floating_point():
         return 0.0 if torch.equal(found, wanted) else inf
     same = (found == wanted) | (found.isnan() & wanted.isnan())

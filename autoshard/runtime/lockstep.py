@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from autoshard.cluster.mesh import Mesh
+from autoshard.errors import CollectiveError, VerificationError
 from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, sent_bits
 from autoshard.ir.lowered import Part, uses_of
@@ -145,16 +147,32 @@ class Lockstep:
         given = [step.arguments(env, site) for step, env in zip(steps, envs, strict=True)] if measured else []
         if not node.op.startswith("comm."):
             for step, env in zip(steps, envs, strict=True):
-                step.run(env, site)
+                with _refused(node):
+                    step.run(env, site)
             if norm is not None:
                 slot = steps[0].outs[norm[0]]
                 self.rounding.append(of_norm(node, given, [env[slot] for env in envs], segment))
             return
         calls = [partial(step.call, env, site) for step, env in zip(steps, envs, strict=True)]
-        results = self.together.run(node, calls)
+        with _refused(node):
+            results = self.together.run(node, calls)
         for step, env, result in zip(steps, envs, results, strict=True):
             step.store(env, result)
         if given and isinstance(node.args[0], tuple):
             for group in groups_of(self.views, axes_of(node)):
                 exact = exact_message(node, [given[r][0] for r in group])
                 self.rounding += of_message(node, [results[r] for r in group], exact, segment)
+
+
+@contextmanager
+def _refused(node: Node) -> Iterator[None]:
+    """VerificationError for an op that cannot run on what the ranks hold."""
+    try:
+        yield
+    except (RuntimeError, IndexError, ValueError, TypeError, CollectiveError) as error:
+        raise VerificationError(
+            f"{node.op}, which makes {', '.join(node.outs)}, cannot run on the shards that ranks hold",
+            where=node.origin.source or node.origin.fqn,
+            why=f"{type(error).__name__}: {error}",
+            hint="this is a mistake in the program: please report it with its folder",
+        ) from error
