@@ -35,6 +35,7 @@ from autoshard.search.choosing.tactics import Tactic, parse_tactics
 from autoshard.search.plans.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
+from autoshard.torch_adapters.compiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def plan(
     example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
     is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
+    replicate_unknown: whether an op without a rule runs on whole tensors, on every rank.
     rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
     ``"activations,optimizer"`` (see `offload.Offload`).
 
@@ -271,6 +273,7 @@ def parallelize(
     microbatches: int | None = None,
     slices: int | None = None,
     seed: int = 0,
+    replicate_unknown: bool = False,
     rules: Rules = None,
     **passes: Any,
 ) -> Any:
@@ -279,9 +282,9 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`, for the optional passes `compile`. Every rank given the same
-    arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an
-    nn.Module class or a factory.
+    chosen unless given; for slices and replicate_unknown see `plan`, for the optional passes `compile`. Every
+    rank given the same arguments comes to the same plan. As a decorator (``@parallelize(mesh="dp=2,tp=2")``)
+    it wraps an nn.Module class or a factory.
     """
     if model is None:
         return functools.partial(
@@ -295,12 +298,14 @@ def parallelize(
             microbatches=microbatches,
             slices=slices,
             seed=seed,
+            replicate_unknown=replicate_unknown,
             rules=rules,
             **passes,
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
     _check_plain_module(model)
+    model = uncompiled(model)
     emission(**passes)
     options: dict[str, Any] = {
         "cluster": cluster,
@@ -310,6 +315,7 @@ def parallelize(
         "microbatches": microbatches,
         "slices": slices,
         "seed": seed,
+        "replicate_unknown": replicate_unknown,
         "rules": rules,
         "passes": passes,
     }

@@ -26,7 +26,7 @@ from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
 from autoshard.passes.expand_repeats import apart
 from autoshard.passes.import_fx import SEED, Ends, import_joint
-from autoshard.passes.kept_module import Kept
+from autoshard.passes.kept_module import Kept, as_written
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
@@ -54,7 +54,7 @@ def capture(
     """
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
     with ExitStack() as stack:
-        stack.enter_context(Kept.of(model))
+        model = stack.enter_context(as_written(model))
         stack.enter_context(sets_in_order(model))
         stack.enter_context(huggingface.prepared(model, kwargs or {}))
         kept = Kept.of(model)

@@ -14,11 +14,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import UsageError
+from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
+from autoshard.torch_adapters.compiled import uncompiled
 
 
 class _Run(torch.autograd.Function):
@@ -157,9 +159,12 @@ def _shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *rest: 
 def bind(program: Program, module: nn.Module, mesh: DeviceMesh, *, seed: int = 0) -> nn.Module:
     """Make ``module`` run ``program``: its parameters become DTensors, its forward the program.
 
-    The module is changed in place and returned. Raises UsageError if it is not the model the program
+    The module is changed in place and returned; of one that ``torch.compile`` gave, that is the module which
+    was compiled. Raises UsageError if it is not the model the program
     was compiled from, or lies on another kind of device than the mesh.
     """
+    module = uncompiled(module)
+    _check_every_rank_holds(program)
     _check_module(program, module, mesh)
     # parameters made in inference mode could never be trained
     with torch.inference_mode(False):
@@ -179,11 +184,15 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
             setattr(owner, name.rpartition(".")[2], made[target])
         elif target in known:
             # of another stage: this rank neither holds nor trains nor saves it
-            owner._parameters[name.rpartition(".")[2]] = None
+            _leave_shape(owner, owner._parameters, name.rpartition(".")[2])
     for name, buffer in list(module.named_buffers()):
         owner = module.get_submodule(name.rpartition(".")[0])
         kept = name not in runner.updated or runner.holds_buffer(name)
-        owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device) if kept else None
+        if kept:
+            owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device)
+        else:
+            _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
+    module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
     cls = type(module)
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
@@ -191,6 +200,31 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
     mark_shared(module, runner)
     module.register_load_state_dict_pre_hook(_shard_loaded)
     return module
+
+
+def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:
+    """A tensor without values in place of a parameter or a buffer: it is none any more, but code that asks
+    for its shape, as a module that is printed, finds it."""
+    taken = held.pop(name)
+    owner.__dict__[name] = torch.empty_like(taken, device="meta", requires_grad=False)
+
+
+def _check_every_rank_holds(program: Program) -> None:
+    """UsageError, the same on all ranks, if the stages of a pipeline's rank have no parameters."""
+    if program.stages is None:
+        return
+    holders, owner = holders_of(program), program.stages.schedule.owner
+    params = [p for p in program.signature.ports if p.kind == "param"]
+    having = {owner[stage] for p in params for stage in holders[p.name]}
+    idle = sorted(set(owner) - having)
+    if params and idle:
+        ranks = f"rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of pp"
+        raise UsageError(
+            f"{ranks} would hold no parameters",
+            why=f"of the {len(owner)} stages, those there have none: an optimizer would "
+            "get an empty list there, while the other ranks wait",
+            hint="use a mesh with a smaller pp axis, or fewer chunks",
+        )
 
 
 def _check_module(program: Program, module: nn.Module, mesh: DeviceMesh) -> None:
