@@ -37,6 +37,7 @@ from autoshard.search.choosing.tactics import Tactic, parse_tactics
 from autoshard.search.plans.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
+from autoshard.torch_adapters.compiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def plan(
     example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
     is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
     would have picked by hand (see `Planned.settled`).
+    replicate_unknown: whether an op without a rule runs on whole tensors, on every rank.
     rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
     ``"activations,optimizer"`` (see `offload.Offload`). differentiate: ``"auto"`` for the gradients of the
     one loss that a model returns, ``"all"`` for those of all its outputs (see `passes.capture`).
@@ -277,6 +279,7 @@ def parallelize(
     differentiate: Differentiate = "auto",
     local_batch: bool = False,
     seed: int = 0,
+    replicate_unknown: bool = False,
     rules: Rules = None,
     **passes: Any,
 ) -> Any:
@@ -285,10 +288,10 @@ def parallelize(
     With example inputs the program is made at once, without them at the first call, whose arguments
     then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
     trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices see `plan`, for the optional passes `compile`. Every rank given the same
-    arguments comes to the same plan. For a loss on other outputs than the one that the model returns, a
-    program for the gradients of all outputs is compiled at the first such backward, or at once with
-    ``differentiate="all"``. All ranks give the same global batch, or each its own part of it; with
+    chosen unless given; for slices and replicate_unknown see `plan`, for the optional passes `compile`. Every
+    rank given the same arguments comes to the same plan. For a loss on other outputs than the one that the
+    model returns, a program for the gradients of all outputs is compiled at the first such backward, or at
+    once with ``differentiate="all"``. All ranks give the same global batch, or each its own part of it; with
     ``local_batch=True`` example inputs and calls have a batch of the rank's own, as under DDP, and the loss
     is that of all of them. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or
     a factory.
@@ -307,12 +310,14 @@ def parallelize(
             differentiate=differentiate,
             local_batch=local_batch,
             seed=seed,
+            replicate_unknown=replicate_unknown,
             rules=rules,
             **passes,
         )
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
     _check_plain_module(model)
+    model = uncompiled(model)
     emission(**passes)
     options: dict[str, Any] = {
         "cluster": cluster,
@@ -324,6 +329,7 @@ def parallelize(
         "differentiate": differentiate,
         "local_batch": local_batch,
         "seed": seed,
+        "replicate_unknown": replicate_unknown,
         "rules": rules,
         "passes": passes,
     }
@@ -389,15 +395,20 @@ def _parallelize_now(
 
 
 def storage_pins(program: Program) -> tuple[str, ...]:
-    """Pins that keep the parameters of a program where they are; repeated layers are pinned together."""
+    """Pins that keep parameters of a program where they are; layers that lie alike are pinned together."""
     axes = Mesh.parse(program.mesh).names
-    pins = {}
+    pins: dict[str, dict[str, str]] = {}
     for port in program.signature.ports:
         if port.kind == "param":
             glob = re.sub(r"(?<=\.)\d+(?=\.)", "*", port.target)
             layout = program.lowered.values[port.name].layout
-            pins[glob] = ",".join(f"{axis}:{placed}" for axis, placed in zip(axes, layout, strict=True))
-    return tuple(f"{glob}={placed}" for glob, placed in pins.items())
+            placed = ",".join(f"{axis}:{p}" for axis, p in zip(axes, layout, strict=True))
+            pins.setdefault(glob, {})[port.target] = placed
+    found: list[str] = []
+    for glob, named in pins.items():
+        one = len(set(named.values())) == 1
+        found += [f"{glob}={next(iter(named.values()))}"] if one else [f"{n}={p}" for n, p in named.items()]
+    return tuple(found)
 
 
 def _decorate(target: Any, **options: Any) -> Any:

@@ -30,7 +30,7 @@ from autoshard.passes.capture_order import sets_in_order
 from autoshard.passes.capture_trace import NeedsValuesError, trace
 from autoshard.passes.expand_repeats import apart
 from autoshard.passes.import_fx import SEED, Ends, import_joint
-from autoshard.passes.kept_module import Kept
+from autoshard.passes.kept_module import Kept, as_written
 from autoshard.passes.repeats import NotApart, NotRepeated, Repeats, find_groups
 from autoshard.torch_adapters import tracing
 from autoshard.torch_adapters.absent import AbsentUsedError
@@ -57,9 +57,9 @@ def capture(
     Raises CaptureError, with the line of the model's code, where Python needs the value of a tensor.
     """
     inputs = inputs_of(tuple(args), dict(kwargs or {}))
-    code = CodeReads.of(model)
     with ExitStack() as stack:
-        stack.enter_context(Kept.of(model))
+        model = stack.enter_context(as_written(model))
+        code = CodeReads.of(model)
         stack.enter_context(outer_hooks_apart(model))
         stack.enter_context(sets_in_order(model))
         replaced = stack.enter_context(huggingface.prepared(model, kwargs or {}))

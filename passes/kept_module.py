@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from autoshard.torch_adapters.compiled import eagerly, uncompiled
 
 #: a dict, and what it held
 _Before = tuple[dict[str, Any], dict[str, Any]]
@@ -41,3 +45,10 @@ class Kept:
             if now or before:  # most are hooks, of which there are none
                 now.clear()
                 now.update(before)
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[nn.Module]:
+    """The model for a while without what ``torch.compile`` wrapped around it and its modules."""
+    with Kept.of(model), eagerly():
+        yield uncompiled(model)

@@ -449,10 +449,60 @@ def _matrices(m: Make) -> Iterator[Sample]:
     yield Sample("aten.linalg_solve_triangular.default", (square, m.real(4, 5, 6)), {"upper": False})
     args = (square[:1], m.real(4, 6, 5))
     yield Sample("aten.linalg_solve_triangular.default", args, {"upper": False, "left": False})
+    yield from _linear_algebra(m)
     a, b = m.real(4, 5, 3), m.real(4, 6, 3)
     far = torch.ops.aten._cdist_forward(a, b, 2.0, None)
     yield Sample("aten._cdist_forward.default", (a, b, 2.0, None))
     yield Sample("aten._cdist_backward.default", (m.real(4, 5, 6), a, b, 2.0, far))
+
+
+def _linear_algebra(m: Make) -> Iterator[Sample]:
+    """Matrices of several dims before their rows, with what a gradient needs."""
+    aten = torch.ops.aten
+    a = m.real(4, 6, 3, 3) + 4 * torch.eye(3, dtype=f64)
+    spd = a @ a.mT
+    low = torch.linalg.cholesky(spd)
+    tall = m.real(4, 6, 5, 3)
+    for name in ("cholesky_ex", "matrix_exp", "qr", "lu", "lu_factor_ex"):
+        yield Sample(f"aten.linalg_{name}.default", (spd,))
+    for name in ("linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_lu"):
+        yield Sample(f"aten.{name}.default", (a,))
+    yield Sample("aten.linalg_eig.default", (a.to(torch.complex128),), shapes_only=True)
+    yield Sample("aten._linalg_eigvals.default", (spd,), shapes_only=True)
+    for vectors in (True, False):
+        yield Sample("aten._linalg_eigh.default", (spd, "L", vectors))
+        yield Sample("aten._linalg_svd.default", (tall, False, vectors))
+    yield Sample("aten.linalg_qr.default", (tall, "r"))
+    yield Sample("aten.linalg_qr.default", (tall, "complete"))
+    yield Sample("aten.linalg_householder_product.default", (tall, m.real(4, 6, 3)))
+    vectors = m.real(4, 6, 3)
+    for b in (vectors, vectors[..., None], m.real(4, 6, 3, 2), m.real(1, 6, 3, 2)):
+        yield Sample("aten._linalg_solve_ex.default", (a, b))
+    yield Sample("aten._linalg_solve_ex.default", (a[0, 0], m.real(4, 6, 3, 2)))
+    yield Sample("aten._linalg_solve_ex.default", (a, m.real(4, 6, 3, 3)), {"left": False})
+    yield Sample("aten._linalg_solve_ex.default", (a[:, :1], m.real(6, 3, 2)))
+    factors, pivots, _ = aten.linalg_lu_factor_ex.default(a)
+    yield Sample("aten.linalg_lu_solve.default", (factors, pivots, m.real(4, 6, 3, 2)))
+    yield Sample("aten.lu_unpack.default", (factors, pivots))
+    yield Sample("aten.cholesky_solve.default", (m.real(4, 6, 3, 2), low))
+    yield Sample("aten.cholesky_inverse.default", (low,))
+    yield Sample("aten.triangular_solve.default", (m.real(4, 6, 3, 2), a))
+    zero = torch.tensor(0.0, dtype=f64)
+    yield Sample("aten.linalg_pinv.atol_rtol_tensor", (tall,), {"atol": zero, "rtol": zero})
+    yield Sample("aten.linalg_pinv.atol_rtol_tensor", (spd,))
+    yield Sample("aten.linalg_cross.default", (m.real(4, 3, 5), m.real(1, 3, 5)), {"dim": 1})
+    yield Sample("aten.linalg_cross.default", (m.real(4, 3), m.real(4, 3)))
+    yield Sample("aten.diag_embed.default", (m.real(4, 6, 5),))
+    yield Sample("aten.diag_embed.default", (m.real(4, 6, 5), 1, 0, 2))
+    yield Sample("aten.diagonal_scatter.default", (m.real(4, 6, 5), m.real(4, 5), 0, 1, 2))
+    yield Sample("aten.diagonal_scatter.default", (m.real(6, 6), m.real(5), 1))
+    yield Sample("aten.trace.default", (m.real(6, 6),))
+    yield Sample("aten.vdot.default", (m.complex(8), m.complex(8)))
+    yield Sample("aten.unsafe_split.Tensor", (m.real(8, 6), 2, 1))
+    for name in ("median.default", "nanmedian.default", "mode.default", "count_nonzero.default"):
+        yield Sample(f"aten.{name}", (m.ints(3, 5, 7),))
+    yield Sample("aten.nanmedian.dim", (m.real(5, 7), 1))
+    yield Sample("aten.count_nonzero.default", (m.ints(3, 5, 7), -1))
 
 
 def _embeddings(m: Make) -> Iterator[Sample]:
@@ -551,6 +601,17 @@ def _indexing(m: Make) -> Iterator[Sample]:
                 put = torch.randn_like(torch.ops.aten.index.Tensor(x, unique))
                 yield Sample(f"aten.{name}.default", (x, unique, put))
         yield Sample(f"aten.{name}.default", (x, [None, m.ints(5, 3)], m.real(1, 6), True))
+        for added in (False, True):
+            masks = ([m.bools(4, 5, 6)], [m.bools(4, 5)], [None, m.bools(5, 6)], [None, m.bools(5), None])
+            for mask in masks:
+                for value in (m.real(), m.real(1), torch.ones(1, 1, dtype=f64)):
+                    if value.dim() < 2 or mask[0] is None:
+                        yield Sample(f"aten.{name}.default", (x, mask, value, added))
+            yield Sample(f"aten.{name}.default", (x, [m.bools(4)], m.real(5, 6), added))
+            yield Sample(f"aten.{name}.default", (x, [None, m.bools(5)], m.real(4, 1, 6), added))
+            kept = torch.tensor([True, False, True, True, False])
+            yield Sample(f"aten.{name}.default", (x, [None, kept], m.real(4, 3, 6), added))
+            yield Sample(f"aten.{name}.default", (x, [None, kept, m.ints(6, 3)], m.real(), added))
         yield Sample(f"aten.{name}.default", (x, [m.ints(4, 3)], torch.tensor(1.5, dtype=f64), True))
     yield Sample("aten.index_select.default", (x, 1, m.ints(5, 7)))
     yield Sample("aten.index_select.default", (x, -1, torch.tensor(2)))

@@ -21,10 +21,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.0), nn.Linear(16, 8)
+        self.more = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
         self.scale = 0.5
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        y = self.down(self.drop(torch.tanh(self.up(x))))
+        y = self.more(self.down(self.drop(torch.tanh(self.up(x)))))
         return {"loss": y.pow(2).mean() * self.scale, "logits": y}
 
 

@@ -25,6 +25,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Port
 from autoshard.ir.comm import sent_bits
+from autoshard.passes.kept_module import as_written
 from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.program import Program
 from autoshard.runtime.microbatch import calls_of
@@ -152,7 +153,20 @@ def verify(
     Raises UsageError if the model is not the program's, VerificationError if replicas of a value differ
     from rank to rank. A result that is out of tolerance is reported, not raised.
     """
-    say = progress or (lambda _: None)
+    with as_written(model) as plain:
+        return _verified(program, plain, args, kwargs, steps, one_rank, seed, progress or (lambda _: None))
+
+
+def _verified(
+    program: Program,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    steps: int,
+    one_rank: Program | None,
+    seed: int,
+    say: Callable[[str], None],
+) -> Verification:
     _check_model(program, model)
     if has_dropout(program) and one_rank is None:
         raise UsageError("the program has dropout", hint="compare it with a program for one rank")
@@ -477,6 +491,8 @@ def _error(found: torch.Tensor | None, wanted: torch.Tensor | None, scale: float
         return inf
     if not wanted.numel():
         return 0.0
+    if wanted.is_complex() and found.dtype == wanted.dtype:
+        return _error(torch.view_as_real(found), torch.view_as_real(wanted), scale)
     if not wanted.is_floating_point():
         return 0.0 if torch.equal(found, wanted) else inf
     same = (found == wanted) | (found.isnan() & wanted.isnan())

@@ -10,6 +10,9 @@ from autoshard.ir import Arg, Node, Ref, TensorType
 from autoshard.rules.core import Builder, Dim, Dims, Factored, Localizer, RuleFn, opaque
 from autoshard.rules.local import LocalCall
 
+#: element types of indices that say of each element whether it is meant
+_MASKS = ("bool", "u8")
+
 
 def _aligned(shape: Sequence[int], common: Sequence[Dim], sizes: Sequence[int]) -> Dims:
     lead = len(common) - len(shape)
@@ -49,6 +52,8 @@ def index_put(node: Node, ins: Sequence[TensorType]) -> Factored:
 
     If values are added, the dims of the index tensors may be split too: every rank adds what it has.
     """
+    if any(t.dtype in _MASKS for t in ins[1:-1]):
+        return _mask_put(node, ins)
     build = Builder()
     x, shape, indices, fixed = _layout(ins[0].shape, node.args[1], ins[1:-1], build)
     where = {f for dims in indices for d in dims for f in d}
@@ -57,9 +62,35 @@ def index_put(node: Node, ins: Sequence[TensorType]) -> Factored:
     accumulate = bool(node.arg(3, "accumulate", False))
     linear = ((0, len(ins) - 1),) if accumulate and ins[0].is_float else ()
     dims = (x, *indices, values)
-    if accumulate and all(t.dtype != "bool" for t in ins):
+    if accumulate and ins[0].dtype != "bool":
         return _added(tuple(build.sizes), dims, frozenset(fixed), where, linear, _local_index_add)
     return Factored(tuple(build.sizes), dims, (x,), frozenset(fixed | where), linear=linear)
+
+
+def _mask_put(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """x with values put (or added) where a mask is true, which has as many dims of x as it has itself.
+
+    If all elements of the mask get the same value, its dims may be split like those of x.
+    """
+    given, places = iter(ins[1:-1]), list[tuple[int, TensorType]]()
+    at = 0
+    for i in node.args[1]:
+        type_ = next(given) if isinstance(i, Ref) else None
+        if type_ is not None:
+            places.append((at, type_))
+        at += len(type_.shape) if type_ is not None and type_.dtype in _MASKS else 1
+    (at, mask), values = places[0], ins[-1]
+    after = len(ins[0].shape) - at - len(mask.shape)
+    alike = len(values.shape) <= after or values.shape[len(values.shape) - after - 1] == 1
+    if len(places) > 1 or not alike:
+        return opaque(ins, node.types)
+    build = Builder()
+    x = build.dims(ins[0].shape)
+    laid = (*x[:at], (), *x[len(x) - after :])  # of what is put, with one element for the mask
+    sizes = (*ins[0].shape[:at], 1, *ins[0].shape[len(x) - after :])
+    dims = (x, x[at : len(x) - after], _aligned(values.shape, laid, sizes))
+    linear = ((0, 2),) if node.arg(3, "accumulate", False) and ins[0].is_float else ()
+    return Factored(tuple(build.sizes), dims, (x,), linear=linear)
 
 
 def _added(

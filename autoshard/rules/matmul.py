@@ -178,6 +178,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.baddbmm.default": addmm,
         "aten.mv.default": mv,
         "aten.dot.default": dot,
+        "aten.vdot.default": dot,
         "aten.convolution.default": convolution,
         "aten.convolution_backward.default": convolution_backward,
     }

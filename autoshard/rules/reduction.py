@@ -65,6 +65,12 @@ def counted(node: Node, ins: Sequence[TensorType]) -> Factored:
     return replace(sum_(node, ins), linear=())
 
 
+def counted_over(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The same over one dim, or over all of them."""
+    dim, rank = node.arg(1, "dim", None), len(ins[0].shape)
+    return replace(_over(node, ins, range(rank) if dim is None else (dim % rank,), "sum"), linear=())
+
+
 def _whole_dims(position: int, default: int | None = None) -> RuleFn:
     """Rule of a reduction that needs the dims named by an argument whole."""
 
@@ -125,6 +131,11 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.var_mean.correction": whole_reduction,
         "aten.std_mean.correction": whole_reduction,
         "aten.median.dim": whole_reduction,
+        "aten.nanmedian.dim": whole_reduction,
+        "aten.median.default": whole_all,
+        "aten.nanmedian.default": whole_all,
+        "aten.mode.default": _whole_dims(1, -1),
+        "aten.trace.default": whole_all,
         "aten.kthvalue.default": _whole_dims(2, -1),
         "aten.linalg_vector_norm.default": _whole_dims(2),
         "aten.norm.ScalarOpt_dim": _whole_dims(2),
@@ -135,6 +146,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.aminmax.default": _whole_dims(1),
         "aten.nansum.default": counted,
         "aten.count_nonzero.dim_IntList": counted,
+        "aten.count_nonzero.default": counted_over,
         "aten._softmax.default": _along(1),
         "aten._log_softmax.default": _along(1),
         "aten._safe_softmax.default": _along(1),

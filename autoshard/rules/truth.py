@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from autoshard.rules.core import Factored
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.rules.states import Digit, OpState, op_states
 from autoshard.rules.user import UserRule
-from autoshard.runtime.lockstep import COLLECTIVES
+from autoshard.runtime.in_process import Together
 from autoshard.runtime.parts import reduce_parts, shard_tensor
 from autoshard.runtime.resolve import RankView, find_op
 from autoshard.runtime.steps import PreparedSegment
@@ -197,19 +198,14 @@ def _run_rank(graph: Graph, view: RankView, parts: list[torch.Tensor], told: str
 def _exchanged(
     node: Node, names: Sequence[str], shards: Sequence[Sequence[torch.Tensor]], views: Sequence[RankView]
 ) -> list[tuple[Any, ...]]:
-    """The outputs of all ranks of an op that exchanges rows over one axis, by its definition."""
-    run = COLLECTIVES[node.op.split(".")[1]]
-    axis = views[0].names.index(str(node.args[1]))
+    """The outputs of all ranks of an op that exchanges rows over one axis."""
+    together = Together(views)
     inputs = [[shards[names.index(r)][k] for r in refs_of(node)] for k in range(len(views))]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, view in enumerate(views):
-        groups.setdefault((*view.coords[:axis], *view.coords[axis + 1 :]), []).append(rank)
-    results: list[tuple[Any, ...]] = [()] * len(views)
-    for ranks in groups.values():
-        outs = run(node, [views[r] for r in ranks], [inputs[r] for r in ranks])
-        for rank, out in zip(ranks, outs, strict=True):
-            results[rank] = (out,)
-    return results
+    calls = [
+        partial(ranks.of("", node, view), xs, *node.args[1:], **dict(node.kwargs))
+        for ranks, view, xs in zip(together.ranks, views, inputs, strict=True)
+    ]
+    return [(out,) for out in together.run(node, calls)]
 
 
 def _check_output(

@@ -406,6 +406,22 @@ def diagonal_backward(node: Node, ins: Sequence[TensorType]) -> Factored:
     return Factored(sizes, (line,), (whole,), fixed, linear=_linear(ins), local=shape_arg(1))
 
 
+def diagonal_scatter(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A tensor with other values on the diagonal of two dims, which stay whole."""
+    raw = (node.arg(3, "dim1", 0), node.arg(4, "dim2", 1))
+    sizes, whole, line, fixed = _diagonal(ins[0].shape, ins[1].shape[-1], raw)
+    return Factored(sizes, (whole, line), (whole,), fixed, linear=((0, 1),) if ins[0].is_float else ())
+
+
+def diag_embed(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """The last dim as the diagonal of two new ones, which stay whole."""
+    out = node.types[0]
+    assert out is not None
+    raw = (node.arg(2, "dim1", -2), node.arg(3, "dim2", -1))
+    sizes, whole, line, fixed = _diagonal(out.shape, ins[0].shape[-1], raw)
+    return Factored(sizes, (line,), (whole,), fixed, linear=_linear(ins))
+
+
 def _diagonal(
     shape: Sequence[int], length: int, raw: Sequence[int]
 ) -> tuple[tuple[int, ...], Dims, Dims, frozenset[int]]:
@@ -470,6 +486,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.select.int": select,
         "aten.select_backward.default": select_backward,
         "aten.split.Tensor": split,
+        "aten.unsafe_split.Tensor": split,
         "aten.split_with_sizes.default": split,
         "aten.unbind.int": unbind,
         "aten.cat.default": cat,
@@ -483,6 +500,8 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
         "aten.unfold_backward.default": unfold_backward,
         "aten.diagonal.default": diagonal,
         "aten.diagonal_backward.default": diagonal_backward,
+        "aten.diagonal_scatter.default": diagonal_scatter,
+        "aten.diag_embed.default": diag_embed,
         "aten.view_as_complex.default": view_as_complex,
         "aten.view_as_real.default": view_as_real,
     }

@@ -17,11 +17,10 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
-from autoshard.placement import chunk
 from autoshard.runtime import exchange, rings, symmetric
 from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
 from autoshard.runtime.guard import collective
-from autoshard.runtime.parts import join_parts, part_in_blocks, take_part
+from autoshard.runtime.parts import join_parts, part_in_blocks, part_shapes, take_part
 from autoshard.runtime.pending import Issue, Message, as_it_is
 from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
@@ -105,7 +104,9 @@ class GroupCollectives:
     def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
         own, over = x.contiguous(), self.over[axis]
         if op == "lse":
-            return Message(over.gather(own), lambda got: merge_stats(got.chunk(over.ways)))
+            return Message(
+                over.gather(own), lambda got: merge_stats(got.view(over.ways, *own.shape).unbind())
+            )
         return Message(*over.all_reduce(own, op))
 
     def all_gather(
@@ -120,7 +121,7 @@ class GroupCollectives:
     ) -> Message:
         ways = view.size_of(axis)
         if size is not None:
-            shapes = _part_shapes(x.shape, dim, size, ways, outer, inner)
+            shapes = part_shapes(x.shape, dim, size, ways, outer, inner)
             sent = _padded(x, shapes).reshape(-1)
 
             def join(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -155,7 +156,7 @@ class GroupCollectives:
             arriving, own = self.over[axis].scatter(sent)
             return Message(arriving, own)
         parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
-        shapes = _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
+        shapes = part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
         shape = shapes[view.coord_of(axis)]
         sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
@@ -174,10 +175,10 @@ class GroupCollectives:
         ways = view.size_of(axis)
         parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
         sent = _together(self.over[axis], parts)
-        shape = _part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
+        shape = part_shapes(x.shape, split_dim, x.shape[split_dim], ways, split_outer, 1)[0]
 
         def join(got: torch.Tensor) -> torch.Tensor:
-            return join_parts([g.view(shape) for g in got.chunk(ways)], concat_dim, concat_outer)
+            return join_parts(got.view(ways, *shape).unbind(), concat_dim, concat_outer)
 
         return Message(self.over[axis].all_to_all(sent), join)
 
@@ -251,7 +252,7 @@ class GroupCollectives:
         """Several reduce-scatters over one axis as one message."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
         shapes = [
-            _part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
+            part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
             for x, (dim, outer, inner, _) in zip(xs, wheres, strict=True)
         ]
         if in_one_kernel(xs, wheres):
@@ -314,7 +315,8 @@ class GroupCollectives:
 
         def join(got: torch.Tensor) -> list[torch.Tensor]:
             # the last axis came last, and so stands first
-            wires = got.view(*reversed(sizes), -1).permute(*reversed(range(len(sizes))), -1).reshape(ways, -1)
+            wires = got.view(*reversed(sizes), how.nbytes).permute(*reversed(range(len(sizes))), -1)
+            wires = wires.reshape(ways, how.nbytes)
             return [
                 joined(rows, parts, dim, outer)
                 for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
@@ -338,7 +340,7 @@ class GroupCollectives:
         how = Packing.of([prod(shape)], (BITS,), group, dtype)
 
         def join(got: torch.Tensor) -> torch.Tensor:
-            (rows,) = unpack(got.view(ways, -1), how)
+            (rows,) = unpack(got.view(ways, how.nbytes), how)
             return joined(rows, [shape] * ways, dim, outer)
 
         return Message(self.over[axis].gather(wire), join)
@@ -363,7 +365,7 @@ class GroupCollectives:
         sent = pack([[row[k] for row in parts] for k in range(ways)], how).view(-1)
 
         def add(got: torch.Tensor) -> list[torch.Tensor]:
-            flat = sums(got.view(ways, -1), how)
+            flat = sums(got.view(ways, how.nbytes), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
         return Message(self.over[axis].all_to_all(sent), add)
@@ -384,15 +386,7 @@ class GroupCollectives:
 
 def _where_shapes(shape: Sequence[int], where: Where, ways: int) -> list[tuple[int, ...]]:
     dim, outer, inner, size = where
-    return _part_shapes(shape, dim, shape[dim] * ways if size is None else size, ways, outer, inner)
-
-
-def _part_shapes(
-    shape: Sequence[int], dim: int, size: int, ways: int, outer: int, inner: int
-) -> list[tuple[int, ...]]:
-    middle = size // (outer * inner)
-    lengths = [outer * chunk(middle, ways, k)[1] * inner for k in range(ways)]
-    return [(*shape[:dim], n, *shape[dim + 1 :]) for n in lengths]
+    return part_shapes(shape, dim, shape[dim] * ways if size is None else size, ways, outer, inner)
 
 
 def _together(over: Transport, xs: Sequence[torch.Tensor]) -> torch.Tensor:

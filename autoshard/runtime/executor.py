@@ -19,8 +19,8 @@ from autoshard.program.program import Program
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
-from autoshard.runtime.resolve import RankView, find_op
-from autoshard.runtime.steps import PreparedSegment, Step
+from autoshard.runtime.resolve import RankView
+from autoshard.runtime.steps import PreparedSegment, Step, function_of
 from autoshard.runtime.transport import Transport
 from autoshard.runtime.watch import Watch
 
@@ -121,13 +121,9 @@ class RankProgram:
         assert isinstance(item, Node)
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
-        step = Step(item, self.view, slots, self._function(item))
+        fn = function_of(item, self.view, partial(self._bound, ""), self.device)
+        step = Step(item, self.view, slots, fn)
         return _Item(uses, item.outs, step, 0, dead, counted)
-
-    def _function(self, node: Node) -> Any:
-        if node.op.startswith(("comm.", "host.")):
-            return self._bound("", node, self.view)
-        return find_op(node.op)
 
     def _bound(self, segment: str, node: Node, view: RankView) -> Any:
         """What runs a ``comm`` or ``host`` node."""

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import UsageError
+from autoshard.passes.kept_module import Kept
+from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.runtime.agreement import Built, check_first_call
 from autoshard.runtime.call_guard import CallGuard, Captured, plain_state
@@ -30,6 +32,7 @@ from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
+from autoshard.torch_adapters.compiled import uncompiled
 from autoshard.torch_adapters.hooks import (
     BACKWARD_TABLES,
     FORWARD_TABLES,
@@ -292,13 +295,16 @@ def bind(
 ) -> nn.Module:
     """Make ``module`` run ``program``: its parameters become DTensors, its forward the program.
 
-    The module is changed in place and returned. captured: what the capture of the program took for granted;
-    without it (a program that was stored) the model's plain attributes must stay as they are. local_batch:
-    whether every rank calls with a batch of its own, of which the global one is made.
+    The module is changed in place and returned; of one that ``torch.compile`` gave, that is the module which
+    was compiled. captured: what the capture of the program took for granted; without it (a program that was
+    stored) the model's plain attributes must stay as they are. local_batch: whether every rank calls with a
+    batch of its own, of which the global one is made.
 
     Raises UsageError if it is not the model the program was compiled from, or lies on another kind of device
     than the mesh.
     """
+    module = uncompiled(module)
+    _check_every_rank_holds(program)
     _check_module(program, module, mesh)
     # parameters made in inference mode could never be trained
     with torch.inference_mode(False):
@@ -330,11 +336,15 @@ def _bind(
             setattr(owner, name.rpartition(".")[2], made[target])
         elif target in known:
             # of another stage: this rank neither holds nor trains nor saves it
-            owner._parameters[name.rpartition(".")[2]] = None
+            _leave_shape(owner, owner._parameters, name.rpartition(".")[2])
     for name, buffer in list(module.named_buffers()):
         owner = module.get_submodule(name.rpartition(".")[0])
         kept = name not in runner.updated or runner.holds_buffer(name)
-        owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device) if kept else None
+        if kept:
+            owner._buffers[name.rpartition(".")[2]] = buffer.to(runner.device)
+        else:
+            _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
+    module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
     cls = type(module)
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
@@ -352,44 +362,58 @@ def _bind(
 
 @contextmanager
 def as_built(module: nn.Module) -> Iterator[nn.Module]:
-    """A parallel module as the user built it, for a capture: of its own class, parameters without data."""
+    """A parallel module as the user built it, for a capture: of its own class, tensors without data."""
     assert isinstance(module, ParallelModule)
-    tables: list[tuple[Any, dict[str, Any]]] = [
-        (table, dict(table)) for m in module.modules() for table in (m._parameters, m._buffers)
-    ]
     kind, signature = type(module), module._autoshard.program.signature
-    types = {p.target: p.type for p in signature.ports if p.kind in ("param", "buffer")}
-    aliases = dict(signature.tied)
-    made: dict[str, torch.Tensor] = {}
-
-    def empty(name: str, is_parameter: bool) -> torch.Tensor:
-        if name not in made:
-            x = torch.empty(types[name].shape, dtype=torch_dtype(types[name].dtype), device="meta")
-            trained = name not in signature.frozen and x.is_floating_point()
-            made[name] = nn.Parameter(x, requires_grad=trained) if is_parameter else x
-        return made[name]
-
-    try:
+    with Kept.of(module):
         module.__class__ = kind.__mro__[2]
-        for name, each in module.named_modules(remove_duplicate=False):
-            for table in (each._parameters, each._buffers):
-                for key in table:
-                    full = f"{name}.{key}".lstrip(".")
-                    full = aliases.get(full, full)
-                    if full in types:
-                        table[key] = empty(full, table is each._parameters)
-        yield module
-    finally:
-        module.__class__ = kind
-        for now, before in tables:
-            now.clear()
-            now.update(before)
+        made: dict[str, torch.Tensor] = {}
+        for port in signature.ports:
+            if port.kind in ("param", "buffer"):
+                x = torch.empty(port.type.shape, dtype=torch_dtype(port.type.dtype), device="meta")
+                trained = port.target not in signature.frozen and x.is_floating_point()
+                made[port.target] = nn.Parameter(x, requires_grad=trained) if port.kind == "param" else x
+        for name, target in [*((n, n) for n in made), *signature.tied]:
+            path, _, key = name.rpartition(".")
+            owner, x = module.get_submodule(path), made[target]
+            owner.__dict__.pop(key, None)  # the shape of what another stage holds
+            table: dict[str, Any] = owner._parameters if isinstance(x, nn.Parameter) else owner._buffers
+            table[key] = x
+        try:
+            yield module
+        finally:
+            module.__class__ = kind
 
 
 def _same_graph(captured: Captured, module: nn.Module) -> bool:
     """Whether a parallel module, as it is now, would be captured as the graph that its program is of."""
     with as_built(module):
         return captured.same_graph(module)
+
+
+def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:
+    """A tensor without values in place of a parameter or a buffer: it is none any more, but code that asks
+    for its shape, as a module that is printed, finds it."""
+    taken = held.pop(name)
+    owner.__dict__[name] = torch.empty_like(taken, device="meta", requires_grad=False)
+
+
+def _check_every_rank_holds(program: Program) -> None:
+    """UsageError, the same on all ranks, if the stages of a pipeline's rank have no parameters."""
+    if program.stages is None:
+        return
+    holders, owner = holders_of(program), program.stages.schedule.owner
+    params = [p for p in program.signature.ports if p.kind == "param"]
+    having = {owner[stage] for p in params for stage in holders[p.name]}
+    idle = sorted(set(owner) - having)
+    if params and idle:
+        ranks = f"rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of pp"
+        raise UsageError(
+            f"{ranks} would hold no parameters",
+            why=f"of the {len(owner)} stages, those there have none: an optimizer would "
+            "get an empty list there, while the other ranks wait",
+            hint="use a mesh with a smaller pp axis, or fewer chunks",
+        )
 
 
 def _check_module(program: Program, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from autoshard.cost.wire import FEW
 from autoshard.runtime.pending import Finish, as_it_is, wait
-from autoshard.runtime.transport import Arrival, Join, sum_of
+from autoshard.runtime.transport import Arrival, Join, reduced, sum_of
 from autoshard.torch_adapters.groups import group_named
 
 _FUNCTIONAL = torch.ops._c10d_functional
@@ -50,7 +50,7 @@ class Network:
 
     def gather_rows(self, x: torch.Tensor, join: Join) -> Callable[[], Any]:
         arriving = self.gather(x)
-        return lambda: join(arriving().view(self.ways, -1).unbind())
+        return lambda: join(arriving().view(self.ways, x.numel()).unbind())
 
     def scatter(self, x: torch.Tensor) -> tuple[Arrival, Finish]:
         """On the CPU the parts are exchanged and added up here, in the order of the ranks: gloo's own
@@ -60,17 +60,17 @@ class Network:
             return partial(_given, given, x), as_it_is
         shape = (x.shape[0] // self.ways, *x.shape[1:])
         if x.nbytes > FEW:
-            rank, parts = self.rank, x.view(self.ways, -1)
+            rank, parts = self.rank, x.view(self.ways, x.numel() // self.ways)
             got = torch.empty((self.ways - 1, parts.shape[1]), dtype=x.dtype)
             rows = [*got[:rank], parts[rank], *got[rank:]]
             arriving = partial(_when, self._exchange(list(parts), rows), got)
             return arriving, lambda _: sum_of(rows).view(shape)
-        return self.all_to_all(x.view(-1)), lambda got: got.view(self.ways, -1).sum(0).view(shape)
+        return self.all_to_all(x.view(-1)), lambda got: reduced(got.view(self.ways, *shape).unbind(), "sum")
 
     def all_reduce(self, x: torch.Tensor, op: str, own: bool = False) -> tuple[Arrival, Finish]:
         if x.device.type == "cpu" and op == "sum" and self.ways * x.nbytes <= _TINY:
             arriving = self.all_to_all(x.view(-1).repeat(self.ways))
-            return arriving, lambda got: got.view(self.ways, *x.shape).sum(0)
+            return arriving, lambda got: reduced(got.view(self.ways, *x.shape).unbind(), op)
         start = _FUNCTIONAL.all_reduce_ if own else _FUNCTIONAL.all_reduce
         return partial(_given, start(x, op, self.name), x), as_it_is
 

@@ -11,14 +11,14 @@ import torch
 
 from autoshard.kernels.vocab_ce import merge_stats
 from autoshard.placement import Layout, Shard, chunk, local_outer
+from autoshard.runtime.transport import reduced
 
 
 def take_part(
     x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
 ) -> torch.Tensor:
     """Part ``index`` of ``ways`` of a dim; a view where the memory allows it."""
-    part = part_in_blocks(x, dim, ways, index, outer, inner)
-    return part if outer == 1 else part.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return _side_by_side(part_in_blocks(x, dim, ways, index, outer, inner), dim, outer)
 
 
 def part_in_blocks(
@@ -26,21 +26,28 @@ def part_in_blocks(
 ) -> torch.Tensor:
     """The same elements in the same order, with a dim for ``outer`` if it is not 1: a view of what is
     contiguous."""
-    middle = x.shape[dim] // (outer * inner)
-    start, size = chunk(middle, ways, index)
-    if outer == 1:
-        return x.narrow(dim, start * inner, size * inner)
-    apart = x.reshape(*x.shape[:dim], outer, middle * inner, *x.shape[dim + 1 :])
-    return apart.narrow(dim + 1, start * inner, size * inner)
+    start, size = chunk(x.shape[dim] // (outer * inner), ways, index)
+    return _apart(x, dim, outer).narrow(dim if outer == 1 else dim + 1, start * inner, size * inner)
 
 
 def join_parts(parts: Sequence[torch.Tensor], dim: int, outer: int = 1) -> torch.Tensor:
     """The whole from all parts, in order of the axis coordinate."""
+    apart = [_apart(part, dim, outer) for part in parts]
+    return _side_by_side(torch.cat(apart, dim if outer == 1 else dim + 1), dim, outer)
+
+
+def _apart(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """With a dim for ``outer`` before a dim, if it is not 1; also where there are no elements."""
     if outer == 1:
-        return torch.cat(list(parts), dim)
-    apart = [p.reshape(*p.shape[:dim], outer, -1, *p.shape[dim + 1 :]) for p in parts]
-    joined = torch.cat(apart, dim + 1)
-    return joined.reshape(*joined.shape[:dim], -1, *joined.shape[dim + 2 :])
+        return x
+    return x.reshape(*x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
+
+
+def _side_by_side(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """The inverse of `_apart`."""
+    if outer == 1:
+        return x
+    return x.reshape(*x.shape[:dim], outer * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
 def shard_tensor(
@@ -59,9 +66,13 @@ def shard_tensor(
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reduction of the values of all ranks of an axis."""
-    if op == "lse":
-        return merge_stats(parts)
-    result = parts[0]
-    for other in parts[1:]:
-        result = torch.maximum(result, other) if op == "max" else result + other
-    return result if len(parts) > 1 else result.clone()
+    return merge_stats(parts) if op == "lse" else reduced(parts, op)
+
+
+def part_shapes(
+    shape: Sequence[int], dim: int, size: int, ways: int, outer: int = 1, inner: int = 1
+) -> list[tuple[int, ...]]:
+    """The shapes of all parts of a tensor of which a dim, of this size, is split."""
+    middle = size // (outer * inner)
+    lengths = [outer * chunk(middle, ways, k)[1] * inner for k in range(ways)]
+    return [(*shape[:dim], n, *shape[dim + 1 :]) for n in lengths]

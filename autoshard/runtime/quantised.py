@@ -106,7 +106,7 @@ def unpack(wires: torch.Tensor, how: Packing) -> list[torch.Tensor]:
     if how.padded:
         wire = wires[:, : how.wire].contiguous()
         flat = dequantise_copy_out(wire, how.padded, how.bits, how.group, how.dtype)
-        quantised = [x.view(ways, -1) for x in flat.split([ways * n for n in how.padded])]
+        quantised = [x.view(ways, x.numel() // ways) for x in flat.split([ways * n for n in how.padded])]
     exact = list(_rest(wires, how).split(how.exact, 1)) if how.exact else []
     return _in_order(quantised, exact, how)
 
@@ -115,7 +115,7 @@ def joined(rows: torch.Tensor, shapes: Sequence[Sequence[int]], dim: int, outer:
     """A whole tensor from its parts, the rows of [ways, numel], which have these shapes."""
     sizes = [prod(shape) for shape in shapes]
     if dim == 0 and outer == 1 and rows.is_contiguous() and all(n == rows.shape[1] for n in sizes):
-        return rows.view(-1, *shapes[0][1:])
+        return rows.view(len(shapes) * shapes[0][0], *shapes[0][1:])
     parts = [row[:n].view(*shape) for row, n, shape in zip(rows, sizes, shapes, strict=True)]
     return join_parts(parts, dim, outer)
 

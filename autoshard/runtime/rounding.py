@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from autoshard.ir import Node
-from autoshard.ir.comm import sent_bits
+from autoshard.ir.comm import GATHER_Q, sent_bits
 from autoshard.kernels.quant import dequantise
+from autoshard.runtime.parts import join_parts, reduce_parts, take_part
 from autoshard.runtime.resolve import find_op
 from autoshard.wires import BITS, NORMS, WIRED
 
@@ -44,6 +45,17 @@ def of_message(node: Node, outs: Sequence[Any], exact: Sequence[Any], segment: s
             kind = node.op.split(".")[1].removesuffix("_q_bucket")
             found.append(Rounding(kind, name, bits, _error(pairs), segment))
     return found
+
+
+def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """What a quantised message would give a group's ranks with all bits. given: the tensors of each."""
+    ways, rows = len(given), list(zip(*given, strict=True))
+    wheres = list(zip(rows, node.args[2], strict=True))
+    if node.op == GATHER_Q:
+        joined = [join_parts(parts, dim, outer) for parts, (dim, outer, _, _) in wheres]
+        return [joined] * ways
+    sums = [(reduce_parts(parts, "sum"), where) for parts, where in wheres]
+    return [[take_part(x, w[0], ways, k, w[1], w[2]) for x, w in sums] for k in range(ways)]
 
 
 def of_norm(

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.runtime.neighbours import Neighbours, Posted, Seen
 from autoshard.runtime.pending import Finish, as_it_is
-from autoshard.runtime.transport import Arrival, Join, sum_of
+from autoshard.runtime.transport import Arrival, Join, reduced
 
 #: bytes up to which each rank reduces all of a message itself, instead of a part which the others then read:
 #: waiting a second time costs more
@@ -53,7 +53,7 @@ class SharedMemory:
         posted, arriving = self._read_by_all(x, [(k * part, part) for k in range(self.ways)])
 
         def add() -> torch.Tensor:
-            own = posted.lies.view(self.ways, -1)[self.rank]
+            own = posted.lies.view(self.ways, part)[self.rank]
             return self._reduced(posted, own, arriving(), "sum").view(shape)
 
         return add, as_it_is
@@ -168,11 +168,5 @@ class SharedMemory:
         return [rows[k] for k in range(self.ways)]
 
     def _reduce(self, own: torch.Tensor, seen: Sequence[Seen], op: str, out: torch.Tensor) -> None:
-        """In the order of the ranks, the same on each. out: where to."""
-        ordered = self._in_order(own, seen)
-        if op == "sum":
-            sum_of(ordered, out)
-            return
-        torch.maximum(ordered[0], ordered[1], out=out)
-        for row in ordered[2:]:
-            torch.maximum(out, row, out=out)
+        """In the order of the ranks. out: where to."""
+        reduced(self._in_order(own, seen), op, out)

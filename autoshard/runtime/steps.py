@@ -65,11 +65,15 @@ class Step:
         for slot in self.frees:
             env[slot] = None
 
-    def run(self, env: Env, site: int) -> None:
+    def call(self, env: Env, site: int) -> Any:
+        """What the op gives."""
         kwargs = self.kwargs
         if self.kwrefs:
             kwargs = {**kwargs, **{k: env[slot] for k, slot in self.kwrefs}}
-        self.store(env, self.fn(*self.arguments(env, site), **kwargs))
+        return self.fn(*self.arguments(env, site), **kwargs)
+
+    def run(self, env: Env, site: int) -> None:
+        self.store(env, self.call(env, site))
 
 
 class _Literal:
@@ -97,7 +101,7 @@ class PreparedSegment:
         self.size = len(slots)
         self.inputs = len(graph.inputs)
         self.outputs = tuple(slots[o] for o in graph.outputs)
-        self.steps = [Step(n, view, slots, _function(n, view, collective, device)) for n in graph.nodes]
+        self.steps = [Step(n, view, slots, function_of(n, view, collective, device)) for n in graph.nodes]
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
         _plan_frees(graph, self.steps, slots)
@@ -201,12 +205,13 @@ def _gives_a_tensor(fn: Callable[..., Any]) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def _function(
+def function_of(
     node: Node,
     view: RankView,
     collective: Callable[[Node, RankView], Callable[..., Any]],
     device: torch.device,
 ) -> Callable[..., Any]:
+    """What runs a node on a rank. collective: makes that of a ``comm`` or ``host`` node."""
     if node.op.startswith(("comm.", "host.")):
         return collective(node, view)
     op = find_op(node.op)

@@ -78,3 +78,17 @@ def sum_of(rows: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> tor
     for row in rows[2:]:
         total += row
     return total
+
+
+def reduced(rows: Sequence[torch.Tensor], op: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The ``sum`` or ``max`` of all ranks' tensors, in their order, the same on each. out: where to."""
+    if len(rows) == 1:
+        return rows[0].clone() if out is None else out.copy_(rows[0])
+    if op == "sum":
+        return sum_of(rows, out)
+    if op != "max":
+        raise NotImplementedError(f"a reduction by {op!r}")
+    most = torch.maximum(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        torch.maximum(most, row, out=most)
+    return most

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,10 @@ class Traced:
     root: nn.Module
     inputs: tuple[tuple[InputKind, int], ...]
     outputs: tuple[tuple[OutputKind, int], ...]
+
+
+#: the arguments of a graph: those of the function, and the gradients of its outputs
+_GIVEN = re.compile(r"(primals|tangents)_\d+")
 
 
 def trace_once(
@@ -144,6 +149,7 @@ def _joint(
     tracer.create_node("output", "output", (values,), {})
     _copy_to_backward(tracer.graph)
     tracer.graph.eliminate_dead_code()
+    _drop_tokens(tracer.graph)
     inputs: list[tuple[InputKind, int]] = [("plain", k) for k in range(len(args))]
     inputs += [("tangent", k) for k in led if found]
     return Traced(tracer.graph, tracer.root, tuple(inputs), tuple((kind, k) for kind, k, _ in ends))
@@ -348,6 +354,14 @@ def _copy_to_backward(graph: fx.Graph) -> None:
             custom = forward[number].meta.get("custom")
             if custom is not None:
                 node.meta["custom"] = {**node.meta.get("custom", {}), **custom}
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    """Take out the arguments that torch gives a backward for what its forward does beside its results, as
+    checking that a matrix can be inverted, where nothing is left of that."""
+    for node in graph.find_nodes(op="placeholder"):
+        if not _GIVEN.fullmatch(str(node.target)) and not node.users:
+            graph.erase_node(node)
 
 
 @contextmanager
