@@ -35,6 +35,7 @@ from autoshard.search.choosing.tactics import Tactic, parse_tactics
 from autoshard.search.plans.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
+from autoshard.step_terms import step_terms
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,9 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, **passe
             why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
             hint="plan again",
         )
+    terms = step_terms(planned, analysis, say)
     say("emitting programs")
-    program = emit(plan, analysis, planned.cluster, emission(**passes), say)
+    program = emit(plan, analysis, planned.cluster, emission(**passes), say, terms)
     return replace(program, user_ops=_user_ops(analysis))
 
 
