@@ -7,62 +7,55 @@ from collections.abc import Callable
 
 from autoshard.analysis import Analysis
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.ir import Folded
+from autoshard.ir import Folded, TensorType
 from autoshard.ir.lowered import Placed
-from autoshard.passes.batch_terms import NO_TERMS, BatchTerms, Sample, averaged, batch_terms, moved
-from autoshard.planning import Planned, Source
+from autoshard.passes.batch_terms import BatchTerms, Sample, averaged, batch_terms, moved
+from autoshard.planning import Source
 from autoshard.program.loss import loss_position
 from autoshard.program.program import Signature
 from autoshard.search.problem.problem import batch_of
 
 
-def step_terms(planned: Planned, micro: Analysis, say: Callable[[str], None]) -> BatchTerms:
-    """What adds up over the microbatches of a plan; micro: the model captured with the batch of one.
-
-    Warns, naming the user's lines, of what is computed for every microbatch by itself.
-    """
-    if planned.plan.microbatches == 1:
-        return NO_TERMS
-    loss = _loss(micro.folded)
-    terms = _terms(planned, micro, loss, say)
-    if terms.notes:
-        mean = bool(terms.tangent)
-        warnings.warn(
-            "microbatches are not quite the whole batch: each computes by itself "
-            + "; ".join(terms.notes)
-            + ("; their losses are averaged" if mean else "")
-            + ". As with gradient accumulation, loss and gradients differ from those of one call with the "
-            "whole batch; plan for one microbatch if that matters",
-            UserWarning,
-            stacklevel=2,
-        )
-    return terms
-
-
-def _terms(
-    planned: Planned, micro: Analysis, loss: int | None, say: Callable[[str], None]
+def step_terms(
+    source: Source | None, known: Analysis, micro: Analysis, say: Callable[[str], None]
 ) -> BatchTerms:
+    """What adds up over the microbatches of a model.
+
+    source: what to capture again; None for a plan that was made of an analysis, without the model: its losses
+    are averaged (`plan` and `compile` always know the model). known, micro: captured already, micro with the
+    batch of a microbatch.
+    """
+    loss = _loss(micro.folded)
     batch = batch_of(micro.folded)
     if not micro.folded.joint.batch_inputs:
         return averaged(micro.folded, loss, "no input has a batch")
-    if planned.source is None:
-        raise UsageError(
-            "the plan does not know the model that it was made for",
-            why="what its microbatches add up to is seen by capturing it with another batch",
-            hint="plan from the model",
-        )
+    if source is None:
+        return averaged(micro.folded, loss)
     base = _sample(micro) if batch > 1 else None
-    whole = planned.analysis if batch_of(planned.analysis.folded) not in (1, batch) else None
+    whole = known if batch_of(known.folded) not in (1, batch) else None
     try:
         if whole is None:
-            whole = _captured(planned.source, micro, batch + 1 if batch > 1 else 2, say)
+            whole = _captured(source, micro, batch + 1 if batch > 1 else 2, say)
         if base is None:
             base = _sample(whole)
-            whole = _captured(planned.source, micro, base.batch + 1, say)
+            whole = _captured(source, micro, base.batch + 1, say)
     except AutoshardError as error:
         return averaged(micro.folded, loss, f"the model cannot be captured with another batch ({error.what})")
     terms = batch_terms(base, _sample(whole), loss)
     return terms if batch > 1 else moved(terms, base.folded, micro.folded, loss)
+
+
+def warn_of(terms: BatchTerms) -> None:
+    """Tell, with the user's lines, what is computed for every microbatch by itself."""
+    if terms.notes:
+        told = "; ".join(terms.notes) + ("; their losses are averaged" if terms.tangent else "")
+        warnings.warn(
+            f"microbatches are not quite the whole batch: each computes by itself {told}. As with gradient "
+            "accumulation, loss and gradients differ from those of one call with the whole batch; plan for "
+            "one microbatch if that matters",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _captured(source: Source, micro: Analysis, batch: int, say: Callable[[str], None]) -> Analysis:
@@ -76,7 +69,7 @@ def _sample(analysis: Analysis) -> Sample:
 
 def _loss(folded: Folded) -> int | None:
     """Position of the output that is trained, None if there is none."""
-    types = {}
+    types: dict[str, TensorType] = {}
     for graph, call in ((folded.segments[c.segment], c) for c in folded.calls):
         types.update((out, graph.types()[inner]) for out, inner in zip(call.outs, graph.outputs, strict=True))
     types.update((p.name, p.type) for p in folded.joint.ports)

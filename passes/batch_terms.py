@@ -4,6 +4,7 @@ Microbatches are one more way to split the batch, and every value is, over them,
 
 - *same*: it does not depend on the batch;
 - *split*: it has a batch dim, of which every microbatch has its part;
+- *rows*: the numbers of a microbatch's samples, 0, 1, ..., by which its own samples are looked up;
 - *part*: a sum over the batch, of which every microbatch has one term;
 - *own*: what is no sum (the square of one, statistics of a batch norm): every microbatch has one of its own,
   as if its samples were all, and what depends on it is not quite what the whole batch would give.
@@ -12,13 +13,13 @@ A step adds up the losses of its microbatches, and their gradients. For that to 
 
 - a divisor that only depends on inputs (how many labels count) must be that of all microbatches: a *total*;
 - a number that Python took from the batch (what a mean divides by) must be that of the whole batch;
-- what is the same in every microbatch (a penalty on weights), or its own, is divided by their number before it
-  is added to parts, and
+- what is the same in every microbatch (a penalty on weights), or its own, is divided by their number before
+  it is added to parts, and
 - a part that is taken as if it were the sum, in something that is not linear in it, is multiplied by it.
 
-All of it holds in backward as in forward. If ``m`` microbatches have parts ``p``, then ``f(m p) / m`` stands for
-``f`` of their sum; its derivative is ``f'(m p) p'``, which is what backward computes when it is given ``m p`` for
-the sum: nothing in it has to be divided.
+All of it holds in backward as in forward. If ``m`` microbatches have parts ``p``, ``f(m p) / m`` stands for
+``f`` of their sum; its derivative is ``f'(m p) p'``, which is what backward computes when it is given ``m p``
+for the sum: nothing in it has to be divided.
 
 Which dims and numbers follow the batch is seen by comparing two captures with different batches.
 """
@@ -31,11 +32,11 @@ from dataclasses import dataclass, field, replace
 from math import isclose, log
 from typing import Literal, NamedTuple, TypeAlias
 
-from autoshard.ir import Call, Folded, Graph, Node, Port, refs_of
+from autoshard.ir import Call, Folded, Graph, Node, Port, Ref, refs_of
 from autoshard.ir.flow import Place
 from autoshard.rules.core import Factored
 
-Kind: TypeAlias = Literal["same", "split", "part", "own"]
+Kind: TypeAlias = Literal["same", "split", "rows", "part", "own"]
 #: rules of all nodes, by (segment, number)
 RulesOf: TypeAlias = Mapping[tuple[str, int], Factored]
 
@@ -47,6 +48,16 @@ _POWERS = {
     "aten.div.Scalar": -1,
 }
 _FULL = "aten.full.default"
+#: numbers of samples, and what gives them back
+_ROWS = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+_SAME = ("aten.clone.default", "aten._to_copy.default", "aten.alias.default", "aten.lift_fresh_copy.default")
+#: what looks rows up, or puts them: (a tensor, an index for each of its first dims, ...)
+_LOOKUPS = (
+    "aten.index.Tensor",
+    "aten._unsafe_index.Tensor",
+    "aten.index_put.default",
+    "aten._unsafe_index_put.default",
+)
 #: sums of two, where a number may stand for the second
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar")
 
@@ -117,7 +128,10 @@ def averaged(folded: Folded, loss: int | None, *notes: str) -> BatchTerms:
     tangents = [p.name for p in folded.joint.ports if p.kind == "tangent" and p.target == str(loss)]
     sums = (str(loss),) if numbers else ()
     return BatchTerms(
-        results=frozenset(numbers), tangent=next(iter(tangents), ""), sums=sums, notes=tuple(dict.fromkeys(notes))
+        results=frozenset(numbers),
+        tangent=next(iter(tangents), ""),
+        sums=sums,
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -141,8 +155,8 @@ class _Compared:
 
     def __init__(self, one: Sample, other: Sample) -> None:
         self.one, self.rate = one, other.batch / one.batch
-        #: values that have a batch dim
-        self.wide: set[Place] = set()
+        #: values that have a batch dim -> which they are
+        self.wide: dict[Place, tuple[int, ...]] = {}
         #: (segment, number) -> factors that follow the batch
         self.factors: dict[tuple[str, int], frozenset[int] | None] = {}
         #: value -> power of the batch in it, from numbers that follow the batch
@@ -158,7 +172,11 @@ class _Compared:
 
     def _segment(self, name: str, a: Graph, b: Graph, rules: RulesOf) -> None:
         types = b.types()
-        self.wide |= {(name, v) for v, t in a.types().items() if t.shape != types[v].shape}
+        for value, type_ in a.types().items():
+            pairs = enumerate(zip(type_.shape, types[value].shape, strict=True))
+            dims = tuple(d for d, (m, n) in pairs if m != n)
+            if dims:
+                self.wide[name, value] = dims
         for number, (x, y) in enumerate(zip(a.nodes, b.nodes, strict=True)):
             key = name, number
             mine, theirs = self.one.rules[key].sizes, rules[key].sizes
@@ -230,7 +248,7 @@ class _Following:
             trained = result.kind == "output" and result.target == str(self.loss)
             if trained or result.kind == "grad":
                 kind = env[result.value].kind
-                adds = adds and kind != "split"
+                adds = adds and kind not in ("split", "rows")
                 results |= {number} if kind in ("same", "own") else set()
         for (segment, node, _), _ in [s for s, n in self.shares.items() if n != self.counts[s[0][0]]]:
             adds = False
@@ -292,7 +310,7 @@ class _Following:
         if key in self.seen.strange:
             self._note(node, "a number in it follows the size of the batch")
         wide = [(key[0], out) in self.seen.wide for out in node.outs]
-        if any(wide) or any(t.kind == "split" for t in takes):
+        if any(wide) or any(t.kind in ("split", "rows") for t in takes):
             self._as_sums(key, node, takes, "it uses a sum over the batch beside the samples of it")
             return [self._with_samples(key, node, w, takes) for w in wide]
         kind: Kind = "own" if any(t.kind == "own" for t in takes) else "same"
@@ -312,7 +330,12 @@ class _Following:
     def _with_samples(self, key: tuple[str, int], node: Node, wide: bool, takes: Sequence[Of]) -> Kind:
         """What an op makes that takes samples, or hands something out to all of them."""
         rule, batch = self.seen.one.rules[key], self.seen.factors[key]
-        if rule.kind == "view" and wide or not any(t.kind == "split" for t in takes):
+        rows = bool(takes) and all(t.kind == "rows" for t in takes)
+        if wide and (node.op in _ROWS or (rows and (rule.kind == "view" or node.op in _SAME))):
+            return "rows"
+        if (rule.kind == "view" and wide) or not any(t.kind in ("split", "rows") for t in takes):
+            return "split"
+        if wide and self._looks_up(key, node, takes):
             return "split"
         apart = batch is not None and len(batch) == 1 and not batch & rule.fixed
         if wide:
@@ -324,6 +347,16 @@ class _Following:
             return "part"
         self._note(node, "it is no sum over the samples of the batch")
         return "own"
+
+    def _looks_up(self, key: tuple[str, int], node: Node, takes: Sequence[Of]) -> bool:
+        """Whether samples are looked up, or put, by their own numbers."""
+        if node.op not in _LOOKUPS or not isinstance(node.args[0], Ref):
+            return False
+        of = dict(zip(refs_of(node), takes, strict=True))
+        dims = self.seen.wide.get((key[0], node.args[0].name), ())
+        indices = dict(enumerate(node.args[1]))
+        chosen = [indices.get(d) for d in dims]
+        return bool(dims) and all(isinstance(i, Ref) and of[i.name].kind == "rows" for i in chosen)
 
     def _of_parts(self, key: tuple[str, int], node: Node, takes: Sequence[Of]) -> Kind:
         """What an op makes of sums over the batch."""
@@ -352,12 +385,16 @@ class _Following:
 
 def moved(terms: BatchTerms, source: Folded, target: Folded, loss: int | None) -> BatchTerms:
     """The same for another capture of the model, whose views may differ: of a single sample."""
-    ops = {n.op for p in (*terms.totals, *terms.scaled) for n in source.segments[p[0]].nodes if p[1] in n.outs}
+    ops = {
+        n.op for p in (*terms.totals, *terms.scaled) for n in source.segments[p[0]].nodes if p[1] in n.outs
+    }
     ops |= {n.op for s, name, _ in terms.shares for n in source.segments[s].nodes if n.name == name}
     a, b = list(_marked(source, ops)), list(_marked(target, ops))
     if [k for _, _, k in a] != [k for _, _, k in b]:
         return averaged(target, loss, *terms.notes, "the model's graph for one sample alone is another one")
-    names = {(s, x): (t, y) for (s, m, _), (t, n, _) in zip(a, b, strict=True) for x, y in zip(m, n, strict=True)}
+    names = {
+        (s, x): (t, y) for (s, m, _), (t, n, _) in zip(a, b, strict=True) for x, y in zip(m, n, strict=True)
+    }
     return replace(
         terms,
         totals=frozenset(names[p] for p in terms.totals),

@@ -41,7 +41,8 @@ def count_once(lowered: Lowered, ports: Collection[str]) -> Lowered:
         made = {v for s in chosen for v in s.makes}
         for value in {v for s in chosen for v in s.uses} - made - set(ports):
             raise UsageError(
-                f"how much a microbatch counts depends on {value}, which is no input", where=str(maker.get(value))
+                f"how much a microbatch counts depends on {value}, which is no input",
+                where=str(maker.get(value)),
             )
         inside.update(id(s) for s in chosen)
         # other values of the part are no totals: they get names of their own

@@ -57,7 +57,7 @@ def _mean_backward(position: int) -> Rewrite:
 
 
 def _nll(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
-    """(loss, total weight): the sum over rows, divided by the total weight, which is made of targets alone."""
+    """(loss, total weight): the sum over rows, divided by a weight made of targets alone."""
     if node.args[3] != _MEAN:
         return None
     steps, out = Steps(node, fresh), first_type(node)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, with_parts
 from autoshard.ir.names import free_name
 from autoshard.passes.batch_terms import BatchTerms
 from autoshard.placement import Layout, R

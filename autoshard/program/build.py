@@ -7,9 +7,7 @@ from dataclasses import replace
 from autoshard.ir import Call, Folded, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.offload import NO_OFFLOAD
-from autoshard.passes.batch_terms import BatchTerms
 from autoshard.passes.pipeline import REFINES, Lowering, lower
-from autoshard.passes.scale_terms import scale_terms
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
@@ -46,6 +44,7 @@ def build_program(
     results = tuple(
         replace(r, value=names.get(v, v)) for r, v in zip(signature.results, lowered.results, strict=True)
     )
+    original = original_of(folded, names, how.terms)
     program = Program(
         mesh,
         _renamed(lowered, names),
@@ -57,8 +56,8 @@ def build_program(
         plan.target,
         microbatches=plan.microbatches,
         stages=stages,
-        original=scale_terms(original_of(folded, names), _renamed_terms(how.terms, names), 0),
-        original_notes=notes_of_original(folded),
+        original=original,
+        original_notes=notes_of_original(original),
         classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
         offload=how.hosting.kinds if how.hosting is not None else NO_OFFLOAD,
         sums=how.terms.sums,
@@ -72,10 +71,6 @@ def _added_before(position: int, how: Lowering) -> int:
     """By how many axes the mesh grows before a position."""
     inner = how.mesh.names[:position]
     return sum(len(h.levels.parts) - 1 for h in how.hierarchy if h.levels.axis in inner)
-
-
-def _renamed_terms(terms: BatchTerms, names: dict[str, str]) -> BatchTerms:
-    return replace(terms, tangent=names.get(terms.tangent, ""))
 
 
 def _renamed(lowered: Lowered, names: dict[str, str]) -> Lowered:

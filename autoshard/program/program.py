@@ -82,8 +82,9 @@ class Program:
     each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
     of the batch; its shapes are those of one microbatch of all ranks together.
     sums: outputs, by position, of which the whole batch's is the sum over microbatches. alone: what is
-    computed for every microbatch by itself, where the whole batch would give something else. classes: port name -> the key under which the plan decides
-    about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
+    computed for every microbatch by itself, where the whole batch would give something else. classes: port
+    name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
+    for a program whose folder does not say.
     offload: what lives in host memory.
     """
 

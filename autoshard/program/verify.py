@@ -6,8 +6,8 @@ positions, which eager PyTorch's is not.
 
 A step of a program with several microbatches is all of them, compared with one call of the model with the
 whole batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
-compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified as
-that one.
+compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
+as that one.
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ def _restored(values: Tensors, initial: Tensors) -> Iterator[None]:
 class Batch:
     """The arguments of the calls and the tangents of their outputs, the same for both sides.
 
-    calls: (positional, keyword) arguments of every microbatch. whole: those of all of them together. tangents:
-    for each microbatch. sums: positions of outputs that are sums over microbatches.
+    calls: (positional, keyword) arguments of every microbatch. whole: those of all of them together.
+    tangents: for each microbatch. sums: positions of outputs that are sums over microbatches.
     """
 
     def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

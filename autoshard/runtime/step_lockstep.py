@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from autoshard.errors import VerificationError
-from autoshard.program.holders import accumulated, counted, holders_of
 from autoshard.ir.lowered import Part
+from autoshard.program.holders import accumulated, counted, holders_of
 from autoshard.program.messages import Message, Move, moves_of
 from autoshard.program.program import Program
 from autoshard.runtime.lockstep import Lockstep
@@ -105,7 +105,9 @@ class _Run:
             self.of.lockstep.run_part(env, part)
             for value in made:
                 known = totals.get(value)
-                totals[value] = env[value] if known is None else [a + b for a, b in zip(known, env[value], strict=True)]
+                totals[value] = (
+                    env[value] if known is None else [a + b for a, b in zip(known, env[value], strict=True)]
+                )
         return totals
 
     def run(self) -> StepValues:

@@ -20,7 +20,6 @@ from autoshard.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
 from autoshard.program.messages import Message, Move
-from autoshard.program.program import Program
 from autoshard.runtime.executor import Values
 from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
