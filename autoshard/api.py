@@ -26,6 +26,7 @@ from autoshard.cost.recipe import recipe_named
 from autoshard.emitting import emission, emit
 from autoshard.errors import UsageError, VerificationError
 from autoshard.offload import Offload
+from autoshard.passes.batch_terms import NO_TERMS
 from autoshard.passes.capture_function import Differentiate
 from autoshard.planning import Planned, Progress, Question, Source
 from autoshard.program.program import Program
@@ -37,6 +38,7 @@ from autoshard.search.choosing.tactics import Tactic, parse_tactics
 from autoshard.search.plans.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
+from autoshard.step_terms import step_terms, warn_of
 from autoshard.torch_adapters.compiled import uncompiled
 
 
@@ -233,8 +235,12 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, **passe
             why=f"the graph's fingerprint is {analysis.fingerprint}, the plan's {plan.fingerprint}",
             hint="plan again",
         )
+    terms = NO_TERMS
+    if plan.microbatches > 1:
+        terms = step_terms(planned.source, planned.analysis, analysis, say)
+        warn_of(terms)
     say("emitting programs")
-    program = emit(plan, analysis, planned.cluster, emission(**passes), say)
+    program = emit(plan, analysis, planned.cluster, emission(**passes), say, terms)
     return replace(program, user_ops=_user_ops(analysis))
 
 

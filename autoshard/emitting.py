@@ -23,6 +23,7 @@ from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.node_prices import NodePrices
 from autoshard.offload import Offload
+from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.hierarchy import ByLevel
 from autoshard.passes.offload import Hosting
 from autoshard.passes.overlap import Seconds
@@ -93,14 +94,15 @@ def emit(
     cluster: Cluster,
     wanted: Emission = DEFAULT,
     say: Callable[[str], None] = lambda _: None,
+    terms: BatchTerms = NO_TERMS,
 ) -> Program:
-    """The program of a plan for the analysed model.
+    """The program of a plan for the analysed model. terms: what adds up over its microbatches.
 
     Raises UsageError for what cannot be as wanted, InfeasibleError if the host has too little memory.
     """
     wanted = replace(wanted, offload=wanted.offload or plan.offload)
     cluster = laid_for(plan, cluster)
-    how = lowering_of(plan, analysis.flow, analysis, cluster, wanted)
+    how = replace(lowering_of(plan, analysis.flow, analysis, cluster, wanted), terms=terms)
 
     def build(way: Way) -> Program:
         laid = _laid_out(how, way, cluster, wanted)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from autoshard.ir import Arg, Node, TensorType
+from autoshard.ir import Arg, Dtype, Node, Ref, TensorType
 from autoshard.passes.rewrite import Fresh, Rewrite, Steps, Types, first_type
 from autoshard.rules.core import broadcast_shape
 
@@ -57,16 +57,40 @@ def _mean_backward(position: int) -> Rewrite:
 
 
 def _nll(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
-    """(loss, total weight): the sum over rows, divided by the total weight."""
+    """(loss, total weight): the sum over rows, divided by a weight made of targets alone."""
     if node.args[3] != _MEAN:
         return None
     steps, out = Steps(node, fresh), first_type(node)
-    total, weight = fresh(), node.outs[1]
     args = (*node.args[:3], _SUM, *node.args[4:])
-    kwargs = node.kwargs
-    summed = steps.add_many(node.op, args, node.types, outs=(total, weight), kwargs=kwargs)
-    steps.add("aten.div.Tensor", (summed, replace(summed, name=weight)), out, out=node.outs[0])
+    summed = steps.add_many(node.op, args, node.types, outs=(fresh(), fresh()), kwargs=node.kwargs)
+    weight = _total_weight(steps, node, types, node.outs[1])
+    steps.add("aten.div.Tensor", (summed, weight), out, out=node.outs[0])
     return steps.made
+
+
+def _total_weight(steps: Steps, node: Node, types: Types, out: str) -> Ref:
+    """The sum of the weights of all targets that are not ignored, 1 each where there are no weights."""
+    target, weights, ignored = node.args[1], node.args[2], node.args[4]
+    type_, rows = node.types[1], types[target.name].shape
+    assert type_ is not None
+    counts = steps.add("aten.ne.Scalar", (target, ignored), TensorType(rows, "bool"))
+    if weights is None:
+        dtype = (("dtype", Dtype(type_.dtype)),)
+        return steps.add("aten.sum.default", (counts,), type_, out=out, kwargs=dtype)
+    valid = steps.add("aten.where.ScalarOther", (counts, target, 0), types[target.name])
+    each = steps.add("aten.index.Tensor", (weights, (valid,)), TensorType(rows, type_.dtype))
+    used = steps.add("aten.where.ScalarOther", (counts, each, 0.0), TensorType(rows, type_.dtype))
+    return steps.add("aten.sum.default", (used,), type_, out=out)
+
+
+def _nll_backward(node: Node, types: Types, fresh: Fresh) -> list[Node] | None:
+    """The total weight only counts in a mean; else the gradient depends on no sum over the batch."""
+    if node.args[4] == _MEAN or not isinstance(node.args[6], Ref):
+        return None
+    type_ = types[node.args[6].name]
+    steps = Steps(node, fresh)
+    one = steps.add("aten.full.default", (type_.shape, 1), type_, kwargs=(("dtype", Dtype(type_.dtype)),))
+    return [*steps.made, replace(node, args=(*node.args[:6], one))]
 
 
 REWRITES: Mapping[str, Rewrite] = MappingProxyType(
@@ -82,5 +106,7 @@ REWRITES: Mapping[str, Rewrite] = MappingProxyType(
         "aten.binary_cross_entropy_backward.default": _mean_backward(4),
         "aten.nll_loss_forward.default": _nll,
         "aten.nll_loss2d_forward.default": _nll,
+        "aten.nll_loss_backward.default": _nll_backward,
+        "aten.nll_loss2d_backward.default": _nll_backward,
     }
 )

@@ -55,7 +55,7 @@ def groups_of(
     lies: dict[str, _Lies] = {}
     constant = set(fixed)
     for part in parts:
-        if part.phase in ("gather", "forward"):
+        if part.phase in ("gather", "count", "forward"):
             for k in range(part.start, part.stop):
                 _follow(lowered, k, lies, nbytes)
                 constant |= _constant(lowered, k, constant)

@@ -12,7 +12,9 @@ from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
+from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.bucket import bucket_collectives
+from autoshard.passes.count_once import count_once
 from autoshard.passes.cut_pipeline import cut_pipeline
 from autoshard.passes.decompose import decompose
 from autoshard.passes.defer_reductions import defer_reductions
@@ -35,6 +37,7 @@ from autoshard.passes.quantise_collectives import Quantising, Sent, quantise_col
 from autoshard.passes.quantise_norms import quantise_norms
 from autoshard.passes.recompute import recompute
 from autoshard.passes.ring_products import Rings, ring_products
+from autoshard.passes.scale_terms import scale_terms
 from autoshard.passes.scatter_sends import Saving, scatter_sends
 from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
 from autoshard.passes.shorten import Shortened
@@ -65,7 +68,7 @@ class Lowering:
     parameters, gradients and activations may travel; None for all of them. hierarchy: axes whose
     collectives are done level by level. secondary: which parameters and gradients are split over fewer
     ranks within a step. hosting: what waits in host memory, None for nothing. known: what passes made of
-    segments, for programs that differ in flow and plan alone.
+    segments, for programs that differ in flow and plan alone. terms: what adds up over microbatches.
     """
 
     flow: Flow
@@ -86,6 +89,7 @@ class Lowering:
     secondary: Secondary = NO_SECONDARY
     hosting: Hosting | None = None
     known: Known = field(default_factory=Known, compare=False, repr=False)
+    terms: BatchTerms = NO_TERMS
 
     def of(self, short: Shortened) -> Lowering:
         """The same for the model without most of its equal layers."""
@@ -117,6 +121,8 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     """The graph with collectives, its ops still on whole tensors."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
+    if how.terms:
+        lowered = _watched("042_scale_terms", scale_terms(lowered, how.terms, len(how.mesh.names)), watch)
     lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
     return _watched("045_recompute", lowered, watch)
 
@@ -141,6 +147,9 @@ def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncu
         lowered = place(folded, how, watch) if slices == 1 else _moved(folded, how, watch)
     lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh, uncut)
     _watched("052_cut_pipeline", lowered, watch)
+    if how.terms:
+        given = {p.name for p in folded.joint.ports if p.kind in ("input", "buffer", "const")}
+        lowered = _watched("053_count_once", count_once(lowered, given), watch)
     if pipeline and how.saving is not None:
         ports = {p.name for p in folded.joint.ports}
         lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
@@ -251,9 +260,11 @@ PASSES = (
     "020_decompose",
     "030_normalize",
     "040_insert_collectives",
+    "042_scale_terms",
     "045_recompute",
     "050_localize",
     "052_cut_pipeline",
+    "053_count_once",
     "054_scatter_sends",
     "056_gather_once",
     "057_split_backward",

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 from families import FAMILIES, Family, family
-from pipelines import PIECE, cuts_of
+from pipelines import PIECE, Known, cuts_of
 from torch import nn
 
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plans.plan import Pipeline
 
@@ -35,8 +35,11 @@ def model_and_batch(name: str, microbatches: int) -> tuple[nn.Module, dict[str, 
     top = int(inputs["input_ids"].max())
     shape = (PIECE * microbatches, SEQ)
     ids, labels = torch.randint(3, top, shape), torch.randint(3, top, shape)
-    # every microbatch ignores as many, so that the mean of their losses is that of the batch
-    labels[:, 5:9] = -100
+    for row in range(len(labels)):
+        # microbatches have unlike numbers of labels, and of several one has none
+        labels[row, 5 : 9 + row % 5] = -100
+        if microbatches > 1 and row < PIECE:
+            labels[row] = -100
     batch = {"input_ids": ids, "labels": labels}
     if name.endswith("+padding"):
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
@@ -54,7 +57,14 @@ def analysed(name: str) -> Analysis:
 
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
-    return plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    found = plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    return replace(found, source=source(name))
+
+
+@functools.cache
+def source(name: str) -> Source:
+    model, batch = model_and_batch(name, 1)
+    return Known(model, (), batch)
 
 
 def program_of(

@@ -15,9 +15,9 @@ from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
-from autoshard.program.verify import has_dropout, verify
+from autoshard.program.verify import needs_one_rank, verify
 from autoshard.search.plans.plan import Cut, Pipeline
 
 BATCH, SEQ, WIDTH, VOCAB, HEADS = 4, 16, 16, 31, 2
@@ -74,7 +74,8 @@ def _batch(count: int) -> dict[str, torch.Tensor]:
 
 def _planned(model: nn.Module, mesh: str) -> Planned:
     analysis = analyse(capture(model, (), _batch(1)))
-    return plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    found = plan_analysed(analysis, [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
+    return replace(found, source=Source(model, (), _batch(1)))
 
 
 def _program(model: nn.Module, slices: int, mesh: str = "dp=1") -> Program:
@@ -90,7 +91,7 @@ def _program(model: nn.Module, slices: int, mesh: str = "dp=1") -> Program:
 
 def _check(model: nn.Module, slices: int = 4, mesh: str = "dp=1") -> None:
     program, one_rank = _program(model, slices, mesh), None
-    if has_dropout(program):
+    if needs_one_rank(program):
         alone = _planned(model, "dp=1")
         one_rank = compile_analysed(replace(alone, plan=replace(alone.plan, microbatches=2)))
     found = verify(program, model, (), _batch(2), steps=2, one_rank=one_rank)

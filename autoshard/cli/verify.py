@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoshard.cluster import Cluster
-    from autoshard.interop.targets import Built
     from autoshard.program.program import Program
     from autoshard.program.verify import Verification
     from autoshard.rules.user import Rules
@@ -203,11 +202,15 @@ def _run(
 ) -> Verification:
     """All ranks in lockstep against the model."""
     from autoshard.api import split_inputs
-    from autoshard.program.verify import has_dropout, verify
+    from autoshard.one_rank import for_one_rank
+    from autoshard.program.verify import needs_one_rank, verify
 
     say(f"building {target or program.target} with real weights")
     built = model_of(program, folder, target, seed)
-    one_rank = _for_one_rank(built, rules, say) if has_dropout(program) else None
+    one_rank = None
+    if needs_one_rank(program):
+        say("the program is not equal to the model itself: comparing with a program for one rank")
+        one_rank = for_one_rank(program, built.model, built.inputs, rules, say)
     args, kwargs = split_inputs(built.inputs)
     return verify(program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
 
@@ -258,22 +261,6 @@ def _check_size(program: Program, limit: int) -> None:
             hint="compile a smaller config of the same architecture on the same mesh and verify that, "
             "or raise --limit",
         )
-
-
-def _for_one_rank(built: Built, rules: Rules, say: Progress) -> Program:
-    """The program of the same model on one rank: it drops the same elements."""
-    from autoshard import api
-
-    say("the program has dropout: comparing with a program for one rank")
-    planned = api.plan(
-        built.model,
-        "dp=1",
-        example_inputs=built.inputs,
-        replicate_unknown=True,
-        rules=rules,
-        progress=say,
-    )
-    return api.compile_analysed(planned)
 
 
 def _document(outcome: Verification) -> dict[str, object]:

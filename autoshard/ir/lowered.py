@@ -14,10 +14,11 @@ from autoshard.ir.types import TensorType
 from autoshard.placement import Layout
 
 Instruction: TypeAlias = "Call | Node"
-#: gather: once a step, of parameters that stay gathered; forward; backward (all of it, or what other stages
-#: wait for); weight: the rest of a backward that is split; reduce: once a step, on gradients summed over all
+#: gather: once a step, of parameters that stay gathered; count: for every microbatch before the step, of
+#: inputs, and added up (`passes/count_once.py`); forward; backward (all of it, or what other stages wait
+#: for); weight: the rest of a backward that is split; reduce: once a step, on gradients summed over all
 #: microbatches
-Phase: TypeAlias = Literal["gather", "forward", "backward", "weight", "reduce"]
+Phase: TypeAlias = Literal["gather", "count", "forward", "backward", "weight", "reduce"]
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,9 @@ class Taker:
         """users: value -> the only item that uses it, or `_SEVERAL`."""
         instruction = self.whole.lowered.main[item]
         if isinstance(instruction, Node):
-            self._know(instruction.outs)
+            self._know(group[0].makes)
             names = iter(group[0].uses)
-            return substitute(instruction, lambda _: Ref(next(names)))
+            return substitute(instruction, lambda _: Ref(next(names)), outs=group[0].makes)
         nodes = self.whole.lowered.segments[instruction.segment].graph.nodes
         if instruction.segment not in self.refs:
             self.refs[instruction.segment] = [tuple(refs_of(n)) for n in nodes]

@@ -13,7 +13,7 @@ from autoshard.kernels import (
     vocab_ce,
     vocab_embedding,
 )
-from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter
+from autoshard.ops import attention, ctc, dropout, experts, loss, recurrent, scatter, total
 
 __all__ = [
     "attention",
@@ -29,6 +29,7 @@ __all__ = [
     "quant_reduce",
     "recurrent",
     "scatter",
+    "total",
     "vocab_ce",
     "vocab_embedding",
 ]

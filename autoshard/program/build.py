@@ -44,6 +44,7 @@ def build_program(
     results = tuple(
         replace(r, value=names.get(v, v)) for r, v in zip(signature.results, lowered.results, strict=True)
     )
+    original = original_of(folded, names, how.terms)
     program = Program(
         mesh,
         _renamed(lowered, names),
@@ -55,10 +56,12 @@ def build_program(
         plan.target,
         microbatches=plan.microbatches,
         stages=stages,
-        original=original_of(folded, names),
-        original_notes=notes_of_original(folded),
+        original=original,
+        original_notes=notes_of_original(original),
         classes={names[port]: key for port, (_, key) in how.flow.class_of.items()},
         offload=how.hosting.kinds if how.hosting is not None else NO_OFFLOAD,
+        sums=how.terms.sums,
+        alone=how.terms.notes,
     )
     check_holders(program)
     return program

@@ -130,7 +130,7 @@ def _made_twice(ends: Mapping[Part, Ends], stage: int) -> set[str]:
     return {value for value, count in counts.items() if count > 1}
 
 
-_PHASES = ("gather", "forward", "backward", "weight", "reduce")
+_PHASES = ("gather", "count", "forward", "backward", "weight", "reduce")
 
 
 def _turn(part: Part) -> tuple[int, int]:

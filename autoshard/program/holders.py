@@ -50,6 +50,16 @@ def accumulated(program: Program, stage: int) -> tuple[str, ...]:
     return tuple(v for v in dict.fromkeys(made) if v in also or (v in grads and v not in reduced))
 
 
+def counted(program: Program, stage: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(values of a stage that are added up over the microbatches before they run, what they are made of)."""
+    lowered = program.lowered
+    own = lowered.of_stage.get(stage, ())
+    parts = [ends_of(lowered, part) for part in own if part.phase == "count"]
+    used = {v for part in own if part.phase != "count" for v in ends_of(lowered, part).uses}
+    made = tuple(v for ends in parts for v in ends.makes if v in used)
+    return made, tuple(v for ends in parts for v in ends.uses) if made else ()
+
+
 def check_holders(program: Program) -> None:
     """VerificationError if a stage makes the gradient of a parameter that it does not hold."""
     holders, makers = holders_of(program), makers_of(program)

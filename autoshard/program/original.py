@@ -11,15 +11,18 @@ from dataclasses import replace
 from autoshard.errors import VerificationError
 from autoshard.ir import Call, Folded
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
+from autoshard.passes.scale_terms import scale_terms
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Note, Program, Signature
 from autoshard.program.text import main_lines, segment_lines
 
 
-def original_of(folded: Folded, names: Mapping[str, str]) -> Lowered:
+def original_of(folded: Folded, names: Mapping[str, str], terms: BatchTerms = NO_TERMS) -> Lowered:
     """The folded model (as after ``030_normalize``) as a program on a mesh without axes.
 
-    names: port -> what the program calls it. Results keep the order of the joint graph.
+    names: port -> what the program calls it. terms: what adds up over its microbatches. Results keep the
+    order of the joint graph.
     """
     segments = {n: LoweredSegment(g, dict.fromkeys(g.types(), ()), {}) for n, g in folded.segments.items()}
     values = {names[p.name]: Placed(p.type, ()) for p in folded.joint.ports}
@@ -32,18 +35,19 @@ def original_of(folded: Folded, names: Mapping[str, str]) -> Lowered:
     first = sum(not c.backward for c in calls)
     parts = (Part(0, "forward", 0, first), Part(0, "backward", first, len(main)))
     results = tuple(names.get(r.value, r.value) for r in folded.joint.results)
-    return Lowered(segments, main, values, results, parts)
+    made = Lowered(segments, main, values, results, parts)
+    return scale_terms(made, replace(terms, tangent=names.get(terms.tangent, "")), axes=0)
 
 
 def _renamed(call: Call, names: Mapping[str, str]) -> Call:
     return replace(call, args=tuple(names.get(a, a) for a in call.args))
 
 
-def notes_of_original(folded: Folded) -> dict[str, tuple[Note, ...]]:
-    """Where each node of each segment of the folded model comes from."""
+def notes_of_original(original: Lowered) -> dict[str, tuple[Note, ...]]:
+    """Where each node of each segment of the model comes from."""
     return {
-        name: tuple(Note(n.origin.fqn, n.origin.source) for n in graph.nodes)
-        for name, graph in folded.segments.items()
+        name: tuple(Note(n.origin.fqn, n.origin.source) for n in segment.graph.nodes)
+        for name, segment in original.segments.items()
     }
 
 

@@ -32,8 +32,10 @@ from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")
 _PLACED = re.compile(r"^(\w+):(R|P(?:\((\w+)\))?|S\((\d+)(?:,outer=(\d+))?(?:,inner=(\d+))?\))$")
-_PART = re.compile(r"^(gather|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?(?:_s([1-9]\d{0,4}))?$")
-_BEFORE = ("gather", "forward")
+_PART = re.compile(
+    r"^(gather|count|forward|backward|weight|reduce)(?:_(0|[1-9]\d{0,4}))?(?:_s([1-9]\d{0,4}))?$"
+)
+_BEFORE = ("gather", "count", "forward")
 _REDUCES = ("sum", "max", "lse")
 _PORTS = ("param", "buffer", "input", "tangent", "const")
 #: more than any real program has; a hostile text must not exhaust the parser

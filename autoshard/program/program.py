@@ -12,7 +12,7 @@ from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,10 @@ class Program:
     original: the model before placements (`autoshard.program.original`), None if it was not kept; and where
     each of its nodes comes from. microbatches: how often a step runs the program, each time on another part
     of the batch; its shapes are those of one microbatch of all ranks together.
-    microbatches: how often a step runs the program, each time on another part of the batch; its shapes are
-    those of one microbatch of all ranks together. classes: port name -> the key under which the plan decides
-    about it and all ports that are used alike (``@3``); empty for a program whose folder does not say.
+    sums: outputs, by position, of which the whole batch's is the sum over microbatches. alone: what is
+    computed for every microbatch by itself, where the whole batch would give something else. classes: port
+    name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
+    for a program whose folder does not say.
     offload: what lives in host memory.
     """
 
@@ -103,6 +104,8 @@ class Program:
     original_notes: dict[str, tuple[Note, ...]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     offload: Offload = NO_OFFLOAD
+    sums: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
     @property
     def whole_mesh(self) -> str:

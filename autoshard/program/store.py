@@ -136,6 +136,8 @@ def _write(program: Program, folder: Path) -> None:
         "options": [list(o) for o in program.options],
         "user_ops": list(program.user_ops),
         "microbatches": program.microbatches,
+        "sums": list(program.sums),
+        "alone": list(program.alone),
         **({"offload": str(program.offload)} if program.offload else {}),
         "signature": _signature_out(program.signature),
         "original_results": list(program.original.results) if program.original is not None else [],
@@ -261,6 +263,8 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["original"].items()},
         {str(k): str(v) for k, v in notes["classes"].items()},
         _offload_in(manifest.get("offload", "")),
+        tuple(map(str, manifest["sums"])),
+        tuple(map(str, manifest["alone"])),
     )
 
 

@@ -4,8 +4,10 @@ The same batch, forward, gradients, then AdamW steps. A program with dropout is 
 for one rank and the same seed, since the mask of its dropout is a function of the seed and of global
 positions, which eager PyTorch's is not.
 
-A step of a program with several microbatches is all of them, one after the other, on both sides: the mean of
-their losses is what is trained. A batch of the size of one microbatch is verified as that one.
+A step of a program with several microbatches is all of them, compared with one call of the model with the
+whole batch. Only where a program computes something for every microbatch by itself (`Program.alone`) is it
+compared with a program for one rank, which does the same. A batch of the size of one microbatch is verified
+as that one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from autoshard.ir.comm import sent_bits
 from autoshard.passes.kept_module import as_written
 from autoshard.passes.quantise_collectives import Weights
 from autoshard.program.program import Program
-from autoshard.runtime.microbatch import calls_of
+from autoshard.runtime.microbatch import Batch as Arguments
+from autoshard.runtime.microbatch import calls_of, whole_batch
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.rounding import Rounding
 from autoshard.runtime.step_lockstep import Held, StepLockstep
@@ -149,7 +152,8 @@ def verify(
 ) -> Verification:
     """Compare a program with the model on real data. The model is on the CPU and is left as it was.
 
-    steps: AdamW steps. one_rank: a program of the same model for one rank, needed if there is dropout.
+    steps: AdamW steps. one_rank: a program of the same model for one rank, with as many microbatches, where
+    `needs_one_rank`.
     Raises UsageError if the model is not the program's, VerificationError if replicas of a value differ
     from rank to rank. A result that is out of tolerance is reported, not raised.
     """
@@ -168,8 +172,12 @@ def _verified(
     say: Callable[[str], None],
 ) -> Verification:
     _check_model(program, model)
-    if has_dropout(program) and one_rank is None:
-        raise UsageError("the program has dropout", hint="compare it with a program for one rank")
+    if needs_one_rank(program) and one_rank is None:
+        alone = f"computes for every microbatch by itself {'; '.join(program.alone)}"
+        raise UsageError(
+            f"the program {'has dropout' if has_dropout(program) else alone}",
+            hint="compare it with a program for one rank and as many microbatches",
+        )
     batch = Batch(program, args, kwargs)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     initial = {name: x.detach().clone() for name, x in values.items()}
@@ -182,7 +190,7 @@ def _verified(
             reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"
         subject = Ranks(program, initial, batch, seed)
         tolerance = tolerance_of(program)
-        checks, losses = _compare(subject, reference, steps, tolerance, say)
+        checks, losses = _compare(subject, reference, batch, steps, tolerance, say)
     ranks = Mesh.parse(program.whole_mesh).world_size
     rounded = tuple(_rounded(program, subject.lockstep.rounding))
     return Verification(program.whole_mesh, ranks, steps, named, tolerance, checks, losses, rounded)
@@ -228,6 +236,11 @@ def has_dropout(program: Program) -> bool:
     return any(p.target == "seed" for p in program.signature.ports)
 
 
+def needs_one_rank(program: Program) -> bool:
+    """Whether the model itself, called with a whole batch, gives something else than the program."""
+    return has_dropout(program) or (program.microbatches > 1 and bool(program.alone))
+
+
 def parameter_bytes(program: Program) -> int:
     """Bytes of all parameters and buffers of the model a program was made from."""
     return sum(p.type.nbytes for p in program.signature.ports if p.kind in ("param", "buffer"))
@@ -262,7 +275,8 @@ def _restored(values: Tensors, initial: Tensors) -> Iterator[None]:
 class Batch:
     """The arguments of the calls and the tangents of their outputs, the same for both sides.
 
-    calls: (positional, keyword) arguments of every microbatch. tangents: for each of them.
+    calls: (positional, keyword) arguments of every microbatch. whole: those of all of them together.
+    tangents: for each microbatch. sums: positions of outputs that are sums over microbatches.
     """
 
     def __init__(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -275,16 +289,37 @@ class Batch:
                 hint="compile the program again",
             )
         self.calls = calls_of(program, leaves)
+        self.whole: Arguments = (args, kwargs)
         if program.stages is not None and len(self.calls) < program.microbatches:
             # a schedule runs all its microbatches: the same one again and again
             self.calls *= program.microbatches
-        ends = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
-        self.tangents = {target: x / len(self.calls) for target, x in ends.items()}
+            self.whole = whole_batch(program, self.whole)
+        self.tangents = {p.target: _tangent(p) for p in program.signature.ports if p.kind == "tangent"}
+        self.sums = frozenset(program.sums)
         self.positions = sorted((r.target for r in program.signature.results if r.kind == "output"), key=int)
 
     def label(self, position: str, call: int) -> str:
         """What the output at a position is called: ``0``, or ``0 of microbatch 2``."""
         return position if len(self.calls) == 1 else f"{position} of microbatch {call + 1}"
+
+    def joined(self, outputs: Tensors, wanted: Tensors) -> Tensors:
+        """Outputs of the whole batch from those of its microbatches, in the shapes that are wanted."""
+        found: Tensors = {}
+        for position, like in wanted.items():
+            pieces = [outputs[self.label(position, call)] for call in range(len(self.calls))]
+            found[position] = _joined(pieces, like, position in self.sums)
+        return found
+
+
+def _joined(pieces: Sequence[torch.Tensor], like: torch.Tensor, sums: bool) -> torch.Tensor:
+    """One value of the microbatches: added up, put together along the dim that is longer, or one of them."""
+    first = pieces[0]
+    if len(pieces) == 1 or first.dim() != like.dim():
+        return first
+    if sums:
+        return torch.stack(list(pieces)).sum(0)
+    longer = [d for d, (n, m) in enumerate(zip(first.shape, like.shape, strict=True)) if n != m]
+    return torch.cat(list(pieces), longer[0]) if len(longer) == 1 else first
 
 
 def _tangent(port: Port) -> torch.Tensor:
@@ -297,7 +332,7 @@ def _tangent(port: Port) -> torch.Tensor:
 
 
 class Eager:
-    """The model as it is."""
+    """The model as it is, called once with the whole batch."""
 
     def __init__(self, model: nn.Module, batch: Batch) -> None:
         self.model, self.batch = model, batch
@@ -307,17 +342,16 @@ class Eager:
 
     def step(self) -> Step:
         self.model.zero_grad()
-        found: Tensors = {}
-        for call, (args, kwargs) in enumerate(self.batch.calls):
-            output = self.model(*args, **kwargs)
-            leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-            outputs = dict(zip(self.batch.positions, leaves, strict=True))
-            ends = [(outputs[k], t) for k, t in self.batch.tangents.items()]
-            if ends:
-                torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
-            found |= {self.batch.label(k, call): x.detach() for k, x in outputs.items()}
+        args, kwargs = self.batch.whole
+        output = self.model(*args, **kwargs)
+        leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        outputs = dict(zip(self.batch.positions, leaves, strict=True))
+        count = len(self.batch.calls)
+        ends = [(outputs[k], _joined([t] * count, outputs[k], False)) for k, t in self.batch.tangents.items()]
+        if ends:
+            torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return Step(found, grads)
+        return Step({k: x.detach() for k, x in outputs.items()}, grads)
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         if self.optimizer is None and trained:
@@ -427,7 +461,12 @@ def _fixed_value(program: Program, batch: Batch, leaves: Sequence[Any], port: Po
 
 
 def _compare(
-    subject: Subject, reference: Subject, steps: int, tolerance: Tolerance, say: Callable[[str], None]
+    subject: Subject,
+    reference: Subject,
+    batch: Batch,
+    steps: int,
+    tolerance: Tolerance,
+    say: Callable[[str], None],
 ) -> tuple[tuple[Check, ...], tuple[float, ...]]:
     checks: list[Check] = []
     losses: list[float] = []
@@ -436,6 +475,8 @@ def _compare(
         say(f"step {step + 1} of {max(1, steps)}")
         wanted = reference.step()
         found = subject.step()
+        if isinstance(reference, Eager):
+            found = Step(batch.joined(found.outputs, wanted.outputs), found.grads)
         losses += _loss(found)
         if step == 0:
             checks += _checks("output", found.outputs, wanted.outputs, tolerance)
@@ -459,11 +500,11 @@ def _compare(
 
 
 def _loss(step: Step) -> list[float]:
-    """The first floating scalar among the outputs, its mean over the microbatches; none if there is none."""
+    """The first floating scalar among the outputs, its sum over the microbatches; none if there is none."""
     scalars = {k: float(x) for k, x in step.outputs.items() if x.dim() == 0 and x.is_floating_point()}
     first = next(iter(scalars), "").split(" ")[0]
     found = [x for k, x in scalars.items() if k.split(" ")[0] == first]
-    return [sum(found) / len(found)] if found else []
+    return [sum(found)] if found else []
 
 
 def _with_zeros(wanted: Tensors, found: Tensors) -> Tensors:

@@ -47,6 +47,11 @@ def _linear_first(node: Node, ins: Sequence[TensorType]) -> Factored:
     return broadcast(ins, node.types, linear=((0,),) if isinstance(node.args[0], Ref) else ())
 
 
+def _total(node: Node, ins: Sequence[TensorType]) -> Factored:
+    """A sum over microbatches of what may be a sum over ranks, of whatever type."""
+    return broadcast(ins, node.types, linear=((0,),), kind="view")
+
+
 def _sum(node: Node, ins: Sequence[TensorType]) -> Factored:
     """add and sub: both terms partial, or neither; a number added to a partial sum would count often."""
     return broadcast(ins, node.types, linear=((0, 1),) if len(ins) == 2 else ())
@@ -107,6 +112,7 @@ RULES: Mapping[str, RuleFn] = MappingProxyType(
     {
         **_named(_NONLINEAR, _plain),
         **_named(_LINEAR_FIRST, _linear_first),
+        "autoshard.total.default": _total,
         "aten.add.Tensor": _sum,
         "aten.sub.Tensor": _sum,
         "aten.add.Scalar": _plain,

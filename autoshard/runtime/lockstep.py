@@ -93,7 +93,7 @@ class Lockstep:
     def run(self, env: dict[str, list[Any]], backward: bool) -> None:
         """Run one half of a program of one stage on the values in ``env``, adding what it makes."""
         for part in self.program.lowered.parts:
-            if (part.phase not in ("gather", "forward")) == backward:
+            if (part.phase not in ("gather", "count", "forward")) == backward:
                 self.run_part(env, part)
 
     def run_part(self, env: dict[str, list[Any]], part: Part) -> None:

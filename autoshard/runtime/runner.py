@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,20 +290,29 @@ class Runner:
         env = self.entry([local(x) for x in params], inputs)
         self.enter_buffers(env, buffers, 0)
         self.run(env, (0, "gather", 0))
+        self.run(env, (0, "count", 0))
         self.run(env, (0, "forward", 0))
         return env
 
-    def entry(self, params: Sequence[torch.Tensor], inputs: Sequence[Any], call: int = 0) -> Values:
+    def entry(
+        self,
+        params: Sequence[torch.Tensor],
+        inputs: Sequence[Any],
+        call: int = 0,
+        only: Collection[str] | None = None,
+    ) -> Values:
         """What a microbatch begins with.
 
-        params: what the rank holds of the parameters. call: which of the step's calls of the program it is.
+        params: what the rank holds of the parameters, () for none. call: which of the step's calls of the
+        program it is. only: the inputs that are needed, None for all.
         """
         env = self.rank_program.start()
         env.update(self.constants)
-        for port, value in zip(self.params, params, strict=True):
+        for port, value in zip(self.params if params else (), params, strict=True):
             env[port.name] = value
         for port, value in zip(self.inputs, inputs, strict=True):
-            env[port.name] = self.input_shard(value, port)
+            if only is None or port.name in only:
+                env[port.name] = self.input_shard(value, port)
         if self.seed_port is not None:
             number = self.clock.seed(self.seed, call)
             env[self.seed_port.name] = torch.tensor(number, device=self.device)

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from autoshard.errors import VerificationError
-from autoshard.program.holders import accumulated, holders_of
+from autoshard.ir.lowered import Part
+from autoshard.program.holders import accumulated, counted, holders_of
 from autoshard.program.messages import Message, Move, moves_of
 from autoshard.program.program import Program
 from autoshard.runtime.lockstep import Lockstep
@@ -90,7 +91,24 @@ class _Run:
                 given = set(env)
                 self.of.lockstep.run_part(env, part)
                 found[rank].update((v, x) for v, x in env.items() if v not in given)
+            elif phase == "count":
+                found[self.of.owner[stage]] |= self._counted(stage, part)
         return found
+
+    def _counted(self, stage: int, part: Part) -> dict[str, list[Any]]:
+        """What a stage counts in all microbatches, added up."""
+        made, rank = counted(self.program, stage)[0], self.of.owner[stage]
+        totals: dict[str, list[Any]] = {}
+        for values in self.fixed if made else ():
+            env = {name: list(ranks[rank]) for name, ranks in self.state.items() if rank in ranks}
+            env |= values
+            self.of.lockstep.run_part(env, part)
+            for value in made:
+                known = totals.get(value)
+                totals[value] = (
+                    env[value] if known is None else [a + b for a, b in zip(known, env[value], strict=True)]
+                )
+        return totals
 
     def run(self) -> StepValues:
         moves = self.of.moves

@@ -1,7 +1,8 @@
 """A whole training step of a program: all its microbatches, through all stages of this rank.
 
-Gradients are summed over the microbatches before they are reduced over ranks: in float32 if they are of
-half precision.
+Losses and gradients are added up over the microbatches, whose parts make those of the whole batch
+(`passes/batch_terms.py`); gradients before they are reduced over ranks: in float32 if they are of half
+precision.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import UsageError
 from autoshard.placement import local_shape
-from autoshard.program.holders import accumulated, makers_of
+from autoshard.program.holders import accumulated, counted, makers_of
+from autoshard.program.loss import loss_position
 from autoshard.program.messages import Message, Move
-from autoshard.program.program import Program
 from autoshard.runtime.executor import Values
 from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
@@ -46,6 +46,8 @@ class Stepper:
         self.moves = runner.moves
         self.watch = runner.guard.watch if runner.guard is not None else None
         self.accumulated = {s: accumulated(self.program, s) for s in runner.place.stages}
+        #: what a stage counts, and what it takes for that
+        self.counted = {s: counted(self.program, s) for s in runner.place.stages}
         self.made = makers_of(self.program)
         self.channels: Channels | MemoryChannels | None = None
         self.shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -89,7 +91,7 @@ class Stepper:
     @cached_property
     def _loss(self) -> tuple[str, str]:
         """(value of the loss, position of that output); found at the first step, as a model may have none."""
-        position = loss_position(self.program)
+        position = loss_position(self.program.signature, self.program.lowered.values)
         results = self.program.signature.results
         value = next(r.value for r in results if r.kind == "output" and r.target == str(position))
         return value, str(position)
@@ -127,6 +129,19 @@ class _StepRun:
                 env = runner.entry(*self.given[0])
                 runner.run(env, (stage, "gather", 0))
                 self.gathered.update((value, env[value]) for value in made)
+            self._count(stage)
+
+    def _count(self, stage: int) -> None:
+        """Add up what a stage counts in all microbatches."""
+        made, uses = self.stepper.counted[stage]
+        found: list[list[torch.Tensor]] = []
+        for _, inputs in self.given if made else ():
+            env = self.runner.entry((), inputs, only=uses)
+            self.runner.enter_buffers(env, self.buffers, stage)
+            self.runner.run(env, (stage, "count", 0))
+            found.append([env[value] for value in made])
+        totals = [sum(row[1:], row[0]) for row in zip(*found, strict=True)]
+        self.gathered.update(zip(made, totals, strict=bool(found)))
 
     def moves(self) -> None:
         self._gather()
@@ -148,6 +163,9 @@ class _StepRun:
             params, inputs = self.given[action.microbatch]
             env = self.envs[action.microbatch] = self.runner.entry(params, inputs, action.microbatch)
             env.update(self.gathered)
+            for _, uses in self.stepper.counted.values():
+                for value in uses:
+                    env.used(value)
         for message in move.receives:
             assert channels is not None
             env[message.value] = channels.take(message)
@@ -170,7 +188,7 @@ class _StepRun:
             if port.name not in env:
                 one = port.target == self.loss_position
                 shape, dtype = self.stepper._describe(port.name)
-                fill = 1.0 / self.program.microbatches if one else 0.0
+                fill = 1.0 if one else 0.0
                 tangent = torch.full(shape, fill, dtype=dtype, device=self.runner.device)
                 scale = self.runner.loss_scale
                 env[port.name] = tangent if scale is None else (tangent * scale).to(dtype)
@@ -258,37 +276,13 @@ class _StepRun:
         run_post_accumulate_hooks(parameter)
 
     def loss(self) -> torch.Tensor:
-        """The mean over the microbatches, from the stage that makes it."""
+        """The sum over the microbatches, from the stage that makes it."""
         stepper, place = self.stepper, self.runner.place
         nothing = torch.zeros((), device=self.runner.device)
-        mean = torch.stack(self.losses).mean() if self.losses else nothing
+        total = torch.stack(self.losses).sum() if self.losses else nothing
         if self.program.stages is not None:
             stage = stepper.made[self.loss_value][0]
             source = place.peers[self.program.stages.schedule.owner[stage]]
             with collective(f"the loss from rank {source}", stepper.watch):
-                dist.broadcast(mean, source, group=stepper.pipe)
-        return mean
-
-
-def loss_position(program: Program) -> int:
-    """Which output of the model is the loss. Raises UsageError if none is."""
-    from autoshard.runtime.train import loss_of
-
-    signature = program.signature
-    values = program.lowered.values
-    types = {int(r.target): values[r.value].type for r in signature.results if r.kind == "output"}
-    flat: list[Any] = []
-    for position, (kind, _) in enumerate(signature.out_leaves):
-        type_ = types.get(position)
-        known = kind == "tensor" and type_ is not None
-        flat.append(
-            torch.empty(type_.shape, dtype=torch_dtype(type_.dtype), device="meta")
-            if known and type_
-            else None
-        )
-    output = pytree.tree_unflatten(flat, pytree.treespec_loads(signature.out_tree))
-    loss = loss_of(output)
-    position = next(k for k, x in enumerate(flat) if x is loss)
-    if loss.dim():
-        raise UsageError("the model's loss is not a scalar", why=f"its shape is {list(loss.shape)}")
-    return position
+                dist.broadcast(total, source, group=stepper.pipe)
+        return total

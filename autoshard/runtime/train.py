@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from autoshard.errors import UsageError
+from autoshard.program.loss import loss_of
 from autoshard.runtime.clip import clip_grad_norm_
 from autoshard.runtime.corpus import VOCABULARY, Corpus
 from autoshard.runtime.host_optimizer import HostOptimizer
@@ -97,22 +95,6 @@ def microbatches_of(model: nn.Module, batch: Batch) -> list[Batch]:
         return [batch]
     runner = model._autoshard
     return cut(runner.program, runner.arguments.flattened(*batch))
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a model returned: its ``loss``, or the only floating scalar."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, torch.Tensor):
-        return named
-    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-    scalars = [x for x in leaves if x.dim() == 0 and x.is_floating_point()]
-    if len(scalars) != 1:
-        raise UsageError(
-            "the model returns no loss",
-            why=f"it returns {len(leaves)} tensors, {len(scalars)} of them floating scalars",
-            hint="return the loss as a scalar, alone or under the name `loss`",
-        )
-    return scalars[0]
 
 
 def feed_of(

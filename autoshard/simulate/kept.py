@@ -117,7 +117,7 @@ def storages_of(program: Program, stages: Sequence[int], size_of: SizeOf) -> dic
     rank = _Rank(program, size_of)
     ordered = sorted(stages)
     for stage in ordered:
-        rank.run(stage, ("gather", "forward"))
+        rank.run(stage, ("gather", "count", "forward"))
     for stage in reversed(ordered):
         rank.run(stage, ("backward", "weight"))
     for stage in ordered:
@@ -166,9 +166,9 @@ class _Rank:
     def __post_init__(self) -> None:
         self.hosted = hosted_values(self.program.lowered) if self.program.offload else frozenset[str]()
         self.storage.update((p.name, (p.name, 0.0)) for p in self.program.signature.ports)
-        # gathered copies belong to the step, not to a microbatch
+        # gathered copies and totals belong to the step, not to a microbatch
         lowered = self.program.lowered
-        gathers = [p for p in lowered.parts if p.phase == "gather"]
+        gathers = [p for p in lowered.parts if p.phase in ("gather", "count")]
         self.storage.update((v, (v, 0.0)) for p in gathers for v in ends_of(lowered, p).makes)
 
     def uses(self, stage: int, phases: Collection[str]) -> list[str]:

@@ -59,7 +59,9 @@ class Sheets:
             return frozenset()
         lowered = self.program.lowered
         made = lowered.segments[segment].graph
-        whole = {v for p in lowered.parts if p.phase == "gather" for i in lowered.of(p) for v in i.outs}
+        whole = {
+            v for p in lowered.parts if p.phase in ("gather", "count") for i in lowered.of(p) for v in i.outs
+        }
         ports = whole | {p.name for p in self.program.signature.ports if p.kind == "param"}
         call = next(i for i in lowered.main if isinstance(i, Call) and i.segment == segment)
         found = {n for (n, _), arg in zip(made.inputs, call.args, strict=True) if arg in ports}

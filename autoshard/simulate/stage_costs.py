@@ -368,7 +368,9 @@ class StagePrices:
         parts = [p for p in lowered.parts if p.stage in stages and p.phase == "forward"]
         calls = [i for p in parts for i in lowered.of(p) if isinstance(i, Call) and i.label]
         shapes: dict[tuple[tuple[int, ...], str], float] = {}
-        whole = {v for p in lowered.parts if p.phase == "gather" for i in lowered.of(p) for v in i.outs}
+        whole = {
+            v for p in lowered.parts if p.phase in ("gather", "count") for i in lowered.of(p) for v in i.outs
+        }
         ports = {p.name for p in self.program.signature.ports if p.kind == "param"}
         for value in (v for call in calls for v in call.args if v in ports or v in whole):
             placed = lowered.values[value]

@@ -337,7 +337,8 @@ class Transients:
             if part in parts:
                 return False
             over = kind != "F" and (
-                part.phase in ("forward", "gather") or (part.phase == "backward" and part.stage > stage)
+                part.phase in ("forward", "gather", "count")
+                or (part.phase == "backward" and part.stage > stage)
             )
             return self.owner[part.stage] != own or not over
 

@@ -13,7 +13,7 @@ from autoshard.program.hosted import moves_to_host
 from autoshard.program.program import Program
 from autoshard.verify.result import At, Finding
 
-_PHASES = ("gather", "forward", "backward", "weight", "reduce")
+_PHASES = ("gather", "count", "forward", "backward", "weight", "reduce")
 
 
 @dataclass
@@ -110,6 +110,6 @@ class _Check:
 
 
 def _turn(part: Part) -> tuple[int, int, int]:
-    up = part.phase in ("gather", "forward", "reduce")
+    up = part.phase in ("gather", "count", "forward", "reduce")
     order = part.slice if part.phase == "forward" else -part.slice
     return _PHASES.index(part.phase), order, part.stage if up else -part.stage

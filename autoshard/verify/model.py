@@ -7,6 +7,7 @@ from dataclasses import replace
 from autoshard.api import split_inputs
 from autoshard.errors import VerificationError
 from autoshard.interop.targets import build
+from autoshard.passes.batch_terms import NO_TERMS
 from autoshard.planning import Source
 from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text
@@ -14,6 +15,7 @@ from autoshard.program.program import Program, Signature
 from autoshard.rules.user import Rules
 from autoshard.search.plans.plan_json import plan_from_json
 from autoshard.search.problem.problem import batch_of
+from autoshard.step_terms import step_terms
 
 
 def same_model(program: Program, target: str, rules: Rules = None) -> None:
@@ -29,14 +31,18 @@ def same_model(program: Program, target: str, rules: Rules = None) -> None:
     args, kwargs = split_inputs(built.inputs)
     plan = plan_from_json(program.plan)
     source = Source(built.model, args, kwargs, bool(plan.replicated), rules)
-    analysis = source.analysed(lambda _: None)
+    known = analysis = source.analysed(lambda _: None)
     if plan.batch and batch_of(analysis.folded) != plan.batch:
         analysis = source.with_batch(analysis, plan.batch).analysed(lambda _: None)
+    terms = NO_TERMS
+    if program.microbatches > 1:
+        terms = step_terms(source, known, analysis, lambda _: None)
     folded = analysis.folded
     names = port_names(folded.joint.ports)
     ports = tuple(replace(p, name=names[p.name]) for p in folded.joint.ports)
     signature = replace(Signature.of(folded.joint), ports=ports)
-    now = original_text(original_of(folded, names), signature, notes_of_original(folded)).splitlines()
+    original = original_of(folded, names, terms)
+    now = original_text(original, signature, notes_of_original(original)).splitlines()
     stored = original_text(program.original, program.signature, program.original_notes).splitlines()
     for number, (a, b) in enumerate(zip(stored, now, strict=False), 1):
         if _bare(a) != _bare(b):

@@ -22,9 +22,10 @@ from autoshard.errors import AutoshardError, UsageError
 from autoshard.interop.huggingface import load_hf_config
 from autoshard.interop.targets import is_config
 from autoshard.ir import Call
+from autoshard.one_rank import for_one_rank
 from autoshard.planning import Planned
 from autoshard.program.program import Program
-from autoshard.program.verify import Verification, has_dropout, verify
+from autoshard.program.verify import Verification, needs_one_rank, verify
 from autoshard.search.plans.plan import Plan, Recompute
 from autoshard.search.plans.plan_json import plan_from_json
 from autoshard.verify.result import StaticReport
@@ -95,9 +96,7 @@ def verify_twin(
             hint="compile a small config of the same architecture on a small mesh, and verify that",
         ) from error
     small, kept = _carried(planned, big, program)
-    one_rank = None
-    if has_dropout(small):
-        one_rank = compile_analysed(make_plan(model, "dp=1", example_inputs=inputs))
+    one_rank = for_one_rank(small, model, inputs) if needs_one_rank(small) else None
     proved = verify_static(small)
     outcome = verify(small, model, (), inputs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
     return Twin(small.whole_mesh, dict(overrides), kept, proved, outcome)

@@ -36,7 +36,7 @@ _FUSED = "aten.addmm.default"
 KERNELS = frozenset(
     (*WIRED, *NORMS, "autoshard.layer_norm_backward.default", "autoshard.rms_norm_backward.default")
 )
-_PHASES = ("gather", "forward", "backward", "weight", "reduce")
+_PHASES = ("gather", "count", "forward", "backward", "weight", "reduce")
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +397,7 @@ class Walk:
 
 def _turn(part: Part) -> tuple[int, int, int]:
     """The order in which what a part takes has been made: forward goes up the stages, backward down."""
-    up = part.phase in ("gather", "forward", "reduce")
+    up = part.phase in ("gather", "count", "forward", "reduce")
     return (
         _PHASES.index(part.phase),
         part.slice if part.phase == "forward" else -part.slice,
