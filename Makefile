@@ -49,7 +49,7 @@ bench: $(STAMP) ## run the benchmarks
 bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
 	$(BIN)/python -m autoshard.bench.kernels $(BENCH_ARGS)
 
-fuzz: $(STAMP) ## run 2,000 random models on random plans (FUZZ_ARGS="--cases N --seconds N --first N")
+fuzz: $(STAMP) ## run 2,000 random graphs, modules and training scripts (FUZZ_ARGS="--kind K --cases N --seconds N --first N")
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)

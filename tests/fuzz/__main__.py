@@ -7,70 +7,95 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 # before torch is imported, here and in the processes started from here
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 
 from fuzz import damage
-from fuzz.case import PLANS, Case, Outcome
-from fuzz.chunk import run_chunk
-from fuzz.shrink import shrunk
-
-#: cases that a process takes at a time: whole models
-_CHUNK = 4 * PLANS
+from fuzz.case import Outcome
+from fuzz.chunk import Chunk
+from fuzz.kinds import KINDS, Work, left, mixed, reproduced, shown
 
 
 @dataclass
 class _Tally:
-    kinds: Counter[str] = field(default_factory=Counter)
+    kinds: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     ops: set[str] = field(default_factory=set)
-    failed: list[tuple[int, Outcome]] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    failed: list[tuple[str, int, Outcome]] = field(default_factory=list)
     worst: float = 0.0
 
-
-def _chunks(first: int, cases: int) -> Iterator[range]:
-    first -= first % PLANS
-    for start in range(first, first + cases, _CHUNK):
-        yield range(start, min(start + _CHUNK, first + cases))
+    def add(self, kind: str, chunk: Chunk) -> None:
+        self.ops |= chunk.ops
+        for number, outcome in chunk.outcomes:
+            self.kinds[kind][outcome.kind] += 1
+            if outcome.kind == "equal":
+                self.worst = max(self.worst, outcome.error if kind == "graphs" else 0.0)
+            if outcome.kind == "refused":
+                self.refused[outcome.detail.split("\n")[0][:90]] += 1
+            if outcome.kind == "failed":
+                self.failed.append((kind, number, outcome))
+                print(f"\nfailed: {kind} case {number}: {outcome.failure}: {outcome.detail[:300]}")
 
 
 def main() -> int:
-    """0 if every case is equal to eager and every damaged folder is refused, 1 otherwise."""
+    """0 if every case is equal to eager or refused and every damaged folder is refused, 1 otherwise."""
     options = _options()
     if options.case is not None:
-        return _one(options.case)
+        return _one(options.kind if options.kind != "all" else "graphs", options.case)
     began = time.perf_counter()
-    deadline = began + options.seconds if options.seconds else None
     tally = _Tally()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(options.processes) as pool:
-        chunks = pool.imap_unordered(run_chunk, _chunks(options.first, options.cases))
+    todo = mixed(options.kind, options.first, options.cases)
+    pooled = [w for w in todo if w.kind != "steps"]
+    stepped = [w for w in todo if w.kind == "steps"]
+    share = options.seconds * (0.75 if pooled and stepped else 1.0)
+    for kind, chunk in _pooled(pooled, options.processes, began + share if share else None):
+        tally.add(kind, chunk)
+        print(f"\r{_line(tally, began)}", end="", flush=True)
+    for work in stepped:
+        if options.seconds and time.perf_counter() > began + options.seconds:
+            print("\nthe time is up", end="")
+            break
+        tally.add(work.kind, work.run())
+        print(f"\r{_line(tally, began)}", end="", flush=True)
+    return _closing(tally, options, began)
+
+
+def _pooled(todo: Sequence[Work], processes: int, deadline: float | None) -> Iterator[tuple[str, Chunk]]:
+    if not todo:
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        chunks = pool.imap_unordered(_run, todo)
         while True:
             try:
-                left = None if deadline is None else max(0.1, deadline - time.perf_counter())
-                chunk = chunks.next(timeout=left)
+                yield chunks.next(timeout=left(deadline))
             except StopIteration:
-                break
+                return
             except multiprocessing.TimeoutError:
                 print("\nthe time is up", end="")
-                break
-            tally.ops |= chunk.ops
-            for number, outcome in chunk.outcomes:
-                tally.kinds[outcome.kind] += 1
-                tally.worst = max(tally.worst, outcome.error if outcome.kind == "equal" else 0.0)
-                if outcome.kind == "failed":
-                    tally.failed.append((number, outcome))
-                    print(f"\nfailed: case {number}: {outcome.failure}: {outcome.detail[:300]}")
-            print(f"\r{_line(tally, began)}", end="", flush=True)
-    print()
-    for number, outcome in tally.failed[: options.shrink]:
-        _reproduce(number, outcome)
-    print(f"ops of the rule table in these models: {_covered(tally.ops)}")
-    missed = damage.many(options.folders, options.first)
-    print(f"damaged folders: {options.folders} tried, {len(missed)} not refused as they should be")
+                return
+
+
+def _run(work: Work) -> tuple[str, Chunk]:
+    return work.kind, work.run()
+
+
+def _closing(tally: _Tally, options: argparse.Namespace, began: float) -> int:
+    print(f"\r{_line(tally, began)}")
+    for kind, number, outcome in tally.failed[: options.shrink]:
+        print(f"\n{reproduced(kind, number, outcome)}")
+    for kind, counts in tally.kinds.items():
+        print(f"{kind}: {', '.join(f'{n} {what}' for what, n in counts.most_common())}")
+    for what, count in tally.refused.most_common(options.refused):
+        print(f"refused {count} times: {what}")
+    missed: list[str] = []
+    if "graphs" in tally.kinds:
+        print(f"ops of the rule table in these models: {_covered(tally.ops)}")
+        missed = damage.many(options.folders, options.first)
+        print(f"damaged folders: {options.folders} tried, {len(missed)} not refused as they should be")
     for text in missed:
         print(text)
     return 1 if tally.failed or missed else 0
@@ -78,22 +103,24 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--kind", choices=("all", *KINDS), default="all")
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, default=0.0, help="stop after so many; 0: never")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--shrink", type=int, default=3, help="failures that are made smaller")
+    parser.add_argument("--refused", type=int, default=5, help="most frequent refusals that are named")
     parser.add_argument("--folders", type=int, default=400, help="damaged program folders")
-    parser.add_argument("--case", type=int, help="run this case alone, and print it")
+    parser.add_argument("--case", type=int, help="run this case alone, and print it (of --kind)")
     return parser.parse_args()
 
 
 def _line(tally: _Tally, began: float) -> str:
-    done = sum(tally.kinds.values())
-    seconds = time.perf_counter() - began
+    counts: Counter[str] = sum(tally.kinds.values(), Counter())
     return (
-        f"{done} cases in {seconds:.0f} s: {tally.kinds['equal']} equal (worst error {tally.worst:.1e}), "
-        f"{tally.kinds['unfit']} on a mesh that does not suit, {tally.kinds['failed']} failed"
+        f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {counts['equal']} equal "
+        f"(worst error of graphs {tally.worst:.1e}), {counts['refused']} refused, {counts['unfit']} on a mesh "
+        f"that does not suit, {counts['dropped']} that eager refuses, {counts['failed']} failed"
     )
 
 
@@ -103,24 +130,13 @@ def _covered(ops: set[str]) -> str:
     return f"{len(ops & set(RULES))} of {len(RULES)}"
 
 
-def _one(number: int) -> int:
-    case = Case.of(number)
-    print(f"case {number}: mesh {case.mesh}\n\n{case.recipe.source()}")
-    outcome = case.run()
+def _one(kind: str, number: int) -> int:
+    print(f"{kind} case {number}\n\n{shown(kind, number)}")
+    ((_, outcome),) = [o for o in Work(kind, range(number, number + 1)).run().outcomes if o[0] == number]
     print(f"{outcome.kind} {outcome.failure} (error {outcome.error:.1e})\n{outcome.detail}")
     if outcome.kind == "failed":
-        _reproduce(number, outcome)
+        print(f"\n{reproduced(kind, number, outcome)}")
     return 1 if outcome.kind == "failed" else 0
-
-
-def _reproduce(number: int, outcome: Outcome) -> None:
-    """Print a failure with the smallest case that fails alike."""
-    case, found = Case.of(number), outcome
-    if not outcome.failure.startswith("capture"):
-        case, found = shrunk(case, outcome)
-    print(f"\ncase {number}, made smaller: mesh {case.mesh}, plan seed {case.plan_seed}")
-    print(f"{found.failure}: {found.detail}\n\n{case.recipe.source()}")
-    print(f"run it again: PYTHONPATH=tests python -m fuzz --case {number}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""A random module, captured, planned at random, compiled and run in lockstep beside eager PyTorch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from autoshard.analysis import analyse
+from autoshard.api import compile_analysed
+from autoshard.cluster import Mesh, load_cluster
+from autoshard.errors import AutoshardError
+from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
+from autoshard.program.verify import has_dropout, verify
+from autoshard.search.networks.network import NoFiniteAssignment
+from fuzz.case import MESHES, Outcome
+from fuzz.modules import FORMS, Model, drawn, smaller, systematic
+from fuzz.plans import random_plan
+from fuzz.world import Wrong, compare, state_of, world
+
+
+def tolerance(model: Model) -> float:
+    """Of relative errors: small in float64, where only mistakes are larger."""
+    return 5e-2 if model.single else 1e-7
+
+
+def eager_fails(model: Model) -> str:
+    """Why eager PyTorch does not train the module, "" if it does."""
+    here = world(model.source())
+    torch.manual_seed(0)
+    try:
+        out = here.make()(**here.batch(0))
+        eval(FORMS[model.form][1], {**vars(here), "out": out}).backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@dataclass(frozen=True)
+class ModuleCase:
+    """A module, a mesh, and the seed of a plan."""
+
+    model: Model
+    mesh: str
+    plan_seed: int
+
+    @classmethod
+    def of(cls, number: int) -> ModuleCase:
+        """The case of a number."""
+        rng = random.Random(f"module/{number}")
+        return cls(systematic(number) or drawn(rng), rng.choice([m for m in MESHES if "3" not in m]), number)
+
+    def source(self) -> str:
+        """To print."""
+        return f"# mesh {self.mesh}\n{self.model.source()}"
+
+    def smaller(self) -> list[ModuleCase]:
+        """With less in it."""
+        meshes = [m for m in ("dp=2", "tp=2", "x=2") if len(m) < len(self.mesh)]
+        return [replace(self, model=m) for m in smaller(self.model)] + [replace(self, mesh=m) for m in meshes]
+
+    def run(self) -> Outcome:
+        """Capture, plan, compile and verify; nothing of the model or its globals may change."""
+        why = eager_fails(self.model)
+        if why:
+            return Outcome("dropped", detail=why)
+        try:
+            return Outcome("equal", error=self._error())
+        except AutoshardError as error:
+            return Outcome("refused", type(error).__name__, str(error))
+        except Wrong as error:
+            return Outcome("failed", error.failure, error.detail)
+        except NoFiniteAssignment as error:
+            return Outcome("failed", "no plan", str(error))
+        except Exception as error:
+            return Outcome("failed", type(error).__name__, f"{type(error).__name__}: {error}")
+
+    def _error(self) -> float:
+        here = world(self.model.source())
+        model = here.make()
+        before = state_of(here, model, hooks=True)
+        try:
+            joint = capture(model, (), here.batch(0))
+        finally:
+            compare(state_of(here, model, hooks=True), before, 0.0, "changed by capture")
+        analysis, cluster = analyse(joint), load_cluster("cpu-gloo")
+        planned = random_plan(analysis, Mesh.parse(self.mesh), cluster, random.Random(self.plan_seed))
+        program = compile_analysed(planned)
+        one = None
+        if has_dropout(program):
+            one = compile_analysed(plan_analysed(analysis, [Mesh.parse("dp=1")], cluster, reasons=False))
+        fresh = world(self.model.source())
+        eager = fresh.make()
+        for p in eager.parameters():  # hooks of parameters run outside of the program
+            p._backward_hooks = p._post_accumulate_grad_hooks = None
+        eager.train = lambda mode=True: eager  # parts keep their own mode
+        batch = fresh.batch(0, rows=fresh.B * program.microbatches)
+        found = verify(program, eager, (), batch, steps=0, one_rank=one)
+        wrong = [c for c in found.checks if not c.error <= tolerance(self.model)]
+        if wrong:
+            raise Wrong("numbers", "\n".join(f"{c.kind} {c.name} off by {c.error:.2g}" for c in wrong[:5]))
+        return max((c.error for c in found.checks), default=0.0)
