@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint style bench bench-gpu fuzz clean
+.PHONY: help demo test lint style bench bench-gpu fuzz sweep clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -16,6 +16,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
+SWEEP_ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -51,6 +52,9 @@ bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
 
 fuzz: $(STAMP) ## run 2,000 random graphs, modules and training scripts (FUZZ_ARGS="--kind K --cases N --seconds N --first N")
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
+
+sweep: $(STAMP) ## plan 200 random real cases (SWEEP_ARGS="--cases N --seed N --case K --limit N")
+	$(BIN)/python -m autoshard.bench sweep $(SWEEP_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)
 	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,6 +9,7 @@ from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.on_mesh import laid_roughly
 from autoshard.cost.stage_machines import (
+    across_nodes,
     boundary_links,
     bounding_machine,
     inner_candidates,
@@ -122,7 +123,8 @@ class _Machines:
             return Staged(mesh, pipes, batches)
         used = self._cluster.used_by(ranks * mesh.world_size)
         if used.alike:  # as far as it is used: one group of several may be enough
-            return Staged(mesh, pipes, batches, pipe_link(used, mesh, ranks))
+            across = across_nodes(used, mesh, ranks)
+            return Staged(mesh, pipes, batches, pipe_link(used, mesh, ranks), across=across)
         laid = laid_roughly(self._cluster, whole_mesh(mesh, ranks))
         links = self._between(laid, mesh, ranks)
         slowest = max(links[:-1], key=lambda link: seconds("send", _MESSAGE, link))

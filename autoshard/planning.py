@@ -177,7 +177,8 @@ def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
     assert found.settled is not None
     where = found.settled.configuration
     same = [s for s in meshes if s.mesh == where.mesh and s.ranks == where.pipe.ranks]
-    return [replace(s, batches=(1,)) for s in same[:1]]
+    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
+    return [replace(s, batches=(1,)) for s in (*same, Staged(where.mesh))[:1]]
 
 
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:

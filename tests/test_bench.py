@@ -31,6 +31,7 @@ from autoshard.bench.quality import Small, quality_of, recomputations
 from autoshard.bench.quality_table import print_quality
 from autoshard.bench.rings import Stack, row_of
 from autoshard.bench.rings_table import print_rings
+from autoshard.bench.sweep import SweepRow, case_of, closing_line, sweep
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
@@ -370,3 +371,30 @@ def test_unknown_benchmarks_are_refused(tmp_path: Path) -> None:
         main(["nothing"])
     with pytest.raises(SystemExit, match="cannot read"):
         main(["published", str(tmp_path / "absent.json")])
+
+
+def test_cases_of_a_sweep_are_drawn_by_their_numbers() -> None:
+    assert case_of(0, 3) == case_of(0, 3) != case_of(1, 3)
+    drawn = [case_of(0, k) for k in range(300)]
+    assert len({c.name for c in drawn}) > 40 and len({c.cluster for c in drawn}) > 7
+    assert {1, 7} <= {c.batch for c in drawn} and {12, 1000} <= {c.gpus for c in drawn}
+    assert all(c.length <= c.config.get("max_position_embeddings", c.length) for c in drawn)
+
+
+def test_what_came_of_a_sweep_is_counted(tmp_path: Path) -> None:
+    case = case_of(0, 0)
+    rows = [SweepRow(case, 1.0, 0.5, code, "why") for code in (0, 0, 4, 2, 4)]
+    assert closing_line(rows) == (
+        "2 plans, 3 refused (exit 2: 1, exit 4: 2), 0 over the limit, 0 crashed",
+        True,
+    )
+    bad = [SweepRow(case, 1.0, 0.5, code, "why") for code in (1, -9, None)]
+    assert closing_line(bad) == ("0 plans, 0 refused, 1 over the limit, 2 crashed", False)
+    (late,) = sweep([case], 0.1)
+    assert late.kind == "late" and "OVER THE LIMIT" in str(late) and late.peak_gib > 0
+
+
+def test_a_sweep_reads_what_the_command_says() -> None:
+    case = replace(case_of(0, 0), config={"model_type": "llama"}, cluster="holmes-ib-roce", gpus=1000)
+    (row,) = sweep([case], 120)
+    assert row.kind == "refused" and row.code == 2 and row.text == "1000 ranks do not fit on 64 devices"

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli.main import app
+from autoshard.program.store import load_program
 from autoshard.report.units import bytes_text, parse_bytes, seconds_text
 
 TARGETS = """
@@ -170,6 +171,17 @@ def test_plan_json(invoke: Invoke) -> None:
 def test_plan_searches_the_mesh_of_a_cluster(invoke: Invoke) -> None:
     found = document(invoke("plan", "t:mlp", "--cluster", "cpu-gloo", "--gpus", "2", "--json"))
     assert found["ranks"] == 2
+
+
+def test_compile_takes_a_global_batch_as_plan_does(invoke: Invoke) -> None:
+    words = ("t:text", "--mesh", "dp=2", "--global-batch", "4", "--microbatches", "2")
+    planned = document(invoke("plan", *words, "--json"))
+    assert invoke("compile", *words, "-o", "pieces").exit_code == 0
+    assert planned["microbatches"] == load_program("pieces").microbatches == 2
+    assert invoke("verify", "pieces", "--steps", "1").exit_code == 0
+    for wrong in (("t:text", "--batch", "4"), ("--plan", "pieces")):
+        result = invoke("compile", *wrong, "--global-batch", "4", "-o", "never")
+        assert result.exit_code == 2, result.output
 
 
 def test_unknown_ops_run_replicated_if_allowed(invoke: Invoke) -> None:
@@ -369,6 +381,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.cli.main import app
+from autoshard.program.store import load_program
 from autoshard.runtime.groups import device_mesh_for
 from targets_of_cli import mlp
 

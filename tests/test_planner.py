@@ -42,7 +42,7 @@ from autoshard.search.problem.problem import Model, batch_of
 from autoshard.search.problem.rebatch import NotRebatchable, rebatched
 from autoshard.search.problem.terms import Profile, Time, compose, profile
 from autoshard.search.problem.variables import NodeVar, ParamState, ParamVar
-from autoshard.search.solving.configuration import microbatch_sizes
+from autoshard.search.solving.configuration import data_ways, microbatch_sizes
 from autoshard.search.solving.pipe import Pipe
 from autoshard.search.solving.problems import Posed, layer_calls, pose
 from autoshard.search.solving.refit import refit
@@ -113,6 +113,14 @@ def test_microbatches_of_one_sequence_equal_eager(mesh: str) -> None:
     assert batch_of(made.analysis.folded) == 1 and made.plan.proof.lower_bound <= made.settled.own_bound
     program = autoshard.compile(model, made).program
     assert verify(program, model, (), inputs, steps=1).ok
+
+
+def test_one_sequence_is_planned_wherever_a_mesh_serves() -> None:
+    """12 devices have no tp that divides nodes of 8, and one sequence has no data axis."""
+    model, inputs = family("llama").make()
+    made = autoshard.plan(model, "h100-dgx", example_inputs=inputs, devices=12, global_batch=1)
+    mesh = Mesh.parse(made.plan.mesh)
+    assert mesh.world_size == 12 and data_ways(mesh) == 1 and made.plan.batch == 1
 
 
 def test_a_plan_with_microbatches_equals_eager() -> None:

@@ -7,16 +7,17 @@ import pytest
 from planned import analysed
 
 from autoshard.candidates import PipeAsk, searched
-from autoshard.cluster import load_cluster
+from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
+from autoshard.cost.step_time import Exposure
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.search.bounds import floor
+from autoshard.search.bounds import floor, proving
 from autoshard.search.bounds.rank import _Bounded
 from autoshard.search.choosing.ask import Ask
 from autoshard.search.choosing.exact import Exact
 from autoshard.search.choosing.shapes import Shapes
 from autoshard.search.networks.eliminate import Elimination
-from autoshard.search.networks.order import find_order
+from autoshard.search.networks.order import Order, find_order
 from autoshard.search.networks.together import SINGLE, least_of_each
 from autoshard.search.problem.problem import experts_of
 from autoshard.search.solving.configuration import shapes_of
@@ -126,3 +127,30 @@ def test_nothing_that_fits_is_faster_than_its_bound(
             looked += 1
             assert bound <= placed.seconds * (1 + 1e-9), f"{one.mesh} {one.batch} {one.ways[number].pipe}"
     assert looked >= 6 and better >= 1 and nearer >= 1
+
+
+def test_a_price_is_told_where_fewer_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cluster = analysed("llama").model, load_cluster("cpu-gloo")
+    setting = Setting(1, layer_calls(model.folded))
+    poses = Poses(model, cluster.used_by(4), setting, ADAMW, lambda _: None)
+    posed, looks = poses.of(Mesh.parse("dp=2,tp=2"), poses.captured), []
+
+    def recorded(unary: list, edges: dict, order: Order) -> np.ndarray:
+        looks.append((unary[0].shape[1], order.total))
+        return least_of_each(unary, edges, order)
+
+    def price() -> tuple[float, Exposure] | None:
+        return proving.best_price(posed, setting, (1e-9, 1e-8), (Exposure(0.5, 0.5, 0.5, 0.5),), 1e5)
+
+    monkeypatch.setattr(floor, "least_of_each", recorded)
+    best = price()
+    (coarse, total), (fine, _) = looks
+    assert best is not None and fine > coarse
+    monkeypatch.setattr(floor, "_MOST", coarse * total)  # no room for the second look in one piece
+    assert price() == best
+    with monkeypatch.context() as patch:
+        given = proving.whole_floors
+        turns = iter((given, lambda *_, **__: None))
+        patch.setattr(proving, "whole_floors", lambda *a, **k: next(turns)(*a, **k))
+        rough = price()
+    assert rough is not None and 1e-9 / 4 * (1 - 1e-9) <= rough[0] <= 1e-8 * 4 * (1 + 1e-9)

@@ -18,13 +18,16 @@ from autoshard.candidates import PipeAsk, given, searched
 from autoshard.cli.inspect import prices_of
 from autoshard.cluster import Cluster, Links, Mesh, assign_ranks, load_cluster, order_seconds, usable_memory
 from autoshard.cost.collective import link_of
+from autoshard.cost.on_mesh import CostModels, cost_model
 from autoshard.cost.stage_machines import (
+    across_nodes,
     boundary_links,
     bounding_machine,
     inner_candidates,
     limits,
     pipelines_fit,
     stage_machines,
+    whole_mesh,
 )
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned, plan_analysed
@@ -32,6 +35,8 @@ from autoshard.search.choosing.ask import Ask
 from autoshard.search.choosing.pace import Pace
 from autoshard.search.plans.plan import Cut
 from autoshard.search.plans.plan_json import plan_to_json
+from autoshard.search.solving.configuration import Staged, shapes_of
+from autoshard.search.solving.pipe import Pipe
 from autoshard.search.solving.problems import layer_calls
 from autoshard.search.solving.setting import Setting
 from autoshard.simulate.stage_costs import StagePrices
@@ -133,6 +138,19 @@ def test_a_rank_is_in_one_group_or_made_of_whole_ones() -> None:
     # two whole groups: over Ethernet within a rank, and from rank to rank
     assert stage_machines(four, Mesh.parse("fsdp=32"), 2) == ()
     assert {link.latency for link in boundary_links(four, 32, 2)} == {50e-6}
+
+
+@pytest.mark.parametrize("inner, across", [("fsdp=8,tp=5", True), ("fsdp=5,tp=8", False), ("fsdp=8", False)])
+def test_ranks_across_nodes_are_priced_as_their_program(inner: str, across: bool) -> None:
+    """Of 40 devices, some lie across two nodes of 72."""
+    cluster, mesh = load_cluster("b200-nvl72"), Mesh.parse(inner)
+    ranks = 1000 // mesh.world_size
+    whole = cost_model(cluster, whole_mesh(mesh, ranks)).reshard.links
+    assert CostModels(cluster, 1000).of(mesh).reshard.links == whole[1:]
+    slower = across_nodes(cluster, mesh, ranks)
+    assert slower == (whole[2:] if across else ())
+    staged = [Staged(mesh, (Pipe(ranks),)), Staged(mesh, (Pipe(ranks),), across=slower)]
+    assert len(shapes_of(staged)) == 1 + across
 
 
 def test_no_device_is_faster_than_its_limit() -> None:

@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench [NAME ...]``, or ``published PATH``.
+"""``python -m autoshard.bench [NAME ...]``, or ``published PATH``, or ``sweep``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
@@ -132,6 +132,35 @@ def published(args: Sequence[str]) -> None:
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 
 
+def sweep(args: Sequence[str]) -> None:
+    """Random cases of real models on real machines: each is planned, or refused with a reason.
+
+    Raises SystemExit with code 1 if any crashed or was over the limit.
+    """
+    parser = argparse.ArgumentParser("python -m autoshard.bench sweep")
+    parser.add_argument("--cases", type=int, default=200, help="how many [default: 200]")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw [default: 0]")
+    parser.add_argument("--case", type=int, metavar="K", help="case K alone")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="begin at case K [default: 0]")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="processor seconds of a case [default: 120]"
+    )
+    given = parser.parse_args(args)
+    if given.cases < 1:
+        parser.error("--cases takes 1 or more")
+    from autoshard.bench.sweep import case_of, closing_line, sweep
+
+    numbers = range(given.first, given.first + given.cases) if given.case is None else [given.case]
+    rows = []
+    for row in sweep((case_of(given.seed, k) for k in numbers), given.limit):
+        print(row, flush=True)
+        rows.append(row)
+    text, good = closing_line(rows)
+    print(text)
+    if not good:
+        raise SystemExit(1)
+
+
 BENCHMARKS = {
     "planning": planning,
     "steps": steps,
@@ -143,18 +172,20 @@ BENCHMARKS = {
     "frontier": frontier,
     "rings": rings,
 }
+#: those that take arguments
+ASKED = {"published": published, "sweep": sweep}
 DEFAULT = ("planning", "steps", "estimates")
 
 
 def main(args: Sequence[str]) -> None:
     """Raises SystemExit with a message for a name that is not known, or what a benchmark refuses."""
     try:
-        if args and args[0] == "published":
-            published(args[1:])
+        if args and args[0] in ASKED:
+            ASKED[args[0]](args[1:])
             return
         unknown = set(args) - set(BENCHMARKS)
         if unknown:
-            known = ", ".join([*BENCHMARKS, "published PATH"])
+            known = ", ".join([*BENCHMARKS, "published PATH", "sweep"])
             raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
         for name in args or DEFAULT:
             BENCHMARKS[name]()

@@ -11,7 +11,7 @@ import typer
 
 from autoshard.cli import options as opt
 from autoshard.cli.output import Progress, memory_of, print_json, reporting, stdout
-from autoshard.cli.plan import Wishes, make_plan
+from autoshard.cli.plan import Wishes, batch_options, make_plan
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def compile_command(
     cluster: opt.ClusterOption = None,
     gpus: opt.GpusOption = None,
     plan: PlanOption = None,
+    global_batch: opt.GlobalBatchOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
     memory: opt.MemoryOption = None,
@@ -51,7 +52,6 @@ def compile_command(
     """Compile a model for a mesh into a program folder that `autoshard run` and `autoshard.load` take."""
     with reporting(debug):
         from autoshard import api
-        from autoshard.interop.targets import options_of
         from autoshard.offload import Offload
         from autoshard.program.store import check_target, save_program
 
@@ -71,9 +71,10 @@ def compile_command(
                 raise UsageError(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
-            options = options_of(target, batch, seq)
+            options = batch_options(target, batch, global_batch, seq)
             wishes = Wishes(
                 memory_of(memory),
+                global_batch,
                 schedule=schedule,
                 chunks=chunks,
                 microbatches=microbatches,
@@ -85,7 +86,7 @@ def compile_command(
             planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
             program = api.compile_analysed(planned, say, **passes)
         else:
-            if target or mesh or gpus or batch or seq or memory:
+            if target or mesh or gpus or global_batch or batch or seq or memory:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )

@@ -55,7 +55,7 @@ class CostModels:
         key = (mesh, order)
         if key not in self.made:
             ranks = self.ranks(mesh)
-            if ranks == 1 or self.cluster.alike:
+            if ranks == 1:
                 model = cost_model(self.cluster, mesh, order)
             else:
                 model = model_of(bounding_machine(self.cluster.laid(order), mesh, ranks), mesh)

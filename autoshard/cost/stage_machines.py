@@ -35,12 +35,9 @@ def whole_mesh(inner: Mesh, ranks: int) -> Mesh:
 
 def bounding_machine(cluster: Cluster, inner: Mesh, ranks: int) -> Machine:
     """The device and the links that no pipeline rank is slower than."""
-    if ranks == 1 or cluster.alike:
-        used = cluster.used_by(inner.world_size)
-        return Machine(used.device, tuple(link_of(used, inner, k) for k in range(len(inner.axes))))
     whole = whole_mesh(inner, ranks)
     used = cluster.used_by(whole.world_size)
-    return Machine(used.device, tuple(link_of(used, whole, 1 + k) for k in range(len(inner.axes))))
+    return Machine(used.device, tuple(link_of(used, whole, (ranks > 1) + k) for k in range(len(inner.axes))))
 
 
 def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[Machine, ...]:
@@ -93,7 +90,10 @@ def pipelines_fit(cluster: Cluster, inner_world: int, ranks: int) -> bool:
 
 
 def inner_candidates(cluster: Cluster, inner_world: int, ranks: int) -> list[Mesh]:
-    """Every mesh of a pipeline rank that fits the wiring wherever the rank may lie."""
+    """Every mesh of a pipeline rank that fits the wiring, of whichever group of a cluster the rank is.
+
+    Ranks that do not fill nodes may lie across two, which `bounding_machine` counts.
+    """
     used = cluster.used_by(ranks * inner_world)
     if not used.groups:
         return mesh_candidates(cluster, inner_world)
@@ -107,6 +107,15 @@ def inner_candidates(cluster: Cluster, inner_world: int, ranks: int) -> list[Mes
         fine = mesh_candidates(part, inner_world)
         found = fine if found is None else [m for m in found if m in fine]
     return found or []
+
+
+def across_nodes(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[AxisLink, ...]:
+    """Links of the axes inside layers, where a pipeline rank somewhere has slower ones than the
+    first ranks of the cluster would have; () where none has."""
+    alone, bound = bounding_machine(cluster, inner, 1), bounding_machine(cluster, inner, ranks)
+    inside = [k for k, axis in enumerate(inner.axes) if not axis.meaning.splits_batch]
+    found = tuple(bound.links[k] for k in inside)
+    return () if found == tuple(alone.links[k] for k in inside) else found
 
 
 def limits(bound: Machine, machines: Sequence[Machine], inner: Mesh) -> tuple[float, ...]:

@@ -70,16 +70,23 @@ def best_price(
     at, which = best
     step = prices[1] / prices[0]
     prices = np.geomspace(prices[at] / step, prices[at] * step, _FINE)
-    finer = _best(posed, setting, prices, exposures[which : which + 1], budget)
-    assert finer is not None  # it is smaller than the one before
-    return float(prices[finer[0]]), exposures[which]
+    # more prices than before, and of fewer ties there may be no order as narrow: the middle is the one known
+    finer = _best(posed, setting, prices, exposures[which : which + 1], budget, in_parts=True)
+    return float(prices[finer[0] if finer else _FINE // 2]), exposures[which]
 
 
 def _best(
-    posed: Posed, setting: Setting, prices: Array, exposures: Sequence[Exposure], budget: float
+    posed: Posed,
+    setting: Setting,
+    prices: Array,
+    exposures: Sequence[Exposure],
+    budget: float,
+    *,
+    in_parts: bool = False,
 ) -> tuple[int, int] | None:
-    """Numbers of the best price and exposure."""
-    made = whole_floors(posed, [Way(setting, tuple(prices.tolist()))], exposures, recompute=True)
+    """Numbers of the best price and exposure; None where the network is too wide, see `floor.least_of`."""
+    way = Way(setting, tuple(prices.tolist()))
+    made = whole_floors(posed, [way], exposures, recompute=True, in_parts=in_parts)
     if made is None:
         return None
     found = made[0] - prices * budget

@@ -174,9 +174,9 @@ class Race:
         return slower * estimated.seconds > far * self.needed(where)
 
     def _like(self, where: Configuration) -> int:
-        """How many were solved that have a pipeline, or none, as this one; one failure is free."""
+        """How many were solved that have a pipeline, or none, as this one; two failures are free."""
         fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(where)]
-        return max(sum(fit), len(fit) - 1)
+        return max(sum(fit), len(fit) - 2)
 
     def enter(self, where: Configuration) -> None:
         """One is about to be solved."""
@@ -220,7 +220,11 @@ class Race:
         self.seconds[where] = judged
         standing = self._standing.get(where)
         if standing is not None:  # what had to hold less may have become far slower than its estimate
-            self._standing[where] = replace(standing, seconds=found.placed.seconds, judged=judged)
+            more = judged / standing.judged
+            estimated = standing.estimated * (more if _piped(where) and more > _MARGIN else 1.0)
+            self._standing[where] = replace(
+                standing, estimated=estimated, seconds=found.placed.seconds, judged=judged
+            )
         if measured is not None:
             self._off[_piped(where)] = measured / judged
         if self.best is None or judged < self.needed(where):

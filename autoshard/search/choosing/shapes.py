@@ -54,11 +54,13 @@ class Shapes:
             mesh = staged.mesh
             data = [a for a in mesh.axes if a.meaning.splits_batch]
             ways = gcd(self.total, data_ways(mesh))
-            if staged.ranks == 1 and len(data) == 1 and 1 < ways < data[0].size:
+            if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
-                axes = (Axis(data[0].name, ways), Axis("seq", data[0].size // ways), *rest)
+                split = [Axis(data[0].name, ways)] if ways > 1 else []
+                axes = (*split, Axis("seq", data[0].size // ways), *rest)
                 found.append(replace(staged, mesh=Mesh(axes)))
-        return found or list(meshes)
+        # without a data axis it does not matter which one there was
+        return list(dict.fromkeys(found)) or list(meshes)
 
     def solved(self, group: tuple[Staged, ...]) -> Shape:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""

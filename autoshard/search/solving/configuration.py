@@ -37,7 +37,8 @@ class Staged:
     batches: sequences of a microbatch over the mesh that are allowed, () for all that divide. link: between
     pipeline ranks, the slowest; None where there is one rank. links: behind every rank, () if all are alike.
     devices: of every pipeline rank, () if all are alike. limits: how many times as fast as what is priced
-    computing and talking is at most on each of them, () if on none.
+    computing and talking is at most on each of them, () if on none. across: see
+    `cost.stage_machines.across_nodes`.
     """
 
     mesh: Mesh
@@ -47,6 +48,7 @@ class Staged:
     links: tuple[AxisLink, ...] = ()
     devices: tuple[Device, ...] = ()
     limits: tuple[float, ...] = ()
+    across: tuple[AxisLink, ...] = ()
 
     def hop_seconds(self, nbytes: float) -> float:
         """Seconds to send so many bytes per data rank to the next stage; each tensor rank sends its part."""
@@ -125,8 +127,8 @@ def data_ways(mesh: Mesh) -> int:
 
 
 def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, ...]]:
-    """Meshes that differ only in their data axes and pipelines, together; fewest data ranks and then most
-    sharded ones first.
+    """Meshes that differ only in their data axes and pipelines, and talk as fast inside layers, together;
+    fewest data ranks and then most sharded ones first.
 
     owners: how many experts there are that an axis of stored parameters may divide, 0 for none. Then data
     axes of different sizes stay apart, and only the mesh that divides experts furthest is kept, beside the
@@ -135,7 +137,8 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
     groups: dict[object, list[Staged]] = {}
     for staged in meshes:
         ways = data_ways(staged.mesh)
-        groups.setdefault((ways if owners else 0, inside(staged.mesh)), []).append(staged)
+        key = (ways if owners else 0, inside(staged.mesh), staged.across)
+        groups.setdefault(key, []).append(staged)
     found: list[tuple[Staged, ...]] = []
     for group in groups.values():
         # a single data rank has no batch axis to place, so it comes last
