@@ -82,7 +82,8 @@ class _Run(torch.autograd.Function):
             runner, env = ctx.retry.run(missed)
         for port in runner.tangents:
             env[port.name] = runner.tangent(by_position[int(port.target)], port)
-        found = runner.backward(env)
+        with runner.waiting():
+            found = runner.backward(env)
         back: list[Any] = [None, None, None, None]
         back += [found.get(("grad", p.target)) for p in runner.params]
         for port, given in zip(runner.inputs, ctx.given, strict=True):
@@ -183,7 +184,8 @@ class ParallelModule(nn.Module):
                 hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
             )
         self._check_mode()
-        return _called(runner, self, args, kwargs)
+        with runner.waiting():
+            return _called(runner, self, args, kwargs)
 
     @torch.compiler.disable
     def train_step(self, batch: Any = None, /, **kwargs: Any) -> torch.Tensor:
@@ -205,8 +207,9 @@ class ParallelModule(nn.Module):
                 why="a step is many microbatches through stages on several ranks",
                 hint="do what the hook does before or after train_step",
             )
-        leaves = self._checked(self._autoshard.arguments.flattened(args, {**more, **kwargs}))
-        return self._stepper.step(self, leaves)
+        with self._autoshard.waiting():
+            leaves = self._checked(self._autoshard.arguments.flattened(args, {**more, **kwargs}))
+            return self._stepper.step(self, leaves)
 
     def _checked(self, leaves: list[Any]) -> list[Any]:
         """The arguments of a call as the program takes them; at the first call the ranks are compared."""

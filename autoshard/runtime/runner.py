@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from autoshard.runtime.clock import Clock
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.guard import guard_of
+from autoshard.runtime.heartbeat import Heartbeat, patience
 from autoshard.runtime.host import in_host_memory
 from autoshard.runtime.optimizing import local
 from autoshard.runtime.parts import shard_tensor
@@ -41,6 +43,7 @@ from autoshard.torch_adapters.dtensor import (
     spec_of,
     torch_placements,
 )
+from autoshard.torch_adapters.groups import default_store
 
 #: an end of a program, the tensor given for it, and its version then
 _Watched = tuple[Port, torch.Tensor, int]
@@ -88,6 +91,7 @@ class Runner:
         self.moves = moves_of(program)[place.pipe_rank]
         sent = {m.value for move in self.moves for m in move.sends}
         self.guard = guard_of(self)
+        self.heartbeat = heartbeat_here(place.order)
         watch = self.guard.watch if self.guard is not None else None
         self.rank_program = RankProgram(
             program, place.inner_rank, transports, self.device, place.stages, sent, watch
@@ -129,6 +133,10 @@ class Runner:
     @property
     def _ports(self) -> tuple[Port, ...]:
         return self.program.signature.ports
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Inside, this rank may wait for others; who is waited for is said after a while."""
+        return nullcontext() if self.heartbeat is None else self.heartbeat.call()
 
     @property
     def axis_groups(self) -> list[dist.ProcessGroup]:
@@ -425,3 +433,11 @@ class Runner:
             return grad.full_tensor()
         layout = self.program.lowered.values[port.name].layout
         return grad.redistribute(self.mesh, torch_placements(layout)).to_local()
+
+
+def heartbeat_here(ranks: Sequence[int]) -> Heartbeat | None:
+    """The heartbeat of this rank; None where it is switched off, or there is nobody to wait for."""
+    seconds = patience()
+    if not seconds or len(ranks) < 2:
+        return None
+    return Heartbeat(default_store(), dist.get_rank(), ranks, seconds)

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from autoshard.torch_adapters.groups import default_store
+
 #: seconds between two notes of a rank
 PERIOD = 0.5
 #: seconds after which a collective that is still under way is reported to stderr
@@ -183,7 +185,4 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def watch_here(ranks: Sequence[int]) -> Watch:
     """A watch on the store of the process group. slow: ``AUTOSHARD_CHECK_SLOW`` in seconds."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    return Watch(store, dist.get_rank(), ranks, float(os.environ.get("AUTOSHARD_CHECK_SLOW", SLOW)))
+    return Watch(default_store(), dist.get_rank(), ranks, float(os.environ.get("AUTOSHARD_CHECK_SLOW", SLOW)))

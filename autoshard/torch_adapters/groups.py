@@ -31,3 +31,8 @@ def copy_timeout(source: Any, group: dist.ProcessGroup) -> None:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     timeout = source._get_backend(device).options._timeout
     dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def default_store() -> Any:
+    """The store that the process group was made with."""
+    return dist.distributed_c10d._get_default_store()

@@ -119,8 +119,8 @@ def _line(tally: _Tally, began: float) -> str:
     counts: Counter[str] = sum(tally.kinds.values(), Counter())
     return (
         f"{counts.total()} cases in {time.perf_counter() - began:.0f} s: {counts['equal']} equal "
-        f"(worst error of graphs {tally.worst:.1e}), {counts['refused']} refused, {counts['unfit']} on a mesh "
-        f"that does not suit, {counts['dropped']} that eager refuses, {counts['failed']} failed"
+        f"(worst error of graphs {tally.worst:.1e}), {counts['refused']} refused, {counts['unfit']} on a "
+        f"mesh that does not suit, {counts['dropped']} that eager refuses, {counts['failed']} failed"
     )
 
 

@@ -1,0 +1,72 @@
+"""Ranks that others wait for are named."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from autoshard.errors import UsageError
+from autoshard.runtime import heartbeat
+from autoshard.runtime.heartbeat import Heartbeat
+
+
+class Table:
+    """A store in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+
+@pytest.mark.parametrize(
+    ("stopped", "words"),
+    [
+        (True, ("ranks 0, 1 have been in call 1", "rank 2 has not been heard of")),
+        (False, ("ranks 0, 1 have been in call 1", "rank 2 has not come to it: the last was call 0")),
+    ],
+)
+def test_the_rank_that_is_waited_for_is_named_once(
+    stopped: bool, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = Table()
+    beats = [Heartbeat(store, rank, range(3), 0.3) for rank in range(3)]
+    if stopped:
+        beats[2].close()
+    said = ""
+    with ExitStack() as stack:
+        for beat in beats[:2]:
+            stack.enter_context(beat.call())
+        end = time.monotonic() + 60
+        while words[1] not in said and time.monotonic() < end:
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        time.sleep(0.5)
+        said += capfd.readouterr().err
+    for beat in beats:
+        beat.close()
+    assert all(word in said for word in words), said
+    assert said.count("have been in call") == 1
+
+
+def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seconds in (("", heartbeat.PATIENCE), ("0", 0.0), ("2.5", 2.5)):
+        monkeypatch.setenv(heartbeat.VARIABLE, text)
+        assert heartbeat.patience() == seconds
+    monkeypatch.setenv(heartbeat.VARIABLE, "soon")
+    with pytest.raises(UsageError, match="soon"):
+        heartbeat.patience()
