@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Runner:
         sent = {m.value for move in self.moves for m in move.sends}
         self.guard = guard_of(self)
         self.heartbeat = heartbeat_here(place.order)
+        if self.heartbeat is not None:
+            weakref.finalize(self, self.heartbeat.close)
         watch = self.guard.watch if self.guard is not None else None
         self.rank_program = RankProgram(
             program, place.inner_rank, transports, self.device, place.stages, sent, watch
