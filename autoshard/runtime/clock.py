@@ -66,6 +66,7 @@ def share_time(parameter: torch.Tensor, copy: torch.Tensor) -> None:
         _clocks[copy] = _clocks[parameter]
 
 
+@torch.compiler.disable
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     clocks = _clocks_of(optimizer)
     if not clocks:

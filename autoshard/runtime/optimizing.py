@@ -47,6 +47,7 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+@torch.compiler.disable
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if optimizer in _watched or not any(is_described(p) for g in optimizer.param_groups for p in g["params"]):
         return

@@ -31,11 +31,16 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard, _
 from autoshard.errors import UsageError
 
 _ALL = _StridedShardOffsetMode.ALL
-#: ops whose result is of the same blocks
+#: ops whose result is the same part of something as their operand, beside those that go element by element
 _KEPT = frozenset(
     getattr(torch.ops.aten, name).default
-    for name in ("detach", "alias", "clone", "_to_copy", "new_empty", "empty_like", "zeros_like")
+    for name in (
+        *("detach", "alias", "clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like"),
+        *("rand_like", "randn_like"),
+    )
 )
+#: of no dimensions, it is what torch copies into when it copies a tensor
+_NEW = torch.ops.aten.new_empty.default
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -143,13 +148,14 @@ def refusing(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placem
 
 @dataclass(frozen=True)
 class Part:
-    """What a local part is of its tensor.
+    """What a local part is of its tensor: whole and local are the shapes of both.
 
     agree: makes what a rank has found in gradients, infinities, known to all that have a part of the model;
     None where torch, which asks the ranks that share the first gradient, does so.
     """
 
     whole: torch.Size
+    local: torch.Size
     blocks: tuple[Block, ...]
     agree: Callable[[torch.Tensor], None] | None = None
 
@@ -172,11 +178,11 @@ class BlockTensor(torch.Tensor):
     ) -> Any:
         with torch._C._DisableTorchDispatch():
             out = func(*args, **(kwargs or {}))
-        if func in _KEPT or torch.Tag.pointwise in func.tags:
+        if func in _KEPT or func is _NEW or torch.Tag.pointwise in func.tags:
             source = next((x for x in args if isinstance(x, BlockTensor)), None)
-            alike = source is not None and (func in _KEPT or out.shape == source.shape)
-            if source is not None and alike and type(out) is torch.Tensor:
-                return _with_part(out, source._part)
+            if source is not None and type(out) is torch.Tensor:
+                alike = not out.dim() if func is _NEW else out.shape == source.shape
+                return _with_part(out, source._part) if alike else out
         elif func is _UNSCALE:
             agree = next((x._part.agree for x in args[0] if isinstance(x, BlockTensor)), None)
             if agree is not None:
@@ -184,6 +190,7 @@ class BlockTensor(torch.Tensor):
         return out
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        assert self.shape == self._part.local, "not the part that it was a copy of"
         return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in self._part.blocks]
 
     def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
@@ -230,8 +237,9 @@ def agreeing(x: DTensor, agree: Callable[[torch.Tensor], None]) -> DTensor:
 
 
 def _told(x: DTensor, agree: Callable[[torch.Tensor], None] | None) -> DTensor:
-    part = Part(x.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
-    return DTensor(_with_part(plain_local(x._local_tensor), part), x._spec, requires_grad=False)
+    local = plain_local(x._local_tensor)
+    part = Part(x.shape, local.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
+    return DTensor(_with_part(local, part), x._spec, requires_grad=False)
 
 
 def is_described(x: Any) -> TypeGuard[DTensor]:
