@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from autoshard.ir import Folded, Joint, Node, TensorType, refs_of
 from autoshard.ir.flow import Flow, Place, flow_of
 from autoshard.passes.pipeline import simplify
+from autoshard.program.names import port_names
 from autoshard.report.dumps import Dumps, Shot
 from autoshard.rules.core import Factored, RuleFn
 from autoshard.rules.digits import DigitTable, find_digits
@@ -90,7 +91,11 @@ def fingerprint(
             factors = (text.factors(place, rule), rule.inputs, rule.outputs, sorted(rule.fixed))
             parts.append((node.op, tuple(refs_of(node)), node.outs, outs, factors, rule.reduce, rule.linear))
         parts.append(graph.outputs)
-    parts += [f"{c.segment}({','.join(c.args)})->{','.join(c.outs)}@{c.site}" for c in folded.calls]
+    # by what they are of, not by what a capture calls them: a stored graph knows only that
+    names = port_names(folded.joint.ports)
+    for c in folded.calls:
+        args = ",".join(names.get(a, a) for a in c.args)
+        parts.append(f"{c.segment}({args})->{','.join(c.outs)}@{c.site}")
     for key, group in flow.classes.items():
         shape = text.type(key, group.first.type)
         parts += [f"{p.kind}:{p.target}:{shape}" for p in group.ports]

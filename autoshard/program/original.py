@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autoshard.errors import VerificationError
-from autoshard.ir import Call, Folded
+from autoshard.ir import Call, Folded, Graph, Joint
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
 from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.scale_terms import scale_terms
@@ -37,6 +37,31 @@ def original_of(folded: Folded, names: Mapping[str, str], terms: BatchTerms = NO
     results = tuple(names.get(r.value, r.value) for r in folded.joint.results)
     made = Lowered(segments, main, values, results, parts)
     return scale_terms(made, replace(terms, tangent=names.get(terms.tangent, "")), axes=0)
+
+
+def folded_of(original: Lowered, signature: Signature) -> Folded:
+    """The folded model that `original_of` wrote down; its inputs are called as the program calls them.
+
+    signature: of the program, whose ports it shares.
+    """
+    calls = tuple(item for item in original.main if isinstance(item, Call))
+    results = tuple(replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True))
+    inputs = tuple((p.name, p.type) for p in signature.ports)
+    joint = Joint(
+        Graph("joint", inputs, (), original.results),
+        signature.ports,
+        results,
+        signature.in_tree,
+        signature.in_leaves,
+        signature.out_tree,
+        signature.out_leaves,
+        signature.input_names,
+        signature.tied,
+        signature.frozen,
+        batch_inputs=signature.batch_inputs,
+        training=signature.training,
+    )
+    return Folded({name: s.graph for name, s in original.segments.items()}, calls, joint)
 
 
 def _renamed(call: Call, names: Mapping[str, str]) -> Call:

@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from autoshard.ir.lowered import Lowered, Part
 from autoshard.offload import Offload
 from autoshard.program.ends import returns_of
 from autoshard.program.known import known_ops
+from autoshard.program.manifest import MAX_RANKS, check_manifest, check_mesh, fail
 from autoshard.program.original import original_text, parse_original
 from autoshard.program.parse import parse_program
 from autoshard.program.program import FORMAT, Note, Program, Signature, Stages
@@ -113,7 +114,6 @@ def _write(program: Program, folder: Path) -> None:
     files = {
         "program.py": program_text(program),
         "plan.json": program.plan,
-        "notes.json": json.dumps(_notes(program), separators=(",", ":")) + "\n",
         "constants.json": json.dumps(
             {k: _constant_out(v) for k, v in program.constants.items()}, separators=(",", ":")
         )
@@ -124,10 +124,7 @@ def _write(program: Program, folder: Path) -> None:
     if program.original is not None:
         files["original.py"] = original_text(program.original, program.signature, program.original_notes)
     files |= {f"dumps/{name}.py": text for name, text in program.dumps.items()}
-    (folder / "dumps").mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "autoshard": __version__,
         "torch": torch.__version__,
@@ -143,11 +140,41 @@ def _write(program: Program, folder: Path) -> None:
         "original_results": list(program.original.results) if program.original is not None else [],
         "files": {name: _digest(text) for name, text in files.items()},
     }
+    notes = json.dumps({**_notes(program), "parts": _bound(manifest)}, separators=(",", ":")) + "\n"
+    files["notes.json"], manifest["files"]["notes.json"] = notes, _digest(notes)
+    (folder / "dumps").mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bound(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of all parts of a program: its files but the notes, and the manifest without digests."""
+    said = {k: v for k, v in manifest.items() if k not in ("files", "autoshard", "torch")}
+    files = {k: v for k, v in manifest["files"].items() if k != "notes.json"}
+    return {**files, "manifest.json": _digest(json.dumps(said, sort_keys=True))}
+
+
+def _check_together(notes: object, manifest: Mapping[str, Any]) -> None:
+    """VerificationError, naming the part, if the notes were written beside other parts than these.
+
+    Digests in the manifest are those of the texts by now.
+    """
+    written = notes.get("parts") if isinstance(notes, dict) else None
+    if not isinstance(written, dict):
+        raise VerificationError("notes.json does not say which program it is of", hint=_RECOMPILE)
+    now = _bound(manifest)
+    odd = sorted(name for name in {**written, **now} if written.get(name) != now.get(name))
+    if odd:
+        raise VerificationError(
+            f"{', '.join(odd)[:200]} and notes.json are not of one program",
+            why="notes.json names the parts that it was written with, and these are others",
+            hint=_RECOMPILE,
+        )
 
 
 def _notes(program: Program) -> dict[str, Any]:
@@ -221,12 +248,15 @@ def _of_version(error: VerificationError, manifest: object) -> VerificationError
 
 def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> Program:
     """own: the ops that the user gave rules for; None: whatever the manifest names."""
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        fail("", "no format")
     if manifest["format"] != FORMAT:
         raise VerificationError(
-            f"the program has format {manifest['format']!r}, this version reads {FORMAT}",
-            why=f"it was compiled by autoshard {manifest.get('autoshard')!r}",
+            f"the program has format {repr(manifest['format'])[:40]}, this version reads {FORMAT}",
+            why=f"it was compiled by autoshard {repr(manifest.get('autoshard'))[:40]}",
             hint=_RECOMPILE,
         )
+    check_manifest(manifest)
     user_ops = tuple(map(str, manifest.get("user_ops", ())))
     if own is not None:
         _check_rules_given(user_ops, own)
@@ -246,39 +276,40 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         ends = tuple(map(str, manifest["original_results"]))
         original = parse_original(texts["original.py"], ends, signature, known_ops(user_ops))
         original = _labelled(original, notes["original_labels"])
-    return Program(
+    loaded = Program(
         mesh,
         lowered,
         signature,
-        {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["segments"].items()},
+        _notes_in(notes["segments"], lowered, "program.py"),
         texts["plan.json"],
         {k[6:-3]: text for k, text in texts.items() if k.startswith("dumps/")},
         constants,
         manifest["target"],
         tuple((str(a), str(b)) for a, b in manifest["options"]),
         user_ops,
-        _microbatches_in(manifest["microbatches"]),
-        _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], len(mesh.split(","))),
+        manifest["microbatches"],
+        _stages_in(texts.get("schedule.json"), lowered, manifest["microbatches"], mesh),
         original,
-        {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in notes["original"].items()},
+        {} if original is None else _notes_in(notes["original"], original, "original.py"),
         {str(k): str(v) for k, v in notes["classes"].items()},
         _offload_in(manifest.get("offload", "")),
         tuple(map(str, manifest["sums"])),
         tuple(map(str, manifest["alone"])),
     )
+    _check_together(notes, manifest)
+    return loaded
 
 
-def _offload_in(text: object) -> Offload:
-    if not isinstance(text, str):
-        raise VerificationError(f"{text!r} is nothing that can be in host memory", hint=_RECOMPILE)
+def _offload_in(text: str) -> Offload:
     try:
         return Offload.parse(text)
     except UsageError as error:
         raise VerificationError(error.what, where="manifest.json, offload", hint=_RECOMPILE) from None
 
 
-def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int) -> Stages | None:
+def _stages_in(text: str | None, lowered: Lowered, microbatches: int, mesh: str) -> Stages | None:
     """The schedule of a pipeline, which must fit the text of the program."""
+    axes = len(mesh.split(","))
     count = 1 + max(p.stage for p in lowered.parts)
     if text is None:
         if count > 1:
@@ -289,6 +320,8 @@ def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int)
         raise VerificationError(
             f"pp cannot be axis {stages.position} of a mesh of {axes} others", hint=_RECOMPILE
         )
+    if stages.schedule.ranks * check_mesh(mesh, "mesh").world_size > MAX_RANKS:
+        fail("mesh", f"with its {stages.schedule.ranks} stages more than {MAX_RANKS} ranks")
     slices = 1 + max(p.slice for p in lowered.parts)
     made = (stages.schedule.stages, stages.schedule.microbatches, stages.schedule.slices)
     if made != (count, microbatches, slices):
@@ -297,12 +330,6 @@ def _stages_in(text: str | None, lowered: Lowered, microbatches: int, axes: int)
     if stages.schedule.splits_backward != split:
         raise VerificationError("the schedule and the program split backward differently", hint=_RECOMPILE)
     return stages
-
-
-def _microbatches_in(count: object) -> int:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise VerificationError(f"{count!r} is no number of microbatches", hint=_RECOMPILE)
-    return count
 
 
 def _check_rules_given(user_ops: tuple[str, ...], own: frozenset[str]) -> None:
@@ -364,7 +391,17 @@ def _check_returns(signature: Signature, lowered: Lowered, returns: dict[Part, t
         raise VerificationError("the manifest does not fit what the program returns", hint=_RECOMPILE)
 
 
+def _notes_in(raw: Mapping[str, Any], lowered: Lowered, name: str) -> dict[str, tuple[Note, ...]]:
+    """The notes on every node of a text. Raises VerificationError if they are on other nodes."""
+    found = {str(k): tuple(Note(*map(str, row)) for row in rows) for k, rows in raw.items()}
+    if {k: len(v) for k, v in found.items()} != {k: len(s.graph.nodes) for k, s in lowered.segments.items()}:
+        raise VerificationError(f"notes.json is not about the statements of {name}", hint=_RECOMPILE)
+    return found
+
+
 def _labelled(lowered: Lowered, labels: list[str]) -> Lowered:
+    if len(labels) != sum(isinstance(i, Call) for i in lowered.main):
+        raise VerificationError("notes.json is not about the calls of the program", hint=_RECOMPILE)
     feed = iter(labels)
     main = tuple(replace(i, label=str(next(feed))) if isinstance(i, Call) else i for i in lowered.main)
     return replace(lowered, main=main)

@@ -20,6 +20,7 @@ Rule = Literal[
     "message",  # a send without its receive, out of order, or of something else
     "step",  # something is done once a step that belongs into every microbatch, or the other way
     "memory",  # more than the device has
+    "plan",  # the plan is that of another model, mesh or target
     "host",  # used in host memory without a load, loaded without a store
 ]
 

@@ -22,6 +22,7 @@ from autoshard.verify.memory import fit, fit_host
 from autoshard.verify.once import broken_steps
 from autoshard.verify.operators import Judge
 from autoshard.verify.order import Moves, check_order
+from autoshard.verify.plan import broken_plan, can_be_compared
 from autoshard.verify.ports import broken_results, broken_shards
 from autoshard.verify.result import At, Checked, Finding, Rule, StaticReport
 from autoshard.verify.terms import Terms
@@ -97,6 +98,8 @@ def _text(work: _Work, rules: Rules) -> None:
         work.find("placements", 0, "ops", (), note, covered=False)
         work.find("function", 0, "terms", (), note, covered=False)
         return
+    if can_be_compared(program, rules):
+        work.find("plan", 1, "fingerprint", broken_plan(program, rules))
     terms = Terms(program.original, ports)
     judge = Judge(rule_table(RULES, rules), shape)
     followed = Walk(program.lowered, {p.name for p in ports}, terms, judge).run()

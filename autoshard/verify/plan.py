@@ -1,0 +1,53 @@
+"""Is the plan that is stored with a program the one of the model that is stored with it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoshard.analysis import fingerprint
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import AutoshardError
+from autoshard.ir.flow import flow_of
+from autoshard.program.original import folded_of
+from autoshard.program.program import Program
+from autoshard.rules.digits import find_digits
+from autoshard.rules.registry import RULES, rules_for
+from autoshard.rules.user import Rules, rule_table
+from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.verify.result import At, Finding
+
+
+def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
+    """What of the plan does not fit the program and its model, whose fingerprint is made from its text."""
+    try:
+        plan = plan_from_json(program.plan)
+        size = Mesh.parse(plan.mesh).world_size
+    except AutoshardError as error:
+        yield Finding("plan", "the plan cannot be read", At(), error.what)
+        return
+    pairs = (
+        ("target", plan.target, program.target),
+        ("number of microbatches", plan.microbatches, program.microbatches),
+        ("number of ranks of a stage", size, Mesh.parse(program.mesh).world_size),
+        ("fingerprint of the model", plan.fingerprint, fingerprint_of(program, rules)),
+    )
+    for what, planned, found in pairs:
+        if planned != found:
+            yield Finding(
+                "plan", f"the {what} is {found!r}, the plan's {planned!r}", At(), "they are the same"
+            )
+
+
+def fingerprint_of(program: Program, rules: Rules = None) -> str:
+    """Of the model that is stored with a program, as `analysis.fingerprint` makes it of a captured one."""
+    assert program.original is not None
+    folded = folded_of(program.original, program.signature)
+    flow = flow_of(folded)
+    found, _ = rules_for(folded, replicate_unknown=True, table=rule_table(RULES, rules))
+    return fingerprint(folded, flow, found, find_digits(folded, flow, found))
+
+
+def can_be_compared(program: Program, rules: Rules = None) -> bool:
+    """Whether there is a model, a plan, and every rule that the plan was made with."""
+    known = rule_table(RULES, rules)
+    return bool(program.plan) and program.original is not None and all(op in known for op in program.user_ops)
