@@ -188,7 +188,7 @@ def _bound(program: Program, module: nn.Module, mesh: DeviceMesh, seed: int) -> 
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
     module._stepper = Stepper(runner)  # type: ignore[assignment]
-    mark_shared(module, runner)
+    mark_shared(module, runner, module._stepper.scales)  # type: ignore[arg-type, union-attr]
     module.register_load_state_dict_pre_hook(_shard_loaded)
     return module
 
