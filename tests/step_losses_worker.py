@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from families import family
 from gloo_api_worker import check
 from leaving import leave
 from lockstep_check import relative_error
@@ -50,11 +51,12 @@ def error(wanted: nn.Module, found: Any, inputs: dict[str, Any]) -> float:
 
 def scaled(scale: Callable[[Any, int], object]) -> str:
     """What two steps say whose gradients are scaled between."""
-    model = parallel(Net("labels"), "pp=2,dp=2", "1f1b", 4, batch())
+    model, inputs = family("llama").make()
+    model = parallel(model, "pp=2,dp=2", "1f1b", 4, inputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     try:
         for step in range(3):
-            model.train_step(batch())
+            model.train_step(inputs)
             scale(model, step)
             optimizer.step()
             optimizer.zero_grad()

@@ -105,8 +105,8 @@ class ParallelModule(nn.Module):
         """Forward and backward of a whole step; gradients are added to ``.grad`` of the parameters.
 
         batch: as example inputs: a dict of keyword arguments, a tuple of positional ones or one tensor; of
-        the size of all microbatches together, global or this rank's part. Returns the mean of the losses of
-        the microbatches, a scalar without gradient that is the same on every rank. Raises UsageError if the
+        the size of all microbatches together, global or this rank's part. Returns the loss of the
+        whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
         from autoshard.api import split_inputs

@@ -60,13 +60,13 @@ class Scales:
         self.samples = []
 
     def row(self, device: torch.device) -> torch.Tensor:
-        """(least, largest) factor to tell other ranks, and what is near; no numbers if none. [3]"""
+        """What other ranks are told: the least and largest factor, and what is near; or NaN. [3]"""
         if self.factors is None:
             return torch.full((3,), torch.nan, device=device)
         return self.factors.to(device=device, dtype=torch.float32)
 
     def check(self, rows: torch.Tensor) -> None:
-        """Raise UsageError, on every rank, if ranks scaled their gradients unlike. rows: of all ranks, [n, 3].
+        """UsageError, on every rank, if ranks scaled their gradients unlike. rows: of all ranks, [n, 3].
 
         On a device the numbers of the step before are looked at, so that nobody waits for it.
         """
