@@ -408,4 +408,5 @@ def _marked(folded: Folded, ops: set[str]) -> Iterator[tuple[str, tuple[str, ...
     for number, (name, graph) in enumerate(folded.segments.items()):
         for node in graph.nodes:
             if node.op in ops:
-                yield name, node.outs, (number, node.op, node.origin, node.backward, len(node.outs))
+                kinds = tuple(None if t is None else (t.dtype, len(t.shape)) for t in node.types)
+                yield name, node.outs, (number, node.op, node.backward, kinds)

@@ -19,7 +19,7 @@ from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import PASSES
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
 from autoshard.program.verify import verify
@@ -38,7 +38,10 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "two-stages": (
         "fsdp=2,tp=2",
-        ("052_cut_pipeline", "054_scatter_sends", "056_gather_once", "057_split_backward"),
+        (
+            *("042_scale_terms", "052_cut_pipeline", "053_count_once", "054_scatter_sends"),
+            *("056_gather_once", "057_split_backward"),
+        ),
     ),
     "beside-messages": (
         "fsdp=2,tp=2",
@@ -103,7 +106,9 @@ def program(name: str, anew: bool) -> Program:
         file.write_text(plan_to_json(replace(planned(name), why={})))
     plan = plan_from_json(file.read_text())
     passes = SWITCHED.get(name, {"overlap": False})
-    return compile_analysed(Planned(plan, analysed(), load_cluster(FOLDER / "cluster.toml")), **passes)
+    model, batch = made()
+    found = Planned(plan, analysed(), load_cluster(FOLDER / "cluster.toml"), source=Source(model, (), batch))
+    return compile_analysed(found, **passes)
 
 
 def _normal(text: str) -> str:

@@ -192,8 +192,8 @@ class ParallelModule(nn.Module):
         """Forward and backward of a whole step; gradients are added to ``.grad`` of the parameters.
 
         batch: as example inputs: a dict of keyword arguments, a tuple of positional ones or one tensor; of
-        the size of all microbatches together, global or this rank's part. Returns the mean of the losses of
-        the microbatches, a scalar without gradient that is the same on every rank. Raises UsageError if the
+        the size of all microbatches together, global or this rank's part. Returns the loss of the
+        whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
         from autoshard.api import split_inputs
@@ -356,7 +356,7 @@ def _bind(
     module._autoshard_built = built.cut(module)  # type: ignore[assignment]
     aliases = dict(program.signature.tied)
     follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
-    mark_shared(module, runner)
+    mark_shared(module, runner, module._stepper.scales)  # type: ignore[arg-type, union-attr]
     keep_blocks(module.parameters())
     if runner.seed_port is not None:
         keep_time(module.parameters(), runner.clock)

@@ -10,10 +10,14 @@ from torch import nn
 from autoshard.cluster.mesh import Mesh
 from autoshard.runtime.membership import Membership, join, membership_of
 from autoshard.runtime.runner import Runner
+from autoshard.runtime.scales import Scales
 
 
-def mark_shared(module: nn.Module, runner: Runner) -> None:
-    """Tell every parameter of a pipeline's rank which ranks have the rest of the model."""
+def mark_shared(module: nn.Module, runner: Runner, scales: Scales) -> None:
+    """Tell every parameter of a pipeline's rank which ranks have the rest of the model.
+
+    scales: who looks how gradients are scaled.
+    """
     if runner.program.stages is None:
         return
     group = pipe_group(runner)
@@ -21,7 +25,7 @@ def mark_shared(module: nn.Module, runner: Runner) -> None:
     for name, parameter in module.named_parameters():
         if name in names:
             first = rank_holders(runner, names[name].name)[0]
-            join(parameter, Membership(group, first == runner.place.pipe_rank))
+            join(parameter, Membership(group, first == runner.place.pipe_rank, scales))
 
 
 def carry_marks(source: nn.Module, target: nn.Module) -> None:

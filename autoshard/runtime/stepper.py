@@ -27,6 +27,7 @@ from autoshard.runtime.optimizing import local
 from autoshard.runtime.p2p import Channels
 from autoshard.runtime.p2p_memory import MemoryChannels
 from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.scales import Scales
 from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
 from autoshard.runtime.transports import neighbours_of
 from autoshard.schedules.schedule import Action
@@ -64,6 +65,7 @@ class Stepper:
                 if near is None
                 else MemoryChannels(near, self._describe, self.watch)
             )
+        self.scales = Scales()
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
         #: how many terms a gradient has in a step
         self.terms = self.program.microbatches * self.slices
@@ -280,9 +282,15 @@ class _StepRun:
         stepper, place = self.stepper, self.runner.place
         nothing = torch.zeros((), device=self.runner.device)
         total = torch.stack(self.losses).sum() if self.losses else nothing
-        if self.program.stages is not None:
-            stage = stepper.made[self.loss_value][0]
-            source = place.peers[self.program.stages.schedule.owner[stage]]
-            with collective(f"the loss from rank {source}", stepper.watch):
-                dist.broadcast(total, source, group=stepper.pipe)
-        return total
+        if self.program.stages is None:
+            return total
+        assert stepper.pipe is not None
+        stage = stepper.made[self.loss_value][0]
+        source = place.peers[self.program.stages.schedule.owner[stage]]
+        own = torch.cat([total.reshape(1), stepper.scales.row(total.device)])
+        rows = [torch.empty_like(own) for _ in place.peers]
+        with collective(f"the loss from rank {source}", stepper.watch):
+            dist.all_gather(rows, own, group=stepper.pipe)
+        stepper.scales.check(torch.stack(rows)[:, 1:])
+        stepper.scales.note(self.module.parameters())
+        return rows[dist.get_group_rank(stepper.pipe, source)][0].clone()

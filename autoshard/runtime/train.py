@@ -14,7 +14,7 @@ from autoshard.program.loss import loss_of
 from autoshard.runtime.clip import clip_grad_norm_
 from autoshard.runtime.corpus import VOCABULARY, Corpus
 from autoshard.runtime.host_optimizer import HostOptimizer
-from autoshard.runtime.microbatch import Batch, cut
+from autoshard.runtime.microbatch import Batch
 from autoshard.runtime.module import ParallelModule
 
 
@@ -22,7 +22,7 @@ from autoshard.runtime.module import ParallelModule
 class StepReport:
     """One optimizer step.
 
-    loss: the mean over its microbatches. grad_norm: before clipping, None if not clipped. seconds: of the
+    loss: of its whole batch. grad_norm: before clipping, None if not clipped. seconds: of the
     whole step.
     """
 
@@ -43,10 +43,9 @@ def train(
 ) -> list[StepReport]:
     """Train with AdamW; feed gives the batch of a step, of global shape, all its microbatches together.
 
-    Where the program runs several microbatches a step, the batch is cut into so many equal parts along dim 0
-    and what is trained is the mean of their losses, with one clipping and one optimizer step at the end. That
-    is the loss of the whole batch if the model's loss is a mean over equally many terms in each of them; with
-    ignored labels a term of a microbatch with few labels weighs more than in the whole batch's mean.
+    Where the program runs several microbatches a step, the batch is cut into so many equal parts along dim 0,
+    with one clipping and one optimizer step at the end. Losses and gradients are those of the whole batch,
+    unless `compile` warned of what every microbatch computes by itself.
     Raises UsageError if the model returns no loss, or the batch has another size.
     """
     optimizer = _adamw(model, lr)
@@ -73,28 +72,16 @@ def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def accumulate(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Run forward and backward on every microbatch of a batch; the mean of their losses, a detached scalar.
+    """Run forward and backward on every microbatch of a batch; the loss of the whole, a detached scalar.
 
-    The gradient of that mean is added to ``.grad`` of the parameters.
+    Its gradient is added to ``.grad`` of the parameters.
     """
+    args, kwargs = batch
     if isinstance(model, ParallelModule) and (model.microbatches > 1 or model.is_pipeline):
-        args, kwargs = batch
         return model.train_step(args, **kwargs)
-    calls = microbatches_of(model, batch)
-    losses = []
-    for args, kwargs in calls:
-        loss = loss_of(model(*args, **kwargs))
-        (loss / len(calls)).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses).mean()
-
-
-def microbatches_of(model: nn.Module, batch: Batch) -> list[Batch]:
-    """The calls that a model makes of the batch of a step: one, unless its program has microbatches."""
-    if not isinstance(model, ParallelModule) or model.microbatches == 1:
-        return [batch]
-    runner = model._autoshard
-    return cut(runner.program, runner.arguments.flattened(*batch))
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss.detach()
 
 
 def feed_of(

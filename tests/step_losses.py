@@ -1,0 +1,90 @@
+"""A small model with losses that are reduced over the batch in every way, and batches with unlike labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+VOCAB, SEQ = 50, 8
+Loss = Callable[["Net", torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Token by token, so that it is small; weights: of classes."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, VOCAB)
+        self.loss = LOSSES[loss]
+        self.register_buffer("weights", torch.rand(VOCAB) + 0.5)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.loss(self, self.head(x), labels)
+
+
+class Counted(Net):
+    """With the number of labels of the whole batch, as transformers' trainer gives it."""
+
+    def forward(  # type: ignore[override]
+        self, ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int
+    ) -> torch.Tensor:
+        return super().forward(ids, labels) / num_items_in_batch
+
+
+def _ce(logits: torch.Tensor, labels: torch.Tensor, **how: object) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **how)  # type: ignore[arg-type]
+
+
+def _own_weights(net: Net, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weights = (labels.flatten() % 7).float()
+    each = _ce(logits, labels.clamp(min=0), reduction="none")
+    return (each * weights).sum() / weights.sum()
+
+
+def _of_samples(net: Net, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1)
+    return (each / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "labels": lambda net, x, y: _ce(x, y),
+    "sum": lambda net, x, y: _ce(x, y, reduction="sum"),
+    "class weights": lambda net, x, y: _ce(x, y, weight=net.weights),
+    "class weights apart": lambda net, x, y: F.cross_entropy(x.transpose(1, 2), y, weight=net.weights),
+    "smoothed": lambda net, x, y: _ce(x, y, label_smoothing=0.1),
+    "all elements": lambda net, x, y: F.mse_loss(x, F.one_hot(y.clamp(min=0), VOCAB).float()),
+    "mean": lambda net, x, y: x.square().mean(),
+    "size in Python": lambda net, x, y: x.square().sum() / x.shape[0],
+    "numel in Python": lambda net, x, y: _ce(x, y, reduction="sum") / y.numel(),
+    "at least one": lambda net, x, y: _ce(x, y, reduction="sum") / (y != -100).sum().clamp(min=1),
+    "own weights": _own_weights,
+    "samples": _of_samples,
+    "several": lambda net, x, y: (
+        _ce(x, y) + 0.1 * x.square().mean() + 0.01 * x.sum() + 0.3 * net.head.weight.square().sum()
+    ),
+}
+#: what is no sum over the batch
+BALANCE = "balance"
+LOSSES[BALANCE] = lambda net, x, y: _ce(x, y) + x.mean((0, 1)).square().sum()
+
+
+def batch(count: int = 8) -> dict[str, torch.Tensor]:
+    """The first quarter has no label at all, the next ones have some."""
+    torch.manual_seed(3)
+    ids = torch.randint(0, VOCAB, (count, SEQ))
+    labels = ids.clone()
+    labels[: count // 4] = -100
+    for row in range(count // 4, count):
+        labels[row, : row % 7] = -100
+    return {"ids": ids, "labels": labels}
