@@ -321,8 +321,8 @@ def test_mistakes_are_refused(target: str, options: list[str], what: str) -> Non
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     machine = load_cluster(CLUSTER)
-    meshes = [Mesh.parse(m) for m in ("dp=4", "fsdp=4", "dp=2,fsdp=2")]
-    with pytest.raises(UsageError, match="a batch of 7 does not divide over 4 batch shards"):
+    meshes = [Mesh.parse(m) for m in ("dp=4,fsdp=2", "dp=2,fsdp=4")]
+    with pytest.raises(UsageError, match="a batch of 7 does not divide over 8 batch shards"):
         choose(analysed("llama").model, meshes, machine, Ask(batch=7))
 
 

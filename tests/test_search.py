@@ -204,6 +204,29 @@ def test_pruning_keeps_the_optimum_of_every_budget(network: CostNetwork) -> None
         assert network.seconds_of(net.original(found.states)) == pytest.approx(truth.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("bytes_too", [False, True])
+def test_the_best_states_first_leave_what_all_pairs_leave(
+    bytes_too: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With states that are as good, and some that are forbidden."""
+    rng = np.random.default_rng(0)
+    tables = {(0, j): rng.integers(0, 4, (400, 3)).astype(float) for j in (1, 2)}
+    for table in tables.values():
+        table[rng.random(table.shape) < 0.1] = np.inf
+    unary = (rng.integers(0, 6, 400).astype(float), np.zeros(3), np.zeros(3))
+    held = (rng.integers(0, 3, 400).astype(float) * bytes_too, np.zeros(3), np.zeros(3))
+
+    def left() -> list[int]:
+        net = Residual.of(CostNetwork(unary, held, tables))
+        make_consistent(net)
+        prune(net)
+        return net.kept[0].tolist()
+
+    first = left()
+    monkeypatch.setattr("autoshard.search.networks.prune._MANY", 400)
+    assert first == left() and 1 < len(first) < 200
+
+
 def true_marginals(network: CostNetwork, lam: float) -> list[np.ndarray]:
     """By fixing every state in turn."""
     unary = tuple(u + lam * m for u, m in zip(network.unary, network.memory, strict=True))

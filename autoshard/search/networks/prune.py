@@ -22,6 +22,9 @@ _CHUNK = 4_000_000
 _ROUNDS = 8
 #: of so few states it is faster to look at each alone
 _FEW = 8
+#: of more states than this, those that the best ones dominate go first, as long as of so many of these each
+#: has one that does; two costs as near as this are as good
+_MANY, _BEST, _ROUNDING = 256, 16, 1e-12
 
 
 class Contradiction(Exception):
@@ -232,6 +235,7 @@ def prune(net: Residual) -> None:
 
 def _prune_variable(net: Residual, i: int, bytes_too: bool) -> bool:
     """Whether states of a variable went. bytes_too: whether any state of the network holds bytes."""
+    went = len(net.unary[i]) > _MANY and _remove_worse_than_best(net, i)
     tables = [net.unary[i][None], *[net.rows[j][i] for j in net.rows[i]]]
     heights = [len(table) for table in tables]
     dense = len(net.unary[i]) ** 2 * (sum(heights) - 1) <= _DENSE
@@ -239,7 +243,7 @@ def _prune_variable(net: Residual, i: int, bytes_too: bool) -> bool:
     dominates = _dominance(tables, heights, memory) if dense else _dominance_of_pairs(net, i)
     dominates.ravel()[:: len(dominates) + 1] = False
     if not np.count_nonzero(dominates):
-        return False
+        return went
     net.shrink(i, survivors(dominates))
     return True
 
@@ -256,6 +260,40 @@ def _dominance(tables: list[Array], heights: list[int], m: Array | None) -> NDAr
     worst = np.add.reduce(np.fmax.reduceat(rows[:, :, None] - rows[:, None, :], starts))
     cheaper = np.asarray(worst <= 0.0)
     return cheaper if m is None else cheaper & (m[:, None] <= m)
+
+
+def _remove_worse_than_best(net: Residual, i: int) -> bool:
+    """Remove what the states that look best dominate, one after the other, as long as that removes more than
+    it looks at: of many states most pairs need no look then. Returns whether any went.
+
+    What is as good up to rounding only goes behind a state before it, as in `survivors`.
+    """
+    u, m, backs = net.unary[i], net.memory[i], [net.rows[j][i] for j in net.rows[i]]
+    forbidden, looks = np.zeros(len(u)), u.copy()
+    for back in backs:
+        finite = np.isfinite(back)
+        forbidden += len(back) - np.count_nonzero(finite, axis=0)
+        looks += np.where(finite, back, 0.0).sum(axis=0) / len(back)
+    near = _ROUNDING * float(np.abs(looks).max())
+    others, removed = np.arange(len(u)), 0
+    alive = np.ones(len(u), dtype=np.bool_)
+    for count, state in enumerate(s for s in np.lexsort((looks, forbidden)).tolist() if alive[s]):
+        if count % _BEST == 0:
+            if count and removed < _BEST:
+                break
+            removed, others = 0, np.flatnonzero(alive)
+            left = [back[:, others] for back in backs]
+        worst = u[state] - u[others]
+        for back, rest in zip(backs, left, strict=True):
+            worst += np.fmax.reduce(back[:, state, None] - rest, axis=0)
+        over = (worst < -near) | ((worst <= 0.0) & (others > state))
+        gone = others[over & (m[state] <= m[others])]
+        removed += np.count_nonzero(alive[gone])
+        alive[gone] = False
+    went = not alive.all()
+    if went:
+        net.shrink(i, np.flatnonzero(alive))
+    return went
 
 
 def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
