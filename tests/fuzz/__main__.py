@@ -17,7 +17,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 from fuzz import damage
 from fuzz.case import Outcome
 from fuzz.chunk import Chunk
-from fuzz.kinds import KINDS, Work, left, mixed, reproduced, shown
+from fuzz.kinds import KINDS, Work, left, mixed, reproduced, run_work, shown
 
 
 @dataclass
@@ -68,7 +68,7 @@ def _pooled(todo: Sequence[Work], processes: int, deadline: float | None) -> Ite
     if not todo:
         return
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        chunks = pool.imap_unordered(_run, todo)
+        chunks = pool.imap_unordered(run_work, todo)
         while True:
             try:
                 yield chunks.next(timeout=left(deadline))
@@ -77,10 +77,6 @@ def _pooled(todo: Sequence[Work], processes: int, deadline: float | None) -> Ite
             except multiprocessing.TimeoutError:
                 print("\nthe time is up", end="")
                 return
-
-
-def _run(work: Work) -> tuple[str, Chunk]:
-    return work.kind, work.run()
 
 
 def _closing(tally: _Tally, options: argparse.Namespace, began: float) -> int:

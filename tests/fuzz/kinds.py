@@ -43,6 +43,11 @@ class Work:
         return Chunk(tuple((n, ModuleCase.of(n).run()) for n in self.numbers), frozenset())
 
 
+def run_work(work: Work) -> tuple[str, Chunk]:
+    """For pools, which have to find it by name."""
+    return work.kind, work.run()
+
+
 def works(kind: str, first: int, cases: int) -> Iterator[Work]:
     """All cases of a kind, in portions."""
     size = _SIZES[kind]

@@ -17,7 +17,7 @@ PYTHON = pieces(
     Piece("step counter", "self.step$ += 1\nh = h * (1 + 0.1 * self.step$)", "self.step$ = 0"),
     Piece("counter that is only kept", "self.calls$ += 1", "self.calls$ = 0"),
     Piece("float", "h = h * self.scale$", "self.scale$ = 0.5 + 0.25 * (k == 1)", change="m.scale$ = 3.0"),
-    Piece("int", "h = h[..., self.dim$:].sum(-1, keepdim=True) + h", "self.dim$ = 2", change="m.dim$ = 4"),
+    Piece("int", "h = h[..., self.dim$:].mean(-1, keepdim=True) + h", "self.dim$ = 2", change="m.dim$ = 4"),
     Piece(
         "bool",
         "if self.on$:\n    h = h + 1.0",

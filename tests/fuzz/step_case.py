@@ -32,6 +32,9 @@ def run(steps: Steps, parallelize: Any = autoshard.parallelize) -> Outcome:
     wanted = _script(world(steps.source()))
     if wanted.error is not None:
         return Outcome("dropped", detail=f"{type(wanted.error).__name__}: {wanted.error}")
+    large = [k for k, v in wanted.values.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if any(wanted.values[k].numel() and not wanted.values[k].abs().max() < 1e5 for k in large):
+        return Outcome("dropped", detail="values explode, and rounding errors with them")
     try:
         return _beside(steps, wanted, parallelize)
     except Wrong as error:

@@ -1,4 +1,4 @@
-"""The source of a case in a module of its own, and what is to be seen of it: values, state, fake tensors."""
+"""The source of a case in a module of its own, and what is seen of it: values, state, fake tensors."""
 
 from __future__ import annotations
 
