@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.hooks import outer_hooks_apart
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Port
@@ -157,7 +158,7 @@ def verify(
     Raises UsageError if the model is not the program's, VerificationError if replicas of a value differ
     from rank to rank. A result that is out of tolerance is reported, not raised.
     """
-    with as_written(model) as plain:
+    with as_written(model) as plain, outer_hooks_apart(plain):
         return _verified(program, plain, args, kwargs, steps, one_rank, seed, progress or (lambda _: None))
 
 
