@@ -288,7 +288,7 @@ def _remove_worse_than_best(net: Residual, i: int) -> bool:
             worst += np.fmax.reduce(back[:, state, None] - rest, axis=0)
         over = (worst < -near) | ((worst <= 0.0) & (others > state))
         gone = others[over & (m[state] <= m[others])]
-        removed += np.count_nonzero(alive[gone])
+        removed += int(np.count_nonzero(alive[gone]))
         alive[gone] = False
     went = not alive.all()
     if went:
