@@ -98,6 +98,21 @@ def test_state_that_python_keeps_is_refused_by_name(forward: Any, name: str) -> 
     assert torch.equal(model.table, torch.ones(4))
 
 
+def asks_for_what_is_not_there(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(x).mean() * (2 if hasattr(self, "added") else 1)
+
+
+def test_attributes_that_are_not_there_are_guarded() -> None:
+    model = Net(asks_for_what_is_not_there)
+    check = guard(model).check
+    check()
+    model.other = True
+    check()
+    model.added = True
+    with pytest.raises(UsageError, match="added is True"):
+        check()
+
+
 def builds_lazily(self: Any, x: torch.Tensor) -> torch.Tensor:
     if self.mask is None:
         self.mask = torch.ones(4)

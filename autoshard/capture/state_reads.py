@@ -92,10 +92,12 @@ class _Noting:
         """Nothing of what the user's class does for its subclasses."""
 
     def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if not name.startswith("__"):
-            type(self)._autoshard_note(self, name)
-        return value
+        try:
+            return super().__getattribute__(name)
+        finally:
+            # also of what is not there: code may ask by hasattr
+            if not name.startswith("__"):
+                type(self)._autoshard_note(self, name)
 
 
 @dataclass
@@ -149,10 +151,13 @@ class AttributeReads:
         if key in self.reads:
             return
         if name not in table:
-            holder = next((c for c in type(owner).__mro__ if name in vars(c)), None)
-            if holder in (None, type(owner), nn.Module) or not _is_data(vars(holder)[name]):
+            if any(name in table.get(held, ()) for held in ("_parameters", "_buffers", "_modules")):
                 return
-            table = vars(holder)
+            holder = next((c for c in type(owner).__mro__ if name in vars(c)), None)
+            if holder is not None:
+                if holder in (type(owner), nn.Module) or not _is_data(vars(holder)[name]):
+                    return
+                table = vars(holder)
         label = self.objects[id(owner)][1]
         line = self.line_of(inspect.currentframe())
         self.reads[key] = Read(table, name, f"{label}.{name}".lstrip("."), line)

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 
+from autoshard.capture.changes import Elsewhere
+
 _NUMBERS = itertools.count()
 _PLAIN = (bool, int, float, str, type(None))
 #: attributes that are not the user's
-_OURS = ("_autoshard", "_stepper", "_load_state_dict_pre_hooks", "_is_full_backward_hook")
+_OURS = ("_stepper", "_load_state_dict_pre_hooks", "_is_full_backward_hook")
 
 Facts = dict[str, Any]
 
@@ -88,6 +90,8 @@ def _walk(x: Any, path: str, own: str, hooks: bool, seen: set[int]) -> Iterator[
         for key, value in sorted(vars(x).items()):
             if (
                 key in _OURS
+                or isinstance(value, Elsewhere)  # any use of it is an error that says so
+                or key.startswith("_autoshard")
                 or key.startswith("__")
                 or (isinstance(x, type) and not isinstance(value, _PLAIN))
             ):
