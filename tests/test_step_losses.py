@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import family
-from pipelines import model_and_batch
+from pipelines import model_and_batch, pipeline
 from ranks import HERE, run_ranks
 from step_losses import BALANCE, LOSSES, Counted, Net, batch
 from torch import nn
@@ -187,7 +187,9 @@ def test_no_labels_in_a_microbatch_of_a_deep_model() -> None:
 
 
 def test_on_gloo(tmp_path: Path) -> None:
-    run_ranks([str(HERE / "step_losses_worker.py"), str(tmp_path / "rows.json")])
+    save_program(pipeline("llama-deep", 2, "dp=2", "1f1b", 4), tmp_path / "program")
+    arguments = [str(tmp_path / "rows.json"), str(tmp_path / "program")]
+    run_ranks([str(HERE / "step_losses_worker.py"), *arguments])
     rows = json.loads((tmp_path / "rows.json").read_text())
     wrong = [row for row in rows if not row["error"] < 1e-4]
     assert len(rows) >= 8 and not wrong, wrong
