@@ -19,7 +19,10 @@ from torch import nn
 
 import autoshard
 from autoshard import api
+from autoshard.ir import Node
+from autoshard.ir.lowered import with_parts
 from autoshard.one_rank import for_one_rank
+from autoshard.passes.scale_terms import TOTAL
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.verify import verify
@@ -184,6 +187,31 @@ def test_no_labels_in_a_microbatch_of_a_deep_model() -> None:
     model, inputs = model_and_batch("gpt2-deep", 3)
     assert (inputs["labels"][:4] == -100).all()
     check(made(model, inputs, "pp=2,tp=2", "1f1b", 3), model, inputs)
+
+
+def test_totals_stand_where_they_are_added_up() -> None:
+    """Else every microbatch would divide by its own."""
+    model, inputs = Net("labels"), batch()
+    program = made(model, inputs, *WAYS[0])
+    lowered = program.lowered
+
+    def plain(node: Node) -> Node:
+        return replace(node, op="aten.clone.default") if node.op == TOTAL else node
+
+    segments = {
+        name: replace(s, graph=replace(s.graph, nodes=tuple(map(plain, s.graph.nodes))))
+        for name, s in lowered.segments.items()
+    }
+    none = verify_static(replace(program, lowered=replace(lowered, segments=segments)))
+    assert any("is no total" in f.finding.what for f in none.findings)
+    count = next(p for p in lowered.parts if p.phase == "count" and p.stop > p.start)
+    where = next(p for p in lowered.parts if p.phase == "forward" and p.stage == count.stage)
+    pieces = []
+    for part in lowered.parts:
+        own = [*lowered.of(count), *lowered.of(where)] if part == where else list(lowered.of(part))
+        pieces.append((part, [] if part == count else own))
+    late = verify_static(replace(program, lowered=with_parts(lowered, pieces)))
+    assert any("makes a total of one microbatch" in f.finding.what for f in late.findings)
 
 
 def test_on_gloo(tmp_path: Path) -> None:
