@@ -25,7 +25,7 @@ from autoshard.one_rank import for_one_rank
 from autoshard.passes.scale_terms import TOTAL
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import verify
+from autoshard.program.verify import Batch, Ranks, Step, verify
 from autoshard.verify.static import verify_static
 
 #: mesh, schedule (none without pp), microbatches
@@ -128,15 +128,47 @@ def test_what_is_no_sum_is_told_and_averaged() -> None:
     pieces = [logits(ids).mean((0, 1)).square().sum() for ids in inputs["ids"].chunk(4)]
     wanted = whole + sum(pieces) / 4
     assert abs(found.losses[0] - float(wanted.detach())) < 1e-5
-    from autoshard.program.verify import Batch, Ranks
-
     wanted.backward()
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    step = Ranks(
-        program, {n: x.detach().clone() for n, x in state.items()}, Batch(program, (), inputs), 0
-    ).step()
+    step = stepped(program, model, inputs)
     for name, p in model.named_parameters():
         assert torch.allclose(step.grads[name], p.grad, atol=1e-6), name  # type: ignore[arg-type]
+
+
+class Normed(nn.Module):
+    """Statistics of the batch inside, labels that are ignored at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(x), labels)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def test_statistics_of_a_microbatch_beside_labels_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, inputs = Normed(), {"x": torch.randn(24, 8), "labels": torch.randint(0, 5, (24,))}
+    inputs["labels"][:6], inputs["labels"][6:9] = -100, -100
+    with pytest.warns(UserWarning, match="by itself"):
+        program = made(model, inputs, "dp=2", "", 4)
+    found = stepped(program, model, inputs)
+    pieces = zip(inputs["x"].chunk(4), inputs["labels"].chunk(4), strict=True)
+    each = [F.cross_entropy(model.logits(x), y, reduction="sum") for x, y in pieces]
+    wanted = sum(each[1:], each[0]) / (inputs["labels"] != -100).sum()
+    wanted.backward()
+    assert abs(sum(map(float, found.outputs.values())) - float(wanted.detach())) < 1e-5
+    for name, p in model.named_parameters():
+        assert torch.allclose(found.grads[name], p.grad, atol=1e-5), name  # type: ignore[arg-type]
+
+
+def stepped(program: Program, model: nn.Module, inputs: dict[str, Any]) -> Step:
+    """A step of all ranks in lockstep."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    initial = {n: x.detach().clone() for n, x in state.items()}
+    return Ranks(program, initial, Batch(program, (), inputs), 0).step()
 
 
 class Mixing(nn.Module):
