@@ -256,7 +256,6 @@ class _Following:
         outputs = {r.target: env[r.value].kind for r in joint.results if r.kind == "output"}
         sums = [t for t, kind in outputs.items() if kind == "part" or t == str(self.loss)]
         scaled = {place: -power for place, power in self.seen.powers.items() if power}
-        adds = adds and not self.seen.strange
         if self.updated:
             self.notes.setdefault("", f"running statistics ({min(self.updated)}), which each of them updates")
         terms = BatchTerms(
@@ -307,14 +306,16 @@ class _Following:
     # -- one node ----------------------------------------------------------------------------------
 
     def _kinds(self, key: tuple[str, int], node: Node, takes: Sequence[Of]) -> list[Kind]:
-        if key in self.seen.strange:
-            self._note(node, "a number in it follows the size of the batch")
+        strange = key in self.seen.strange
+        if strange:
+            self._as_sums(key, node, takes, why := "a number in it follows the size of the batch")
+            self._note(node, why)
         wide = [(key[0], out) in self.seen.wide for out in node.outs]
         if any(wide) or any(t.kind in ("split", "rows") for t in takes):
             self._as_sums(key, node, takes, "it uses a sum over the batch beside the samples of it")
             return [self._with_samples(key, node, w, takes) for w in wide]
-        kind: Kind = "own" if any(t.kind == "own" for t in takes) else "same"
-        if any(t.kind == "part" for t in takes):
+        kind: Kind = "own" if strange or any(t.kind == "own" for t in takes) else "same"
+        if any(t.kind == "part" for t in takes) and not strange:
             kind = self._of_parts(key, node, takes)
         return [kind] * len(wide)
 

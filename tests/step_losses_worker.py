@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from families import family
 from gloo_api_worker import check
 from leaving import leave
 from lockstep_check import relative_error
+from pipelines import model_and_batch
 from step_losses import Counted, Net, batch
 from torch import nn
 
@@ -51,8 +51,8 @@ def error(wanted: nn.Module, found: Any, inputs: dict[str, Any]) -> float:
 
 def scaled(scale: Callable[[Any, int], object]) -> str:
     """What two steps say whose gradients are scaled between."""
-    model, inputs = family("llama").make()
-    model = parallel(model, "pp=2,dp=2", "1f1b", 4, inputs)
+    model, inputs = model_and_batch("llama-deep", 4)
+    model = autoshard.load(sys.argv[2], model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     try:
         for step in range(3):

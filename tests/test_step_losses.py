@@ -12,17 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import family
-from pipelines import model_and_batch
+from pipelines import model_and_batch, pipeline
 from ranks import HERE, run_ranks
 from step_losses import BALANCE, LOSSES, Counted, Net, batch
 from torch import nn
 
 import autoshard
 from autoshard import api
+from autoshard.ir import Node
+from autoshard.ir.lowered import with_parts
 from autoshard.one_rank import for_one_rank
+from autoshard.passes.scale_terms import TOTAL
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import verify
+from autoshard.program.verify import Batch, Ranks, Step, verify
 from autoshard.verify.static import verify_static
 
 #: mesh, schedule (none without pp), microbatches
@@ -125,15 +128,47 @@ def test_what_is_no_sum_is_told_and_averaged() -> None:
     pieces = [logits(ids).mean((0, 1)).square().sum() for ids in inputs["ids"].chunk(4)]
     wanted = whole + sum(pieces) / 4
     assert abs(found.losses[0] - float(wanted.detach())) < 1e-5
-    from autoshard.program.verify import Batch, Ranks
-
     wanted.backward()
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    step = Ranks(
-        program, {n: x.detach().clone() for n, x in state.items()}, Batch(program, (), inputs), 0
-    ).step()
+    step = stepped(program, model, inputs)
     for name, p in model.named_parameters():
         assert torch.allclose(step.grads[name], p.grad, atol=1e-6), name  # type: ignore[arg-type]
+
+
+class Normed(nn.Module):
+    """Statistics of the batch inside, labels that are ignored at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.logits(x), labels)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def test_statistics_of_a_microbatch_beside_labels_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model, inputs = Normed(), {"x": torch.randn(24, 8), "labels": torch.randint(0, 5, (24,))}
+    inputs["labels"][:6], inputs["labels"][6:9] = -100, -100
+    with pytest.warns(UserWarning, match="by itself"):
+        program = made(model, inputs, "dp=2", "", 4)
+    found = stepped(program, model, inputs)
+    pieces = zip(inputs["x"].chunk(4), inputs["labels"].chunk(4), strict=True)
+    each = [F.cross_entropy(model.logits(x), y, reduction="sum") for x, y in pieces]
+    wanted = sum(each[1:], each[0]) / (inputs["labels"] != -100).sum()
+    wanted.backward()
+    assert abs(sum(map(float, found.outputs.values())) - float(wanted.detach())) < 1e-5
+    for name, p in model.named_parameters():
+        assert torch.allclose(found.grads[name], p.grad, atol=1e-5), name  # type: ignore[arg-type]
+
+
+def stepped(program: Program, model: nn.Module, inputs: dict[str, Any]) -> Step:
+    """A step of all ranks in lockstep."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    initial = {n: x.detach().clone() for n, x in state.items()}
+    return Ranks(program, initial, Batch(program, (), inputs), 0).step()
 
 
 class Mixing(nn.Module):
@@ -186,8 +221,35 @@ def test_no_labels_in_a_microbatch_of_a_deep_model() -> None:
     check(made(model, inputs, "pp=2,tp=2", "1f1b", 3), model, inputs)
 
 
+def test_totals_stand_where_they_are_added_up() -> None:
+    """Else every microbatch would divide by its own."""
+    model, inputs = Net("labels"), batch()
+    program = made(model, inputs, *WAYS[0])
+    lowered = program.lowered
+
+    def plain(node: Node) -> Node:
+        return replace(node, op="aten.clone.default") if node.op == TOTAL else node
+
+    segments = {
+        name: replace(s, graph=replace(s.graph, nodes=tuple(map(plain, s.graph.nodes))))
+        for name, s in lowered.segments.items()
+    }
+    none = verify_static(replace(program, lowered=replace(lowered, segments=segments)))
+    assert any("is no total" in f.finding.what for f in none.findings)
+    count = next(p for p in lowered.parts if p.phase == "count" and p.stop > p.start)
+    where = next(p for p in lowered.parts if p.phase == "forward" and p.stage == count.stage)
+    pieces = []
+    for part in lowered.parts:
+        own = [*lowered.of(count), *lowered.of(where)] if part == where else list(lowered.of(part))
+        pieces.append((part, [] if part == count else own))
+    late = verify_static(replace(program, lowered=with_parts(lowered, pieces)))
+    assert any("makes a total of one microbatch" in f.finding.what for f in late.findings)
+
+
 def test_on_gloo(tmp_path: Path) -> None:
-    run_ranks([str(HERE / "step_losses_worker.py"), str(tmp_path / "rows.json")])
+    save_program(pipeline("llama-deep", 2, "dp=2", "1f1b", 4), tmp_path / "program")
+    arguments = [str(tmp_path / "rows.json"), str(tmp_path / "program")]
+    run_ranks([str(HERE / "step_losses_worker.py"), *arguments])
     rows = json.loads((tmp_path / "rows.json").read_text())
     wrong = [row for row in rows if not row["error"] < 1e-4]
     assert len(rows) >= 8 and not wrong, wrong

@@ -194,6 +194,8 @@ def _show_timeline(
     print_table(made)
     console.print(f"\nstep    {step_text(found)}", markup=False)
     console.print(f"memory  {memory_text(found, prices)}", markup=False)
+    for what in program.alone:
+        console.print(f"alone   every microbatch computes by itself {what}", markup=False)
     for path in written.values():
         console.print(f"written {path}", markup=False)
 

@@ -1,8 +1,9 @@
 """What runs once a step, and what runs for every microbatch, may not be mixed up.
 
-``gather`` runs before the first microbatch, so it may only depend on parameters; ``reduce`` runs on gradients
-that are summed over all microbatches, so it must be linear; and a gradient that is being summed is nothing
-that other parts may read.
+``gather`` runs before the first microbatch, so it may only depend on parameters; ``count`` runs on the inputs
+of each microbatch, and what leaves it is added up over them, so it must be a total, and totals must be made
+nowhere else; ``reduce`` runs on gradients that are summed over all microbatches, so it must be linear; and a
+gradient that is being summed is nothing that other parts may read.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.ir import Call, Node
 from autoshard.ir.lowered import Lowered, Part, uses_of
+from autoshard.passes.scale_terms import TOTAL
 from autoshard.program.ends import ends_of, part_name
-from autoshard.program.holders import accumulated
+from autoshard.program.holders import accumulated, counted
 from autoshard.program.program import Program
 from autoshard.verify.moves import MOVES
 from autoshard.verify.result import At, Finding
@@ -28,6 +30,7 @@ def broken_steps(program: Program, terms: Terms, own: Mapping[int, Mapping[str, 
             yield from _gathered(lowered, part, terms, own.get(part.stage, {}))
         elif part.phase == "reduce":
             yield from _reduced(lowered, part)
+        yield from _counted(program, part)
     for stage in sorted({p.stage for p in lowered.parts}):
         yield from _summed(program, stage)
 
@@ -43,6 +46,36 @@ def _gathered(lowered: Lowered, part: Part, terms: Terms, own: Mapping[str, int]
                     _at(part, number, out),
                     "later microbatches would use that of the first",
                 )
+
+
+def _counted(program: Program, part: Part) -> Iterator[Finding]:
+    """Totals, and what they are made of."""
+    lowered, given = program.lowered, {p.name: p for p in program.signature.ports}
+    for number, item in _numbered(lowered, part):
+        nodes, outs = _nodes(lowered, item)
+        totals = {o for n in nodes if n.op == TOTAL for o in n.outs}
+        if part.phase != "count":
+            if totals:
+                what = f"{part_name(lowered, part)} makes a total of one microbatch"
+                yield Finding("step", what, _at(part, number, item.outs[0] if item.outs else ""))
+            continue
+        for value in uses_of(item):
+            port = given.get(value)
+            if port is not None and (port.kind in ("param", "tangent") or port.target == "seed"):
+                what = f"what is counted before the step depends on {port.kind} {port.target}"
+                yield Finding("step", what, _at(part, number, value))
+        for value, inner in outs.items():
+            if value in counted(program, part.stage)[0] and inner not in totals:
+                why = "it is added up over all microbatches"
+                yield Finding("step", f"{value} is no total", _at(part, number, value), why)
+
+
+def _nodes(lowered: Lowered, item: Call | Node) -> tuple[tuple[Node, ...], dict[str, str]]:
+    """The ops of an instruction, and its results by what they are called inside."""
+    if isinstance(item, Node):
+        return (item,), {o: o for o in item.outs}
+    graph = lowered.segments[item.segment].graph
+    return graph.nodes, dict(zip(item.outs, graph.outputs, strict=True))
 
 
 def _reduced(lowered: Lowered, part: Part) -> Iterator[Finding]:

@@ -120,7 +120,9 @@ def _text(work: _Work, rules: Rules) -> None:
     note = f"{followed.kernels} calls of kernels, and what follows from them, are not compared"
     covered = not followed.kernels
     work.find("function", terms.statements, what, wrong, "" if covered else note, covered=covered)
-    work.find("once a step", len(program.lowered.parts), "parts", broken_steps(program, terms, followed.own))
+    alone = f"each microbatch computes by itself {'; '.join(program.alone)}" if program.alone else ""
+    broken = broken_steps(program, terms, followed.own)
+    work.find("once a step", len(program.lowered.parts), "parts", broken, alone)
 
 
 #: which group of rules a broken rule belongs to
