@@ -105,8 +105,7 @@ class Steps:
     def source(self) -> str:
         """The module and ``script(model, clip, see)``."""
         _, loss, logits = FORMS[self.model.form]
-        lines = [f"# mesh {self.mesh}", self.model.source()]
-        lines += ["def script(model, clip, see):", f"    opt = torch.optim.{self.optimizer}"]
+        lines = ["", "", "def script(model, clip, see):", f"    opt = torch.optim.{self.optimizer}"]
         pieces = {n: (p, owner) for n, p, owner in self.model.pieces()}
         for number, event in enumerate(self.events):
             if event.startswith("change "):
@@ -123,7 +122,7 @@ class Steps:
                 line = line.replace("batch(N", f"batch({number}").replace("'N'", f"'{number} {event}'")
                 line = line.replace("(N, N + 50)", f"({number}, {number + 50})")
                 lines.append("    " + line.replace("LOSS", f"({loss})").replace("LOGITS", logits))
-        return "\n".join(lines) + "\n"
+        return f"# mesh {self.mesh}\n" + self.model.source("\n".join(lines))
 
     def smaller(self) -> list[Steps]:
         """With fewer events or a smaller module."""
