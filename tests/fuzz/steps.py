@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fuzz.modules import FORMS, Model, drawn, smaller, systematic
 
 MESHES = ("dp=4", "fsdp=4", "tp=4", "x=4", "dp=2,tp=2", "fsdp=2,tp=2", "x=2,y=2", "dp=2,x=2")
-OPTIMIZERS = ("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), lr=0.01)")
+OPTIMIZERS = ("SGD(model.parameters(), lr=0.01)", "AdamW(model.parameters(), lr=0.01)")
 _STEP = ["opt.step()", "opt.zero_grad()"]
 #: lines of an event; LOSS and LOGITS stand for those of ``out``, N for its number
 EVENTS = {
@@ -56,7 +56,7 @@ EVENTS = {
         "    for k, v in saved.items()})",
     ],
     "copy": ["twin = copy.deepcopy(model)", "see('N', twin(**batch(N)))"],
-    "fewer rows": ["see('N', model(**batch(N, rows=4)))"],
+    "fewer rows": ["see('N', model(**batch(N, rows=6)))"],
     "positional": ["see('N', model(*batch(N).values()))"],
     "input gradient": [
         "given = batch(N)",
