@@ -6,11 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fuzz import damage
+from fuzz import damage, module_case
 from fuzz.case import PLANS, Case, analysed
 from fuzz.draw import recipe
+from fuzz.faults import FAULTS
+from fuzz.module_case import ModuleCase
+from fuzz.modules import LOSSES, Model
 from fuzz.recipe import Body, Recipe, Spec, Statement
 from fuzz.shrink import shrunk
+from fuzz.shrink_text import shrunk_text
+from fuzz.step_runs import run_steps
+from fuzz.steps import Steps
 from torch import nn
 
 from autoshard.analysis import analyse
@@ -21,6 +27,7 @@ from autoshard.ir import Call
 from autoshard.passes.capture import capture
 from autoshard.placement import Shard
 from autoshard.planning import Planned, plan_analysed
+from autoshard.program.program import Program
 from autoshard.program.verify import verify
 from autoshard.search.plans.plan import Cut, Pipeline
 
@@ -71,6 +78,65 @@ def test_a_wrong_program_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPat
 
 def test_damaged_folders() -> None:
     assert not damage.many(150)
+
+
+# -- modules and scripts -------------------------------------------------------------------------------
+
+MODULES, SCRIPTS = range(60, 90), range(72, 84)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modules() -> None:
+    """Of one piece each, in lockstep."""
+    outcomes = {n: ModuleCase.of(n).run() for n in MODULES}
+    failed = {n: o for n, o in outcomes.items() if o.kind == "failed"}
+    assert not failed, "\n".join(f"{n}: {o}\n{ModuleCase.of(n).source()}" for n, o in failed.items())
+    assert sum(o.kind == "equal" for o in outcomes.values()) >= 20
+
+
+def test_scripts() -> None:
+    """On four processes; eager PyTorch runs them all."""
+    outcomes = run_steps([Steps.of(n) for n in SCRIPTS])
+    failed = {n: o for n, o in zip(SCRIPTS, outcomes, strict=True) if o.kind not in ("equal", "refused")}
+    assert not failed, "\n".join(f"{n}: {o}\n{Steps.of(n).source()}" for n, o in failed.items())
+    assert sum(o.kind == "equal" for o in outcomes) >= 8
+
+
+def test_what_is_wrong_with_scripts_is_found() -> None:
+    """Each way to make models parallel that is wrong, by its kind of failure."""
+    script = Steps(Model(("float",), (), 0, "dict", LOSSES[0]), "dp=4", ("train", "clip", "train"))
+    found = run_steps([script] * len(FAULTS), 10.0, list(FAULTS))
+    assert [(o.kind, o.failure) for o in found] == [("failed", f) for f in FAULTS.values()], found
+
+
+def test_what_is_wrong_with_modules_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program with one op changed for another."""
+
+    def wrong(planned: Planned) -> Program:
+        program = compile_analysed(planned)
+        segments = program.lowered.segments
+        for name, segment in segments.items():
+            nodes = [replace(n, op=n.op.replace("tanh.", "sin.")) for n in segment.graph.nodes]
+            graph = replace(segment.graph, nodes=type(segment.graph.nodes)(nodes))
+            segments = {**segments, name: replace(segment, graph=graph)}
+        return replace(program, lowered=replace(program.lowered, segments=segments))
+
+    monkeypatch.setattr(module_case, "compile_analysed", wrong)
+    case = ModuleCase(Model(("linear", "float"), ("conv",), 3, "tuple", LOSSES[1]), "dp=2,tp=2", 0)
+    small, outcome = shrunk_text(case, case.run(), ModuleCase.run, seconds=5)
+    assert (outcome.kind, outcome.failure) == ("failed", "numbers")
+    assert small.model.root == ("linear",) and not small.model.layers
+
+
+def test_modules_that_capture_changes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changing(model: nn.Module, *args: object) -> object:
+        found = capture(model, *args)  # type: ignore[arg-type]
+        model.lin.register_forward_hook(lambda mod, args, out: out)  # type: ignore[union-attr, operator]
+        return found
+
+    monkeypatch.setattr(module_case, "capture", changing)
+    outcome = ModuleCase(Model(("linear",), (), 0, "dict", LOSSES[0]), "dp=2", 0).run()
+    assert (outcome.kind, outcome.failure) == ("failed", "changed by capture")
 
 
 # -- what was found ------------------------------------------------------------------------------------

@@ -16,28 +16,36 @@ _GROUPS = (PYTHON, PYTHON, HOOKS, MODES, STRUCTURE, TENSORS, pieces(PLAIN))
 
 HEADER = """
 import contextvars, copy, functools, math, os, random, types
-from collections import namedtuple
-from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
 B, S, D, DT = 8, 4, 8, torch.{dtype}
+"""
+#: what some sources need: name -> its lines
+_HELPERS = {
+    "Pair": """
+from collections import namedtuple
 Pair = namedtuple("Pair", "loss logits")
-
+""",
+    "Data": """
+from dataclasses import dataclass
 @dataclass
 class Data:
     loss: object
     logits: object
-
+""",
+    "scaled": """
 def scaled(x, factor):
     real = lambda t: isinstance(t, torch.Tensor) and t.is_floating_point()
     return torch.utils._pytree.tree_map(lambda t: t * factor if real(t) else t, x)
-
+""",
+    "full": """
 def full(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
-"""
+""",
+}
 #: what forward returns: (the expression, where the loss is, where the logits are)
 FORMS = {
     "scalar": ("loss", "out", ""),
@@ -108,10 +116,10 @@ class Model:
     def single(self) -> bool:
         return any(p.single for _, p, _ in self.pieces())
 
-    def source(self) -> str:
-        """Everything up to ``make()`` and ``batch(k)``."""
+    def source(self, script: str = "") -> str:
+        """Everything up to ``make()`` and ``batch(k)``, and a script."""
         own = self.pieces()
-        lines = HEADER.format(dtype="float32" if self.single else "float64").split("\n")
+        lines: list[str] = []
         for number, piece, _ in own:
             lines += piece.lines("top", number)
         if self.layers:
@@ -126,8 +134,11 @@ class Model:
         for number, piece, owner in own:
             if piece.made:
                 lines += [f"    m = {owner}", *(f"    {x}" for x in piece.lines("made", number))]
-        lines += ["    return model", *_BATCH.split("\n")]
-        return "\n".join(lines).strip() + "\n"
+        lines += ["    return model", *_BATCH.rstrip().split("\n")]
+        text = "\n".join(lines) + script
+        helpers = [lines for name, lines in _HELPERS.items() if f"{name}(" in text]
+        header = HEADER.format(dtype="float32" if self.single else "float64")
+        return "".join([header, *helpers, text]).strip() + "\n"
 
 
 def _class(

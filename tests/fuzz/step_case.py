@@ -44,7 +44,7 @@ def run(steps: Steps, parallelize: Any = autoshard.parallelize) -> Outcome:
 
 
 def _beside(steps: Steps, wanted: Seen, parallelize: Any) -> Outcome:
-    limit = tolerance(steps.model)
+    limit = max(tolerance(steps.model), 1e-6)  # clipping is in float32
     here = world(steps.source())
     model = here.make()
     try:

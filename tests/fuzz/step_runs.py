@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ranks import run_ranks
 
+from autoshard import parallelize
 from fuzz.case import Outcome
 from fuzz.steps import Steps
 
@@ -19,15 +20,20 @@ _WORKER = Path(__file__).with_name("step_worker.py")
 
 
 def run_steps(
-    cases: Sequence[Steps], seconds: float = 90.0, way: str = "autoshard:parallelize"
+    cases: Sequence[Steps], seconds: float = 90.0, ways: Sequence[Callable[..., Any]] = ()
 ) -> list[Outcome]:
-    """What became of the cases. seconds: of one case, after which it counts as hanging."""
+    """What became of the cases. seconds: of one case, after which it counts as hanging.
+
+    ways: what makes the models of the cases parallel (default: autoshard).
+    """
     found: list[Outcome] = []
     while len(found) < len(cases):
         with tempfile.TemporaryDirectory() as name:
             folder, first = Path(name), len(found)
-            (folder / "cases").write_bytes(pickle.dumps(list(cases)))
-            arguments = [str(_WORKER), name, str(first), str(seconds), way]
+            (folder / "cases").write_bytes(
+                pickle.dumps(list(zip(cases, ways or [parallelize] * len(cases), strict=True)))
+            )
+            arguments = [str(_WORKER), name, str(first), str(seconds)]
             failed = ""
             try:
                 run_ranks(arguments, ranks=RANKS, timeout=seconds * (len(cases) - first) + 60)

@@ -12,7 +12,6 @@ import traceback
 import warnings
 from dataclasses import asdict
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -28,13 +27,11 @@ WAITED, DIFFER = 9, 8
 
 
 def main() -> None:
-    """Arguments: the folder with ``cases``, the first case, seconds of a case, what makes models parallel."""
-    folder, first, seconds, way = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    """Arguments: the folder with ``cases``, the first of them, and the seconds that each may take."""
+    folder, first, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    module, _, name = way.partition(":")
-    parallelize = getattr(import_module(module), name)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     cases = pickle.loads((folder / "cases").read_bytes())
@@ -43,7 +40,7 @@ def main() -> None:
             guard = threading.Timer(seconds, os._exit, (WAITED,))
             guard.start()
             try:
-                outcome = run(cases[number], parallelize)
+                outcome = run(*cases[number])
             except BaseException:
                 outcome = Outcome("failed", "fuzzer", traceback.format_exc())
             out.write(json.dumps({"case": number, **asdict(outcome)}) + "\n")

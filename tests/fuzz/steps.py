@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fuzz.modules import FORMS, Model, drawn, smaller, systematic
 
 MESHES = ("dp=4", "fsdp=4", "tp=4", "x=4", "dp=2,tp=2", "fsdp=2,tp=2", "x=2,y=2", "dp=2,x=2")
-OPTIMIZERS = ("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters(), lr=0.01)")
+OPTIMIZERS = ("SGD(model.parameters(), lr=0.01)", "AdamW(model.parameters(), lr=0.01)")
 _STEP = ["opt.step()", "opt.zero_grad()"]
 #: lines of an event; LOSS and LOGITS stand for those of ``out``, N for its number
 EVENTS = {
@@ -56,7 +56,7 @@ EVENTS = {
         "    for k, v in saved.items()})",
     ],
     "copy": ["twin = copy.deepcopy(model)", "see('N', twin(**batch(N)))"],
-    "fewer rows": ["see('N', model(**batch(N, rows=4)))"],
+    "fewer rows": ["see('N', model(**batch(N, rows=6)))"],
     "positional": ["see('N', model(*batch(N).values()))"],
     "input gradient": [
         "given = batch(N)",
@@ -105,8 +105,7 @@ class Steps:
     def source(self) -> str:
         """The module and ``script(model, clip, see)``."""
         _, loss, logits = FORMS[self.model.form]
-        lines = [f"# mesh {self.mesh}", self.model.source()]
-        lines += ["def script(model, clip, see):", f"    opt = torch.optim.{self.optimizer}"]
+        lines = ["", "", "def script(model, clip, see):", f"    opt = torch.optim.{self.optimizer}"]
         pieces = {n: (p, owner) for n, p, owner in self.model.pieces()}
         for number, event in enumerate(self.events):
             if event.startswith("change "):
@@ -123,7 +122,7 @@ class Steps:
                 line = line.replace("batch(N", f"batch({number}").replace("'N'", f"'{number} {event}'")
                 line = line.replace("(N, N + 50)", f"({number}, {number + 50})")
                 lines.append("    " + line.replace("LOSS", f"({loss})").replace("LOGITS", logits))
-        return "\n".join(lines) + "\n"
+        return f"# mesh {self.mesh}\n" + self.model.source("\n".join(lines))
 
     def smaller(self) -> list[Steps]:
         """With fewer events or a smaller module."""

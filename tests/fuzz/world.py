@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import linecache
+import random
 import sys
 import types
 from collections.abc import Iterator
@@ -71,6 +72,9 @@ def _walk(x: Any, path: str, own: str, hooks: bool, seen: set[int]) -> Iterator[
         return
     if isinstance(x, contextvars.ContextVar):
         yield path, x.get(None)
+        return
+    if isinstance(x, random.Random):
+        yield path, str(x.getstate()[1][-1])  # how often it was asked
         return
     if id(x) in seen:
         return
