@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -35,7 +37,8 @@ class Net(nn.Module):
         self.step, self.weight_of_loss, self.mask = 0, 0.5, None
         self.seen: list[Any] = []
         self.table, self.options = torch.ones(4), Options()
-        self.draws = iter(range(9))
+        self.draws, self.random, self.tree = iter(range(9)), random.Random(0), {"a": [1.0, (2.0, [3.0])]}
+        self.array = numpy.ones(3)
         self.run = forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +82,10 @@ def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.inner(x).mean() * next(self.draws)
 
 
+def draws_at_random(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(x).mean() * self.random.random()
+
+
 @pytest.mark.parametrize(
     ("forward", "name"),
     [
@@ -88,6 +95,7 @@ def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
         (collects, "seen"),
         (collects_outside, "LOG"),
         (draws, "draws"),
+        (draws_at_random, "random generator random"),
     ],
 )
 def test_state_that_python_keeps_is_refused_by_name(forward: Any, name: str) -> None:
@@ -110,6 +118,24 @@ def test_attributes_that_are_not_there_are_guarded() -> None:
     check()
     model.added = True
     with pytest.raises(UsageError, match="added is True"):
+        check()
+
+
+def looks_inside(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(x).mean() * self.tree["a"][1][1][0] * float(self.array[1])
+
+
+def test_items_of_nested_containers_and_arrays_are_guarded() -> None:
+    model = Net(looks_inside)
+    check = guard(model).check
+    check()
+    model.tree["a"][1][1][0] = 4.0
+    with pytest.raises(UsageError, match="tree"):
+        check()
+    model.tree["a"][1][1][0] = 3.0
+    check()
+    model.array[1] = 2.0
+    with pytest.raises(UsageError, match="array"):
         check()
 
 

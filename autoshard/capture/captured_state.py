@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.changes import Change, Changes, PythonState, check_changes, refuse_iterator
-from autoshard.capture.code_reads import CONTAINERS, CodeReads
+from autoshard.capture.changes import Change, Changes, PythonState, check_changes, nested, refuse_source
+from autoshard.capture.code_reads import CodeReads
 from autoshard.capture.state_reads import MISSING, AttributeReads, Read, objects_of
 from autoshard.ir import Joint
 from autoshard.torch_adapters.joint_trace import depends_on_arguments, recording
@@ -122,14 +122,12 @@ class StateWatch:
             key = id(read.table), read.key
             if key not in ignored:
                 found.setdefault(key, read)
-                refuse_iterator(read)
-        containers = {
-            id(r.value): (r.label, r.value) for r in found.values() if isinstance(r.value, CONTAINERS)
-        }
+                refuse_source(read)
+        containers = tuple(nested((r.label, r.value) for r in found.values()))
         return CapturedState(
             tuple(found.values()),
             tuple(self.code.context),
-            tuple(containers.values()),
+            containers,
             bool(self.code.names & _GRAD_MODE),
             self.changes.left,
             tuple(self.constants),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.capture.code_reads import CONTAINERS, PLAIN, CodeReads
+from autoshard.capture.code_reads import CONTAINERS, PLAIN, CodeReads, is_array, is_source
 from autoshard.capture.state_reads import MISSING, TABLES, Read
 from autoshard.errors import CaptureError, UsageError
 
@@ -45,10 +45,8 @@ class PythonState:
             skip = TABLES if isinstance(value, nn.Module) else ()
             entries = {k: v for k, v in value.__dict__.items() if k not in skip}
             tables.append((label, value.__dict__, entries))
-            containers += [
-                (f"{label}.{k}".lstrip("."), v) for k, v in entries.items() if isinstance(v, CONTAINERS)
-            ]
-        copies = tuple((label, c, c.copy()) for label, c in containers)
+            containers += [(f"{label}.{k}".lstrip("."), v) for k, v in entries.items()]
+        copies = tuple((label, c, c.copy()) for label, c in nested(containers))
         context = tuple((label, var, var.get(MISSING)) for label, var in code.context)
         return cls(tuple(tables), tuple((r, r.value) for r in code.variables), copies, context)
 
@@ -183,19 +181,38 @@ def refuse_counting(change: Change) -> CaptureError:
     )
 
 
-def refuse_iterator(read: Read) -> None:
+def refuse_source(read: Read) -> None:
     """Raise CaptureError if what was read gives another value each time it is asked."""
-    if isinstance(read.value, Iterator):
+    if is_source(read.value):
+        kind = "iterator" if isinstance(read.value, Iterator) else "random generator"
         raise CaptureError(
-            f"forward takes values from the iterator {read.label}",
+            f"forward takes values from the {kind} {read.label}",
             where=read.line,
             why="it gives another value at every call, a program always the first",
             hint="pass the values as arguments of forward",
         )
 
 
+def nested(containers: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Containers among labelled values, and those inside them, each once."""
+    seen: set[int] = set()
+    queue = list(containers)
+    while queue:
+        label, value = queue.pop()
+        if id(value) in seen or (not isinstance(value, (tuple, *CONTAINERS)) and not is_array(value)):
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            yield label, value
+        if not is_array(value):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            queue += [(f"{label}[{key!r}]", inner) for key, inner in items]
+
+
 def same_items(a: Any, b: Any) -> bool:
     """Whether two containers of a kind hold the same objects."""
+    if is_array(a):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(a.tobytes() == b.tobytes())
     if len(a) != len(b):
         return False
     if isinstance(a, dict):

@@ -7,6 +7,7 @@ superset of what the forward uses.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,19 @@ class CodeReads:
             walk.add(function)
         walk.run()
         return reads
+
+
+def is_array(value: object) -> bool:
+    """Whether a value is an array of numpy, which may not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_source(value: object) -> bool:
+    """Whether a value is an iterator, or a generator of random numbers."""
+    numpy = sys.modules.get("numpy")
+    generators = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, (Iterator, random.Random, *generators))
 
 
 def _top(module: object) -> str:
@@ -157,17 +171,19 @@ class _Walk:
             self.add(value)
             if ours:
                 self.reads.variables.append(Read(table, key, label, where))
-        elif isinstance(value, (*PLAIN, *_VALUES) if ours else PLAIN) and (ours or type(table) is dict):
+        elif (ours and (isinstance(value, (*PLAIN, *_VALUES)) or is_array(value))) or (
+            type(table) is dict and isinstance(value, PLAIN)
+        ):
             self.reads.variables.append(Read(table, key, label, where))
             self._value(label, value)
-        elif ours and isinstance(value, Iterator):
+        elif ours and is_source(value):
             self.reads.variables.append(Read(table, key, label, where))
         elif plain_object(value) and _top(type(value).__module__) not in _KEPT_APART | _LIBRARIES:
             self.reads.variables.append(Read(table, key, label, where))
             self._object(label, value)
 
     def _value(self, label: str, value: Any) -> None:
-        if isinstance(value, CONTAINERS):
+        if isinstance(value, (tuple, *CONTAINERS)) or is_array(value):
             self.reads.containers.append((label, value))
 
     def _object(self, label: str, value: Any) -> None:
