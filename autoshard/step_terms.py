@@ -25,7 +25,7 @@ def step_terms(
     are averaged (`plan` and `compile` always know the model). known, micro: captured already, micro with the
     batch of a microbatch.
     """
-    loss = _loss(micro.folded)
+    loss = trained_output(micro.folded)
     batch = batch_of(micro.folded)
     if not micro.folded.joint.batch_inputs:
         return averaged(micro.folded, loss, "no input has a batch")
@@ -67,7 +67,7 @@ def _sample(analysis: Analysis) -> Sample:
     return Sample(analysis.folded, analysis.rules, batch_of(analysis.folded))
 
 
-def _loss(folded: Folded) -> int | None:
+def trained_output(folded: Folded) -> int | None:
     """Position of the output that is trained, None if there is none."""
     types: dict[str, TensorType] = {}
     for graph, call in ((folded.segments[c.segment], c) for c in folded.calls):

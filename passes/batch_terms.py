@@ -58,6 +58,7 @@ _LOOKUPS = (
     "aten.index_put.default",
     "aten._unsafe_index_put.default",
 )
+_CASTS = ("aten._to_copy.default", "prims.convert_element_type.default")
 #: sums of two, where a number may stand for the second
 _SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scalar")
 
@@ -65,12 +66,13 @@ _SUMS = ("aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar", "aten.sub.Scal
 class Of(NamedTuple):
     """A value over the microbatches. given: whether inputs and buffers alone, and no total, make it.
 
-    place: where it is made.
+    place: where it is made. real: whether it is of a floating type, which others cannot be divided in.
     """
 
     kind: Kind
     given: bool
     place: Place
+    real: bool = True
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,9 @@ class _Following:
             trained = result.kind == "output" and result.target == str(self.loss)
             if trained or result.kind == "grad":
                 kind = env[result.value].kind
-                adds = adds and kind not in ("split", "rows")
+                if kind in ("split", "rows"):
+                    adds = False
+                    self.notes[result.value] = f"{result.kind} {result.target} (a part for each sample)"
                 results |= {number} if kind in ("same", "own") else set()
         for (segment, node, _), _ in [s for s, n in self.shares.items() if n != self.counts[s[0][0]]]:
             adds = False
@@ -271,7 +275,9 @@ class _Following:
     def _port(self, port: Port) -> Of:
         # a gradient that comes in is the same for all microbatches, or that of the samples of each
         given = port.kind in ("input", "const", "buffer") and port.target not in (*self.updated, "seed")
-        return Of("split" if self.seen.ports[port.name] else "same", given, ("", port.name))
+        return Of(
+            "split" if self.seen.ports[port.name] else "same", given, ("", port.name), port.type.is_float
+        )
 
     def _call(self, call: Call, env: dict[str, Of]) -> None:
         graph = self.folded.segments[call.segment]
@@ -280,15 +286,16 @@ class _Following:
             takes = [own[r] for r in refs_of(node)]
             kinds = self._kinds((call.segment, number), node, takes)
             given = all(t.given and not self.seen.powers.get(t.place) for t in takes)
-            for out, kind in zip(node.outs, kinds, strict=True):
-                own[out] = self._made(Of(kind, given, (call.segment, out)))
+            for out, type_, kind in zip(node.outs, node.types, kinds, strict=True):
+                real = type_ is not None and type_.is_float
+                own[out] = self._made(Of(kind, given, (call.segment, out), real))
         env.update({out: own[inner] for out, inner in zip(call.outs, graph.outputs, strict=True)})
 
     def _made(self, of: Of) -> Of:
         if of.place not in self.totals:
             return of
         if of.kind == "part" and of.given:
-            return Of("same", False, of.place)
+            return Of("same", False, of.place, of.real)
         self.totals.discard(of.place)
         self.never.add(of.place)
         raise _AgainError
@@ -324,7 +331,7 @@ class _Following:
         parts = [k for k, t in enumerate(takes) if t.kind == "part"]
         if self._total([takes[k] for k in parts if self._may_total(takes[k])]):
             raise _AgainError
-        self.shares.update(((key[0], node.name, k), -1) for k in parts)
+        self.shares.update(((key[0], node.name, k), -1) for k in parts if takes[k].real)
         if parts:
             self._note(node, why)
 
@@ -368,12 +375,14 @@ class _Following:
                 continue
             if self._total(outside):
                 raise _AgainError
-            if not outside:
-                single = [k for k in group if takes[k].kind != "part"]
+            single = [k for k in group if takes[k].kind != "part"]
+            if not outside and all(takes[k].real for k in single):
                 self.shares.update(((key[0], node.name, k), 1) for k in single)
                 return "part"
         if node.op in _SUMS and len(takes) == 1 and any(_is_number(a) and a == 0 for a in node.args):
             return "part"
+        if node.op in _CASTS and not takes[0].real:
+            return "part"  # numbers that are counted
         self._as_sums(key, node, takes, "it is not linear in a sum over the batch")
         # of totals alone it is the same for all
         return "own"

@@ -14,6 +14,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.ir import DTYPES
+from autoshard.passes.batch_terms import averaged
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
@@ -31,6 +32,7 @@ from autoshard.search.solving.setting import Setting
 from autoshard.search.solving.settle import place
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.stage_link import in_parts, pipe_link
+from autoshard.step_terms import trained_output
 from autoshard.validate.architecture import Known, architecture_of
 from autoshard.validate.captured import Captures, Scaled
 from autoshard.validate.frameworks import Framework, behaviour_of, framework_of
@@ -190,6 +192,9 @@ def _program(
         scaled.analysis.table,
         saving=saving,
     )
+    if plan.microbatches > 1:
+        # what it computes is equal for equal microbatches; a second capture would only cost time
+        how = replace(how, terms=averaged(model.folded, trained_output(model.folded)))
     return build_program(model.folded, how, plan, Dumps(), None if stages is None else stages.schedule)
 
 
