@@ -393,10 +393,10 @@ def _check_returns(signature: Signature, lowered: Lowered, returns: dict[Part, t
 
 def _notes_in(raw: Mapping[str, Any], lowered: Lowered, name: str) -> dict[str, tuple[Note, ...]]:
     """The notes on every node of a text. Raises VerificationError if they are on other nodes."""
-    found = {str(k): tuple(Note(*map(str, row)) for row in rows) for k, rows in raw.items()}
-    if {k: len(v) for k, v in found.items()} != {k: len(s.graph.nodes) for k, s in lowered.segments.items()}:
+    # before anything is made for each of them
+    if {k: len(v) for k, v in raw.items()} != {k: len(s.graph.nodes) for k, s in lowered.segments.items()}:
         raise VerificationError(f"notes.json is not about the statements of {name}", hint=_RECOMPILE)
-    return found
+    return {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in raw.items()}
 
 
 def _labelled(lowered: Lowered, labels: list[str]) -> Lowered:
