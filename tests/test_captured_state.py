@@ -31,6 +31,8 @@ class Options:
 class Net(nn.Module):
     """Its forward is given."""
 
+    gain = 1
+
     def __init__(self, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.inner, self.drop = nn.Linear(4, 4), nn.Dropout(0.1)
@@ -47,7 +49,7 @@ class Net(nn.Module):
 
 def attributes(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.drop(self.inner(x) * self.table).pow(self.options.power)
-    return y.mean() * self.weight_of_loss * SCALE * LEVEL.get()
+    return y.mean() * self.gain * self.weight_of_loss * SCALE * LEVEL.get()
 
 
 def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -100,8 +102,10 @@ def draws_at_random(self: Any, x: torch.Tensor) -> torch.Tensor:
 )
 def test_state_that_python_keeps_is_refused_by_name(forward: Any, name: str) -> None:
     model = Net(forward)
+    before = model.random.getstate()
     with pytest.raises(CaptureError, match=name):
         capture(model, (torch.randn(3, 4),))
+    assert model.random.getstate() == before
     assert type(model) is Net and not model.seen and not LOG and model.step == 0
     assert torch.equal(model.table, torch.ones(4))
 
@@ -178,6 +182,7 @@ def test_what_is_read_is_guarded_and_what_is_not_is_free() -> None:
         (model.drop, "p", 0.0, r"drop\.p"),
         (model.options, "power", 3, r"options\.power"),
         (model, "table", torch.zeros(4), "table"),
+        (model, "gain", 2, "gain is 2"),
         (model, "drop", nn.Identity(), "drop"),
         (model.drop, "training", False, "training"),
     ]
@@ -186,7 +191,7 @@ def test_what_is_read_is_guarded_and_what_is_not_is_free() -> None:
         setattr(owner, name, value)
         with pytest.raises(UsageError, match=text):
             check()
-        setattr(owner, name, before)
+        delattr(owner, name) if name == "gain" else setattr(owner, name, before)
         check()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +38,8 @@ class PythonState:
     variables: tuple[tuple[Read, Any], ...]
     containers: tuple[tuple[str, Any, Any], ...]
     context: tuple[tuple[str, ContextVar[Any], Any], ...] = ()
+    #: generators of random numbers: what puts one back
+    generators: tuple[Callable[[], None], ...] = ()
 
     @classmethod
     def of(cls, objects: Mapping[int, tuple[Any, str]], code: CodeReads) -> PythonState:
@@ -48,7 +52,10 @@ class PythonState:
             containers += [(f"{label}.{k}".lstrip("."), v) for k, v in entries.items()]
         copies = tuple((label, c, c.copy()) for label, c in nested(containers))
         context = tuple((label, var, var.get(MISSING)) for label, var in code.context)
-        return cls(tuple(tables), tuple((r, r.value) for r in code.variables), copies, context)
+        values = [v for _, _, entries in tables for v in entries.values()]
+        values += [r.value for r in code.variables]
+        generators = tuple(back for back in map(_putting_back, values) if back is not None)
+        return cls(tuple(tables), tuple((r, r.value) for r in code.variables), copies, context, generators)
 
     def changes(self) -> Iterator[Change]:
         """Attributes and variables that have another value now."""
@@ -87,6 +94,8 @@ class PythonState:
                     del table[change.read.key]
                 else:
                     table[change.read.key] = change.before
+        for back in self.generators:
+            back()
         for _, container, before in self.containers:
             if not same_items(container, before):
                 container.clear()
@@ -235,6 +244,15 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, slice | range):
         return bool(a == b)
     return False
+
+
+def _putting_back(value: Any) -> Callable[[], None] | None:
+    """What puts a generator of random numbers back to where it is now; None for other values."""
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if is_source(value) and hasattr(value, "bit_generator"):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 def _items(container: Any) -> Sequence[Any]:

@@ -37,6 +37,26 @@ class Missing:
 MISSING = Missing()
 
 
+class ClassValues(Mapping[str, Any]):
+    """What attributes of an object are that its class has, unless the object has them."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        owner = self._owner
+        for table in (owner.__dict__, *map(vars, type(owner).__mro__)):
+            if key in table:
+                return table[key]
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owner.__dict__)
+
+    def __len__(self) -> int:
+        return len(self._owner.__dict__)
+
+
 @dataclass(frozen=True)
 class Read:
     """One attribute or variable that a capture depends on.
@@ -143,7 +163,7 @@ class AttributeReads:
     def _note(self, owner: Any, name: str) -> None:
         if not self.active or name in TABLES or id(owner) not in self.objects:
             return
-        table = object.__getattribute__(owner, "__dict__")
+        table: Mapping[str, Any] = object.__getattribute__(owner, "__dict__")
         key = id(table), name
         if key in self.first:
             return
@@ -157,7 +177,7 @@ class AttributeReads:
             if holder is not None:
                 if holder in (type(owner), nn.Module) or not _is_data(vars(holder)[name]):
                     return
-                table = vars(holder)
+                table = ClassValues(owner)
         label = self.objects[id(owner)][1]
         line = self.line_of(inspect.currentframe())
         self.reads[key] = Read(table, name, f"{label}.{name}".lstrip("."), line)
