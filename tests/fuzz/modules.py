@@ -124,11 +124,15 @@ class Model:
             lines += piece.lines("top", number)
         if self.layers:
             layer = [(n, p) for n, p, owner in own if owner != "model"]
-            lines += _class("Layer", "k", layer, [], "h", ["return h"])
+            lines += _class("Layer", "k", layer, [], "h", ["return 10 * F.softsign(h / 10)"])
         root = [(n, p) for n, p, owner in own if owner == "model"]
         init = [f"self.layers = nn.ModuleList([Layer(k) for k in range({self.layers})])"] * bool(self.layers)
         end = ["for layer in self.layers:", "    h = layer(h)"] * bool(self.layers)
-        end += ["logits = self.head(h)", f"loss = {self.loss}", f"return {FORMS[self.form][0]}"]
+        end += [
+            "logits = self.head(10 * F.softsign(h / 10))",
+            f"loss = {self.loss}",
+            f"return {FORMS[self.form][0]}",
+        ]
         lines += _class("Net", "k=1", root, [*init, "self.head = nn.Linear(D, D)"], "x, y, c", end)
         lines += ["def make():", "    torch.manual_seed(0)", "    model = Net().to(DT)"]
         for number, piece, owner in own:

@@ -132,7 +132,7 @@ TENSORS = pieces(
     Piece("bfloat16", "h = h + self.lin(h).bfloat16().to(h.dtype)", single=True),
     Piece(
         "float16 layer",
-        "h = h + self.small$(h.half()).to(h.dtype)",
+        "h = h + self.small$(h.to(self.small$.weight.dtype)).to(h.dtype)",
         "self.small$ = nn.Linear(D, D)",
         made="m.small$.half()",
         single=True,
