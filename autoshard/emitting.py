@@ -29,6 +29,7 @@ from autoshard.passes.offload import Hosting
 from autoshard.passes.overlap import Seconds
 from autoshard.passes.pipeline import REFINES, Lowering
 from autoshard.passes.quantise_collectives import Precision, Quantising
+from autoshard.passes.scale_terms import totals_in
 from autoshard.passes.scatter_sends import Saving
 from autoshard.program.build import build_program
 from autoshard.program.program import Program
@@ -37,10 +38,12 @@ from autoshard.rules.local import MeshShape
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plans.plan import Plan
+from autoshard.search.plans.plan_json import plan_to_json
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.ops import Ops
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.stage_link import in_parts, pipe_link
+from autoshard.verify.plan import fingerprint_of
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,11 @@ def emit(
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
         program = replace(program, dumps=program.dumps.headed(REFINES, comparison(tried)))
-    return program
+    if program.original is None or not totals_in(program.original.segments):
+        return program
+    # its losses add up to those of the whole batch, by a graph that is not quite the captured one
+    stored = replace(plan, step_fingerprint=fingerprint_of(program, analysis.table))
+    return replace(program, plan=plan_to_json(stored))
 
 
 def laid_out(

@@ -29,7 +29,8 @@ class CapturedState:
     """Live references to what the code of a model read.
 
     reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
-    items were read. grad_mode: whether the code asks if gradients are recorded. left: what a call writes into
+    items were read. grad_mode: whether the code asks if gradients are recorded. environment: whether it
+    mentions the environment's variables. left: what a call writes into
     attributes and does not read. constants: tensors that the graph holds copies of.
     """
 
@@ -37,6 +38,7 @@ class CapturedState:
     context: tuple[tuple[str, ContextVar[Any]], ...] = ()
     containers: tuple[tuple[str, Any], ...] = ()
     grad_mode: bool = False
+    environment: bool = False
     left: tuple[Change, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
 
@@ -129,6 +131,7 @@ class StateWatch:
             tuple(self.code.context),
             containers,
             bool(self.code.names & _GRAD_MODE),
+            bool(self.code.names & {"environ", "getenv"}),
             self.changes.left,
             tuple(self.constants),
         )

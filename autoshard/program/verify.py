@@ -185,7 +185,8 @@ def _verified(
     reference: Subject
     with _restored(values, initial):
         if one_rank is None:
-            model.train(program.signature.training)
+            if model.training != program.signature.training:
+                model.train(program.signature.training)
             reference, named = Eager(model, batch), "eager PyTorch on one process"
         else:
             reference, named = Ranks(one_rank, initial, batch, seed), "the program for one rank"

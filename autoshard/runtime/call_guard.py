@@ -8,6 +8,7 @@ graph means that the program is right all the same; another one is refused.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +99,7 @@ class CallGuard:
         self.hooks = [(table, len(table)) for m in inner for table in hook_tables(m)]
         self.hooked = [(table, count) for table, count in self.hooks if count]
         self.registrations = registrations()
+        self.environment = dict(os.environ) if state.environment else None
         self.modes = self._modes()
         self.accepted: set[tuple[tuple[str, str], ...]] = set()
 
@@ -118,6 +120,7 @@ class CallGuard:
             and all(v.get(MISSING) is x for (_, v), x in zip(self.context, self.context_values, strict=True))
             and all(len(table) == count for table, count in self.hooked)
             and registrations() == self.registrations
+            and (self.environment is None or self.environment == os.environ)
         ):
             return
         self._check_differences()
@@ -152,6 +155,10 @@ class CallGuard:
         for name, old, new in zip(names, (autocast, dtype, grad), self._modes(), strict=True):
             if old != new:
                 yield Difference(name, str(old), str(new))
+        before = self.environment or {}
+        for name in sorted({*before, *os.environ} if self.environment is not None else ()):
+            if before.get(name) != os.environ.get(name):
+                yield Difference(f"the variable {name}", str(before.get(name)), str(os.environ.get(name)))
         for table, count in self.hooks:
             if len(table) != count:
                 line = next((hook_line(h) for h in reversed(list(table.values()))), "")

@@ -110,7 +110,7 @@ def _blocks(
                 index = _cut(index, placed, parts, part)
         runs.append(_runs(index.tolist()))
     boxes = itertools.product(*runs)
-    return tuple(Block(*(tuple(numbers) for numbers in zip(*box, strict=True))) for box in boxes)
+    return tuple(Block(*(tuple(dim[k] for dim in box) for k in range(3))) for box in boxes)
 
 
 def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autoshard.analysis import fingerprint
 from autoshard.cluster.mesh import Mesh
@@ -10,6 +10,7 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.flow import flow_of
 from autoshard.program.original import folded_of
 from autoshard.program.program import Program
+from autoshard.rules.core import RuleFn
 from autoshard.rules.digits import find_digits
 from autoshard.rules.registry import RULES, rules_for
 from autoshard.rules.user import Rules, rule_table
@@ -29,7 +30,11 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
         ("target", plan.target, program.target),
         ("number of microbatches", plan.microbatches, program.microbatches),
         ("number of ranks of a stage", size, Mesh.parse(program.mesh).world_size),
-        ("fingerprint of the model", plan.fingerprint, fingerprint_of(program, rules)),
+        (
+            "fingerprint of the model",
+            plan.step_fingerprint or plan.fingerprint,
+            fingerprint_of(program, rule_table(RULES, rules)),
+        ),
     )
     for what, planned, found in pairs:
         if planned != found:
@@ -38,12 +43,15 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
             )
 
 
-def fingerprint_of(program: Program, rules: Rules = None) -> str:
-    """Of the model that is stored with a program, as `analysis.fingerprint` makes it of a captured one."""
+def fingerprint_of(program: Program, table: Mapping[str, RuleFn]) -> str:
+    """Of the model that is stored with a program, as `analysis.fingerprint` makes it of a captured one.
+
+    table: the rule of every op that has one.
+    """
     assert program.original is not None
     folded = folded_of(program.original, program.signature)
     flow = flow_of(folded)
-    found, _ = rules_for(folded, replicate_unknown=True, table=rule_table(RULES, rules))
+    found, _ = rules_for(folded, replicate_unknown=True, table=table)
     return fingerprint(folded, flow, found, find_digits(folded, flow, found))
 
 

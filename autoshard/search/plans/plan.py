@@ -127,6 +127,8 @@ class Plan:
     0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
     forward segment -> what of it runs again in backward. pipeline: None for a single stage; the mesh is
     that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
+    step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
+    to those of the whole batch; "" where that is the graph the plan is for.
     """
 
     mesh: str
@@ -149,6 +151,7 @@ class Plan:
     recompute: dict[str, Recompute] = field(default_factory=dict)
     pipeline: Pipeline | None = None
     offload: str = ""
+    step_fingerprint: str = ""
 
 
 def why_key(kind: str, *parts: object) -> str:

@@ -41,6 +41,7 @@ def plan_to_json(plan: Plan) -> str:
         "recompute": {name: [r.policy, r.calls] for name, r in plan.recompute.items()},
         "pipeline": _pipeline_out(plan.pipeline),
         **({"offload": plan.offload} if plan.offload else {}),
+        **({"step_fingerprint": plan.step_fingerprint} if plan.step_fingerprint else {}),
         "proof": [
             plan.proof.seconds,
             plan.proof.lower_bound,
@@ -91,6 +92,7 @@ def plan_from_json(text: str) -> Plan:
             {str(name): _recompute(*entry) for name, entry in raw["recompute"].items()},
             _pipeline_in(raw["pipeline"]),
             str(Offload.parse(raw.get("offload", ""))),
+            str(raw.get("step_fingerprint", "")),
         )
     except (
         ValueError,
