@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import autoshard.ops  # noqa: F401 (defines the ops that graphs hold)
 from autoshard.capture.captured_state import StateWatch, graph_digest
-from autoshard.capture.changes import Change, refuse_counting
+from autoshard.capture.changes import Changes, refuse_counting
 from autoshard.capture.code_reads import CodeReads
 from autoshard.capture.hooks import outer_hooks_apart
 from autoshard.errors import CaptureError
@@ -162,16 +162,16 @@ class _Task:
         Where the code left a value changed that it also read, it is traced as the second call would be.
         Raises CaptureError if that is another graph, or changes the value further.
         """
-        joint = self._traced(repeats, state, with_values, ())
+        joint = self._traced(repeats, state, with_values, Changes())
         changed = self.watch.changes.read
         if changed:
-            second = self._traced(repeats, state, with_values, changed)
+            second = self._traced(repeats, state, with_values, self.watch.changes)
             if self.watch.changes.read or graph_digest(second) != graph_digest(joint):
                 raise refuse_counting((*self.watch.changes.read, *changed)[0])
         return joint
 
     def _traced(
-        self, repeats: Repeats | None, state: State | None, with_values: bool, left: Sequence[Change]
+        self, repeats: Repeats | None, state: State | None, with_values: bool, left: Changes
     ) -> Joint:
         """One trace. left: what an earlier call has left changed."""
         model, inputs, watch = self.kept.module, self.inputs, self.watch

@@ -665,6 +665,7 @@ def _creations(m: Make) -> Iterator[Sample]:
     for shape in ((6, 4), (5, 3, 4), (12,), ()):
         args = (0.4, seed, 3, [0] * len(shape), list(shape))
         yield Sample("autoshard.dropout.default", (m.real(*shape), *args))
+        yield Sample("autoshard.total.default", (m.real(*shape),))
 
 
 def _attention(m: Make) -> Iterator[Sample]:

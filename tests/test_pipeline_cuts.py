@@ -30,7 +30,7 @@ from autoshard.passes.uncut import Uncut
 from autoshard.planning import Planned, plan_analysed
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
-from autoshard.program.verify import has_dropout, verify
+from autoshard.program.verify import has_dropout, needs_one_rank, verify
 from autoshard.search.plans.plan import Cut, Pipeline, Recompute
 
 #: name -> stages per rank
@@ -221,6 +221,8 @@ def _analysed(name: str) -> Analysis:
 def test_unusual_models(name: str) -> None:
     """Every place for one of two cuts, with other schedules and meshes in turn."""
     model, x = _odd(name)
+    alone = plan_analysed(_analysed(name), [Mesh.parse("dp=1")], load_cluster("cpu-gloo"), reasons=False)
+    one_rank = compile_analysed(replace(alone, plan=replace(alone.plan, microbatches=3)))
     for number, mesh in enumerate(("dp=1", "dp=2", "tp=2", "fsdp=2")):
         found = plan_analysed(_analysed(name), [Mesh.parse(mesh)], load_cluster("cpu-gloo"), reasons=False)
         places = _places(found.analysis.folded)
@@ -233,7 +235,7 @@ def test_unusual_models(name: str) -> None:
                 # no stage may read a buffer that another one updates
                 assert name == "buffers" and "is updated in pipeline stage" in str(error), error
                 continue
-            _check(program, model, (x,), {})
+            _check(program, model, (x,), {}, one_rank=one_rank if needs_one_rank(program) else None)
 
 
 @pytest.mark.parametrize("again", [{}, {"layers_fwd": Recompute("selective", 2)}])
@@ -253,12 +255,14 @@ def test_a_convolutional_net() -> None:
     model = resnet().train()
     batch = {"pixel_values": torch.randn(6, 3, 16, 16), "labels": torch.randint(0, 6, (6,))}
     one = {k: v[:2] for k, v in batch.items()}
+    alone = plan_analysed(analyse(capture(model, (), one)), [Mesh.parse("dp=1")], load_cluster("cpu-gloo"))
+    one_rank = compile_analysed(replace(alone, plan=replace(alone.plan, microbatches=3)))
     for mesh, schedule in (("dp=2", "zb-v"), ("dp=1", "interleaved")):
         found = plan_analysed(analyse(capture(model, (), one)), [Mesh.parse(mesh)], load_cluster("cpu-gloo"))
         places = _places(found.analysis.folded)
         for first in (1, 4):
             cuts = tuple(places[len(places) * k // 8 + first] for k in (1, 4, 6))
-            _check(_cut(found, cuts, schedule, 3), model, (), batch)
+            _check(_cut(found, cuts, schedule, 3), model, (), batch, one_rank=one_rank)
 
 
 def test_many_stages_of_many_ranks() -> None:

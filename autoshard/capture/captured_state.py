@@ -67,12 +67,14 @@ class StateWatch:
         return cls(AttributeReads(objects, user_line_of), code, PythonState.of(objects, code), ignored)
 
     @contextmanager
-    def after(self, left: Iterable[Change]) -> Iterator[StateWatch]:
-        """The watch of a run that begins with what an earlier one has left changed."""
-        before, changes = self.state, list(left)
+    def after(self, earlier: Changes) -> Iterator[StateWatch]:
+        """The watch of a run that begins with what an earlier one has left changed; hooks stay."""
+        before, changes = self.state, earlier.read
         for change in changes:
             _set(change.read, change.after)
         if changes:
+            for table, held in earlier.hooks:
+                table.update(held)
             self.state = PythonState.of(self.attributes.objects, self.code)
         try:
             yield self

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.code_reads import CONTAINERS, PLAIN, CodeReads, is_array, is_source
 from autoshard.capture.state_reads import MISSING, TABLES, Read
 from autoshard.errors import CaptureError, UsageError
+from autoshard.torch_adapters.hooks import hook_tables
 
 #: whether a tensor of the trace depends on an input or a parameter
 Depends = Callable[[torch.Tensor], bool]
@@ -38,6 +39,8 @@ class PythonState:
     variables: tuple[tuple[Read, Any], ...]
     containers: tuple[tuple[str, Any, Any], ...]
     context: tuple[tuple[str, ContextVar[Any], Any], ...] = ()
+    #: tables of the modules' hooks, and what they held
+    hooks: tuple[tuple[Any, dict[int, Any]], ...] = ()
     #: generators of random numbers: what puts one back
     generators: tuple[Callable[[], None], ...] = ()
 
@@ -55,7 +58,14 @@ class PythonState:
         values = [v for _, _, entries in tables for v in entries.values()]
         values += [r.value for r in code.variables]
         generators = tuple(back for back in map(_putting_back, values) if back is not None)
-        return cls(tuple(tables), tuple((r, r.value) for r in code.variables), copies, context, generators)
+        modules = [value for value, _ in objects.values() if isinstance(value, nn.Module)]
+        hooks = tuple((table, dict(table)) for m in modules for table in hook_tables(m))
+        variables = tuple((r, r.value) for r in code.variables)
+        return cls(tuple(tables), variables, copies, context, hooks, generators)
+
+    def added_hooks(self) -> list[tuple[Any, dict[int, Any]]]:
+        """Tables of hooks that the forward has added to, and what they hold now."""
+        return [(table, dict(table)) for table, before in self.hooks if len(table) != len(before)]
 
     def changes(self) -> Iterator[Change]:
         """Attributes and variables that have another value now."""
@@ -120,6 +130,8 @@ class Changes:
 
     read: tuple[Change, ...] = ()
     left: tuple[Change, ...] = ()
+    #: tables of hooks that it added to, and what they hold
+    hooks: tuple[tuple[Any, dict[int, Any]], ...] = ()
 
 
 def check_changes(state: PythonState, was_read: Callable[[Change], bool], depends: Depends) -> Changes:
@@ -150,7 +162,7 @@ def check_changes(state: PythonState, was_read: Callable[[Change], bool], depend
                 why="Python runs once, while the model is captured: a program puts nothing into it",
                 hint="return what is collected from forward, or remove the hook before the capture",
             )
-    return Changes(tuple(read), tuple(left))
+    return Changes(tuple(read), tuple(left), tuple(state.added_hooks()))
 
 
 class Elsewhere:

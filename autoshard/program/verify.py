@@ -240,7 +240,8 @@ def has_dropout(program: Program) -> bool:
 
 def needs_one_rank(program: Program) -> bool:
     """Whether the model itself, called with a whole batch, gives something else than the program."""
-    return has_dropout(program) or (program.microbatches > 1 and bool(program.alone))
+    updates = any(r.kind == "buffer" for r in program.signature.results)
+    return has_dropout(program) or (program.microbatches > 1 and (updates or bool(program.alone)))
 
 
 def parameter_bytes(program: Program) -> int:

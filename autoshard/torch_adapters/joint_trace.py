@@ -257,7 +257,8 @@ def _gradients(
     nodes = _number_nodes([t.grad_fn for t in outs if t.grad_fn is not None])
     known = {id(t) for t in given}
     for leaf in (cast(Any, n).variable for n in nodes if hasattr(n, "variable")):
-        if id(leaf) not in known:
+        # a tensor of the run that the code itself has made a leaf has a gradient that nobody asks for
+        if id(leaf) not in known and not depends_on_arguments(leaf):
             raise CaptureError(
                 f"a tensor of shape {list(leaf.shape)} has a gradient and is no parameter of the model",
                 why="forward uses it, and a program computes gradients of parameters and inputs alone",
