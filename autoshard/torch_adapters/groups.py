@@ -29,7 +29,10 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 def copy_timeout(source: Any, group: dist.ProcessGroup) -> None:
     """Have a group wait for a rank as long as another group does."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    timeout = source._get_backend(device).options._timeout
+    options = source._get_backend(device).options
+    if options is None:
+        return  # a backend that never waits, as torch's fake one
+    timeout = options._timeout
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
