@@ -59,7 +59,9 @@ def count_once(lowered: Lowered, ports: Collection[str]) -> Lowered:
 
 def _renamed(statement: Statement, names: dict[str, str]) -> Statement:
     uses = tuple(names.get(v, v) for v in statement.uses)
-    return statement._replace(uses=uses, makes=tuple(names.get(v, v) for v in statement.makes))
+    # counts come before forward, also those that backward divides by
+    makes, node = tuple(names.get(v, v) for v in statement.makes), replace(statement.node, backward=False)
+    return statement._replace(node=node, uses=uses, makes=makes, backward=False)
 
 
 def _needed(statements: Sequence[Statement], values: set[str]) -> list[Statement]:

@@ -112,9 +112,8 @@ class _Walk:
                 value = value.__func__
             else:
                 break
-        wrapped = getattr(value, "__wrapped__", None)
-        if wrapped is not None:
-            self.add(wrapped)
+        if isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
+            self.add(value.__wrapped__)
         if not isinstance(value, FunctionType):
             # an object that is called: its method is read
             call = next((vars(c)["__call__"] for c in type(value).__mro__ if "__call__" in vars(c)), None)

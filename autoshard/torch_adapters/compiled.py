@@ -27,7 +27,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def eagerly() -> AbstractContextManager[object]:
     """A context in which functions that were compiled run as they are written."""
     # what was compiled has imported it
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo.eval_frame" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
