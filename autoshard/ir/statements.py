@@ -235,7 +235,8 @@ class Taker:
                     leaving[inner] = value
         self._know((*leaving.values(), *given.values()))
         segment = self._segment(instruction, group, tuple(leaving), tuple(given))
-        return replace(instruction, segment=segment, args=tuple(given.values()), outs=tuple(leaving.values()))
+        args, outs = tuple(given.values()), tuple(leaving.values())
+        return replace(instruction, segment=segment, args=args, outs=outs, backward=group[0].backward)
 
     def _know(self, values: Collection[str]) -> None:
         for value in values:
