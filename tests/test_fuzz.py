@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fuzz import damage, module_case
-from fuzz.case import PLANS, Case, analysed
+from fuzz.case import PLANS, Case, analysed, one_rank_of
 from fuzz.draw import recipe
 from fuzz.faults import FAULTS
 from fuzz.module_case import ModuleCase
@@ -63,13 +63,10 @@ def test_recipes_are_reproducible() -> None:
 
 
 def test_a_wrong_program_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a rule that is wrong: the mean of shards as if it were the mean of the whole."""
-    from autoshard.runtime import lockstep
+    """With reductions that are wrong: the part of the first rank as if it were the sum of all."""
+    from autoshard.runtime import in_process
 
-    def broken(node: object, views: object, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [xs[0].clone() for _ in xs]
-
-    monkeypatch.setitem(lockstep.COLLECTIVES, "all_reduce", broken)
+    monkeypatch.setattr(in_process, "reduced", lambda rows, op, out=None: rows[0].clone())
     number = next(n for n in range(500) if Case.of(n).run().failure in ("numbers", "VerificationError"))
     case = Case.of(number)
     small, outcome = shrunk(case, case.run(), seconds=10)
@@ -203,7 +200,9 @@ def test_buffers_are_updated_where_they_are_made() -> None:
     """Their resharding stands at the end of the program, which is another stage."""
     torch.manual_seed(0)
     model, x = _Statistics(again=False), torch.randn(8, 6)
-    found = verify(compile_analysed(_staged(model, x[:4])), model, (x,), {}, steps=1)
+    program = compile_analysed(_staged(model, x[:4]))
+    one = one_rank_of(analyse(capture(model, (x[:4],))), program)
+    found = verify(program, model, (x,), {}, steps=1, one_rank=one)
     assert found.ok, found.worst()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +15,12 @@ from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.passes.capture import capture
+from autoshard.planning import plan_analysed
 from autoshard.program.known import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
-from autoshard.program.verify import Batch, Check, verify
+from autoshard.program.verify import Batch, Check, needs_one_rank, verify
 from autoshard.runtime.lockstep import Lockstep
 from autoshard.search.networks.network import NoFiniteAssignment
 from fuzz.draw import recipe
@@ -91,7 +92,8 @@ class Case:
         check_text(program)
         steps = 1 if any(r.kind == "buffer" for r in program.signature.results) else 0
         batch = self.recipe.batch(program.microbatches)
-        found = verify(program, self.recipe.module(), (), batch, steps=steps)
+        one = one_rank_of(analysis, program)
+        found = verify(program, self.recipe.module(), (), batch, steps=steps, one_rank=one)
         checks = [*found.checks, *self._input_gradients(program, batch)]
         worst = max(c.error for c in checks)
         wrong = [c for c in checks if not c.error <= TOLERANCE]
@@ -143,6 +145,17 @@ class Case:
 @lru_cache(maxsize=2)
 def _recipe(seed: int) -> Recipe:
     return recipe(seed)
+
+
+def one_rank_of(analysis: Analysis, program: Program) -> Program | None:
+    """What a program is compared with where the model itself would give something else.
+
+    That is so with dropout, and with several microbatches of a model that is only known with one.
+    """
+    if program.microbatches == 1 and not needs_one_rank(program):
+        return None
+    alone = plan_analysed(analysis, [Mesh.parse("dp=1")], load_cluster("cpu-gloo"), reasons=False)
+    return compile_analysed(replace(alone, plan=replace(alone.plan, microbatches=program.microbatches)))
 
 
 def analysed(made: Recipe) -> Analysis:

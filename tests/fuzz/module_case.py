@@ -12,10 +12,9 @@ from autoshard.api import compile_analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import AutoshardError
 from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
-from autoshard.program.verify import has_dropout, verify
+from autoshard.program.verify import verify
 from autoshard.search.networks.network import NoFiniteAssignment
-from fuzz.case import MESHES, Outcome
+from fuzz.case import MESHES, Outcome, one_rank_of
 from fuzz.modules import FORMS, Model, drawn, smaller, systematic
 from fuzz.plans import random_plan
 from fuzz.world import Wrong, compare, state_of, world
@@ -94,9 +93,7 @@ class ModuleCase:
         analysis, cluster = analyse(joint), load_cluster("cpu-gloo")
         planned = random_plan(analysis, Mesh.parse(self.mesh), cluster, random.Random(self.plan_seed))
         program = compile_analysed(planned)
-        one = None
-        if has_dropout(program):
-            one = compile_analysed(plan_analysed(analysis, [Mesh.parse("dp=1")], cluster, reasons=False))
+        one = one_rank_of(analysis, program)
         fresh = world(self.model.source())
         made = fresh.make()
         for p in made.parameters():  # their hooks run outside of the program
