@@ -20,7 +20,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, 16)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 16)) for _ in range(4)
+            nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 16)) for _ in range(4)
         )
         self.head = nn.Linear(16, VOCAB)
         self.loss = LOSSES[loss]
