@@ -384,12 +384,15 @@ def _parallelize_now(
     program = compile_analysed(planned, **passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
 
+    planned_mesh, source = planned.plan.mesh, planned.source
+    assert source is not None
+
     def with_all_outputs(built: nn.Module, inputs: Any) -> Program:
         more = {**options, "offload": away, "differentiate": "all", "pins": storage_pins(program)}
-        return compile_analysed(plan(built, planned.plan.mesh, example_inputs=inputs, **more), **passes)
+        return compile_analysed(plan(built, planned_mesh, example_inputs=inputs, **more), **passes)
 
-    assert planned.source is not None
-    captured = captured_of(planned.source, planned.analysis, with_all_outputs)
+    inputs = source.args, source.kwargs
+    captured = captured_of(planned.analysis.folded.joint, inputs, source.differentiate, with_all_outputs)
     return bind(
         program,
         model,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autoshard.errors import UsageError
 from autoshard.ir.lowered import Lowered, Part
-from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
+from autoshard.ir.statements import Statement, by_part, producers_of, regrouped, statements_of
 from autoshard.passes.scale_terms import TOTAL, totals_in
 
 
@@ -37,7 +37,7 @@ def count_once(lowered: Lowered, ports: Collection[str]) -> Lowered:
             continue
         own = {v for p in lowered.parts if p.stage == part.stage for s in of_part[p] for v in s.uses}
         wanted = own & totals
-        chosen = _needed(whole.all, wanted)
+        chosen = producers_of(whole.all, wanted)
         made = {v for s in chosen for v in s.makes}
         for value in {v for s in chosen for v in s.uses} - made - set(ports):
             raise UsageError(
@@ -62,18 +62,6 @@ def _renamed(statement: Statement, names: dict[str, str]) -> Statement:
     # counts come before forward, also those that backward divides by
     makes, node = tuple(names.get(v, v) for v in statement.makes), replace(statement.node, backward=False)
     return statement._replace(node=node, uses=uses, makes=makes, backward=False)
-
-
-def _needed(statements: Sequence[Statement], values: set[str]) -> list[Statement]:
-    """What makes the values, in order, each once."""
-    wanted = set(values)
-    found: list[Statement] = []
-    for statement in reversed(statements):
-        if not wanted.isdisjoint(statement.makes):
-            found.append(statement)
-            wanted.update(statement.uses)
-            wanted.difference_update(statement.makes)
-    return found[::-1]
 
 
 def _used(statements: Sequence[Statement], results: set[str], maybe: set[int]) -> set[int]:

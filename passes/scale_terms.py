@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, with_parts
-from autoshard.ir.names import free_name
+from autoshard.ir.names import fresh_name
 from autoshard.passes.batch_terms import BatchTerms
 from autoshard.placement import Layout, R
 
@@ -67,12 +67,12 @@ class _Scaler:
         taken = {"x", "y"}
         nodes = [*_counting("count", taken), *_divided("x", "y", placed.type, "count", 1, taken)]
         nodes = [replace(n, backward=backward) for n in nodes]
-        name = _fresh("share", {*self.segments})
+        name = fresh_name("share", {*self.segments})
         graph = Graph(name, (("x", placed.type),), tuple(nodes), ("y",))
         layouts = {v: placed.layout if v in ("x", "y") else self.whole for v in graph.types()}
         layouts |= {n.name: placed.layout for n in nodes[2:]}
         self.segments[name] = LoweredSegment(graph, layouts, {})
-        out = _fresh(f"{value}_share", self.taken)
+        out = fresh_name(f"{value}_share", self.taken)
         self.values[out] = placed
         main.append(Call(name, (value,), (out,), "", backward))
         return out
@@ -103,7 +103,7 @@ class _Scaler:
         nodes: list[Node] = []
         count = ""
         if scaled or shares:
-            count = _fresh("microbatches", taken)
+            count = fresh_name("microbatches", taken)
             backward = any(n.backward for n in graph.nodes)
             nodes += [replace(n, backward=backward) for n in _counting(count, taken)]
             layouts.update((n.name, self.whole) for n in nodes)
@@ -115,16 +115,16 @@ class _Scaler:
         for node in graph.nodes:
             for place, ref in enumerate(list(refs_of(node))):
                 if (node.name, place) in shares:
-                    out = _fresh(f"{ref}_share", taken)
+                    out = fresh_name(f"{ref}_share", taken)
                     power = shares[node.name, place]
                     add(_divided(ref, out, types[ref], count, power, taken), node, layouts[ref])
                     node = _with_use(node, place, out)
-            outs = {o: _fresh(f"{o}_own", taken) for o in node.outs if o in totals or scaled.get(o)}
+            outs = {o: fresh_name(f"{o}_own", taken) for o in node.outs if o in totals or scaled.get(o)}
             nodes.append(replace(node, outs=tuple(outs.get(o, o) for o in node.outs)))
             for out, own in outs.items():
                 layouts[own] = layouts[out]
                 if out in totals:
-                    total = _fresh(f"{out}_total", taken) if scaled.get(out) else out
+                    total = fresh_name(f"{out}_total", taken) if scaled.get(out) else out
                     add([Node(TOTAL, (Ref(own),), (), (total,), (types[out],))], node, layouts[out])
                     own = total
                 if scaled.get(out):
@@ -138,15 +138,9 @@ def _with_use(node: Node, place: int, name: str) -> Node:
     return substitute(node, lambda old: Ref(name if next(at) == place else old))
 
 
-def _fresh(base: str, taken: set[str]) -> str:
-    name = base if base not in taken else free_name(base, taken)
-    taken.add(name)
-    return name
-
-
 def _counting(name: str, taken: set[str]) -> list[Node]:
     """How many microbatches there are."""
-    one = _fresh(f"{name}_own", taken)
+    one = fresh_name(f"{name}_own", taken)
     return [
         Node("aten.full.default", ((), 1.0), (("dtype", Dtype("f32")),), (one,), (_COUNT,)),
         Node(TOTAL, (Ref(one),), (), (name,), (_COUNT,)),
@@ -162,7 +156,7 @@ def _divided(value: str, out: str, type_: TensorType, count: str, power: int, ta
     wide = TensorType(type_.shape, "f32") if cast else type_
     for k in range(abs(power)):
         last = k == abs(power) - 1 and not cast
-        name = out if last else _fresh(f"{out}_wide", taken)
+        name = out if last else fresh_name(f"{out}_wide", taken)
         made.append(Node(op, (Ref(value), Ref(count)), (), (name,), (wide,)))
         value = name
     if cast:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.ir.lowered import Lowered, Part
-from autoshard.ir.statements import Statement, by_part, regrouped, statements_of
+from autoshard.ir.statements import Statement, by_part, producers_of, regrouped, statements_of
 
 
 def split_backward(lowered: Lowered) -> Lowered:
@@ -28,19 +28,8 @@ def split_backward(lowered: Lowered) -> Lowered:
             pieces.append((part, statements))
             continue
         sent = {v for s in statements for v in s.makes if users.get(v, set()) - {part.stage}}
-        first = _needed(statements, sent) if sent else statements
+        first = producers_of(statements, sent) if sent else statements
         chosen = {id(s) for s in first}
         pieces.append((part, first))
         pieces.append((replace(part, phase="weight"), [s for s in statements if id(s) not in chosen]))
     return regrouped(whole, pieces)
-
-
-def _needed(statements: list[Statement], values: set[str]) -> list[Statement]:
-    """What makes the values, in order."""
-    wanted = set(values)
-    found: list[Statement] = []
-    for statement in reversed(statements):
-        if not wanted.isdisjoint(statement.makes):
-            found.append(statement)
-            wanted.update(statement.uses)
-    return found[::-1]

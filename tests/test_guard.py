@@ -10,6 +10,7 @@ from pathlib import Path
 import golden_models
 import pytest
 import torch
+from memory_store import Memory
 from ranks import HERE, run_ranks
 
 import autoshard
@@ -124,26 +125,6 @@ def test_other_errors_are_left_alone() -> None:
     assert not is_failure(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
     for text in ("[gloo/transport/tcp/pair.cc:1] Timed out waiting 1000ms", "Connection closed by peer"):
         assert is_failure(RuntimeError(text))
-
-
-class Memory:
-    """A store of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(k in self.values for k in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self.values[key] = str(int(self.values.get(key, "0")) + amount)
-        return int(self.values[key])
 
 
 def test_ranks_tell_where_they_are() -> None:

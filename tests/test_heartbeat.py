@@ -6,31 +6,11 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from memory_store import Memory
 
 from autoshard.errors import UsageError
 from autoshard.runtime import heartbeat
 from autoshard.runtime.heartbeat import Heartbeat
-
-
-class Table:
-    """A store in this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.counts: dict[str, int] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def add(self, key: str, amount: int) -> int:
-        self.counts[key] = self.counts.get(key, 0) + amount
-        return self.counts[key]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +23,7 @@ class Table:
 def test_the_rank_that_is_waited_for_is_named_once(
     stopped: bool, words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store = Table()
+    store = Memory()
     beats = [Heartbeat(store, rank, range(3), 0.3) for rank in range(3)]
     if stopped:
         beats[2].close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ class CapturedState:
 
     reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
     items were read. grad_mode: whether the code asks if gradients are recorded. environment: whether it
-    mentions the environment's variables. left: what a call writes into
-    attributes and does not read. constants: tensors that the graph holds copies of.
+    mentions the environment's variables. left: what a call writes into attributes and does not read.
+    constants: tensors that the graph holds copies of.
     """
 
     reads: tuple[Read, ...] = ()
@@ -186,7 +186,3 @@ def graph_digest(joint: Joint) -> str:
 
     add_joint(joint)
     return digest.hexdigest()
-
-
-#: captures a model in its present state, for the digest of its graph
-Recapture = Callable[[], str]

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
-from autoshard.ir.names import free_name
+from autoshard.ir.names import free_name, fresh_name
 from autoshard.ir.symbols import CallSite
 
 
@@ -170,12 +170,6 @@ class _Forms:
         return node, number, CallSite in map(type, node.args)
 
 
-def _fresh(base: str, taken: set[str]) -> str:
-    name = free_name(base, taken)
-    taken.add(name)
-    return name
-
-
 #: in place of the only item that uses a value
 _SEVERAL = -1
 
@@ -253,7 +247,7 @@ class Taker:
         if key not in self.made:
             nodes = tuple(segment.graph.nodes[s.number] for s in group)
             whole = len(nodes) == len(segment.graph.nodes)
-            name = _fresh(call.segment if whole else f"{call.segment}_part", set(self.segments))
+            name = fresh_name(call.segment if whole else f"{call.segment}_part", set(self.segments))
             types = segment.graph.types()
             graph = Graph(name, tuple((n, types[n]) for n in inputs), nodes, outputs)
             known = {*inputs, *(o for n in nodes for o in n.outs)}
@@ -261,6 +255,18 @@ class Taker:
             self.segments[name] = LoweredSegment(graph, layouts, segment.why)
             self.made[key] = name
         return self.made[key]
+
+
+def producers_of(statements: Sequence[Statement], values: Collection[str]) -> list[Statement]:
+    """The statements that values follow from, in order; of a value that several make, the last one."""
+    wanted = set(values)
+    found: list[Statement] = []
+    for statement in reversed(statements):
+        if not wanted.isdisjoint(statement.makes):
+            found.append(statement)
+            wanted.difference_update(statement.makes)
+            wanted.update(statement.uses)
+    return found[::-1]
 
 
 def by_part(whole: Statements) -> dict[Part, list[Statement]]:

@@ -128,6 +128,8 @@ _MANIFEST: dict[str, _Check] = {
     "options": _PAIRS,
     "user_ops": _list(_text),
     "microbatches": _number(1, MAX_MICROBATCHES),
+    "sums": _list(_text),
+    "alone": _list(_text),
     "offload": _text,
     "signature": _table(_SIGNATURE),
     "original_results": _list(_text),

@@ -174,7 +174,8 @@ def _verified(
 ) -> Verification:
     _check_model(program, model)
     if needs_one_rank(program) and one_rank is None:
-        alone = f"computes for every microbatch by itself {'; '.join(program.alone)}"
+        terms = "; ".join(program.alone) or "what it keeps in buffers"
+        alone = f"computes for every microbatch by itself {terms}"
         raise UsageError(
             f"the program {'has dropout' if has_dropout(program) else alone}",
             hint="compare it with a program for one rank and as many microbatches",

@@ -98,9 +98,7 @@ def _entries(
 
 def _compare(runner: Runner, entries: Mapping[str, int]) -> None:
     own = torch.tensor(list(entries.values()), dtype=torch.int64, device=runner.device)
-    known = own != _ANY
-    low, high = own.clone(), torch.where(known, -own, own)
-    both = torch.cat([low, high])
+    both = torch.cat([own, torch.where(own == _ANY, own, -own)])
     for group in runner.axis_groups:
         dist.all_reduce(both, dist.ReduceOp.MIN, group=group)
     low, high = both.chunk(2)

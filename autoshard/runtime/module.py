@@ -47,7 +47,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, module: nn.Module, buffers: Any, count: int, *tensors: Any) -> Any:
-        ctx.retry = Retry.of(runner, module, tensors, count, buffers)
+        # without gradients there is no backward that could want other outputs
+        wanted = any(ctx.needs_input_grad)
+        ctx.retry = Retry.of(runner, module, tensors, count, buffers) if wanted else None
         env = runner.forward(tensors[:count], tensors[count:], buffers)
         if runner.guard is not None:
             runner.guard.after_forward(env)
@@ -183,7 +185,7 @@ class ParallelModule(nn.Module):
                 why="each rank has some of its stages, and a step is many microbatches through all of them",
                 hint="loss = model.train_step(batch) runs forward and backward; then optimizer.step()",
             )
-        self._check_mode()
+        self._check_state()
         with runner.waiting():
             return _called(runner, self, args, kwargs)
 
@@ -199,7 +201,7 @@ class ParallelModule(nn.Module):
         from autoshard.api import split_inputs
 
         args, more = ((), {}) if batch is None else split_inputs(batch)
-        self._check_mode()
+        self._check_state()
         for hook in module_hooks(self, FORWARD_TABLES + BACKWARD_TABLES):
             raise UsageError(
                 "the model has hooks, and train_step calls no module",
@@ -221,7 +223,7 @@ class ParallelModule(nn.Module):
             self._autoshard_built = None
         return leaves
 
-    def _check_mode(self) -> None:
+    def _check_state(self) -> None:
         runner = self._autoshard
         signature = runner.program.signature
         mode_matters = runner.seed_port is not None or any(r.kind == "buffer" for r in signature.results)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.analysis import Analysis
 from autoshard.capture.captured_state import graph_digest
 from autoshard.errors import CaptureError
+from autoshard.ir import Joint
 from autoshard.passes.capture import capture
-from autoshard.planning import Source
+from autoshard.passes.capture_function import Differentiate
 from autoshard.program.program import Program
 from autoshard.runtime.call_guard import Captured
 
@@ -22,18 +22,20 @@ _SMALL = 1024
 
 
 def captured_of(
-    source: Source, analysis: Analysis, compiled: Callable[[nn.Module, tuple[Any, Any]], Program]
+    joint: Joint,
+    inputs: tuple[Any, Any],
+    differentiate: Differentiate,
+    compiled: Callable[[nn.Module, tuple[Any, Any]], Program],
 ) -> Captured:
-    """What calls are compared with. Example inputs are kept without their data.
+    """What calls are compared with: ``joint``, which was captured with these inputs, kept without their data.
 
     compiled: the program for the gradients of all outputs of a model, given its example inputs.
     """
-    joint = analysis.folded.joint
-    args, kwargs = pytree.tree_map(_without_data, (source.args, source.kwargs))
+    args, kwargs = pytree.tree_map(_without_data, inputs)
 
     def same_graph(module: nn.Module) -> bool:
         try:
-            now = capture(module, args, kwargs, differentiate=source.differentiate)
+            now = capture(module, args, kwargs, differentiate=differentiate)
         except CaptureError:
             return False  # what cannot be captured is no graph that was
         return graph_digest(now) == graph_digest(joint)

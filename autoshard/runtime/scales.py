@@ -9,7 +9,9 @@ were not scaled by one factor (elements clipped, layers scaled apart) say nothin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from math import inf, isnan
 from typing import Any
 
@@ -34,6 +36,11 @@ class Scales:
         self.samples: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.factors: torch.Tensor | None = None
         self._late: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def watch(self) -> None:
+        """Measure before the steps of optimizers, as long as this lives."""
+        hook = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Keep some of the gradients, which no one has scaled yet."""
@@ -104,15 +111,9 @@ def _check(rows: list[list[float]]) -> None:
     )
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(known: weakref.ref[Scales], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Of every optimizer of the process: those of other models are left alone."""
-    seen: set[int] = set()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            member = membership_of(parameter)
-            if member is not None and member.scales is not None and id(member.scales) not in seen:
-                seen.add(id(member.scales))
-                member.scales.measure()
-
-
-register_optimizer_step_pre_hook(_before_step)
+    scales = known()
+    members = (membership_of(p) for group in optimizer.param_groups for p in group["params"])
+    if scales is not None and any(m is not None and m.scales is scales for m in members):
+        scales.measure()

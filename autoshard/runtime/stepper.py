@@ -53,7 +53,9 @@ class Stepper:
         self.channels: Channels | MemoryChannels | None = None
         self.shared: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.pipe: dist.ProcessGroup | None = None
+        self.scales = Scales()
         if self.program.stages is not None:
+            self.scales.watch()
             self.pipe = pipe_group(runner)
             # messages up and messages down must not wait for each other on one communicator
             up = pipe_group(runner) if dist.get_backend() == "nccl" else None
@@ -65,7 +67,6 @@ class Stepper:
                 if near is None
                 else MemoryChannels(near, self._describe, self.watch)
             )
-        self.scales = Scales()
         self.slices = self.program.stages.schedule.slices if self.program.stages is not None else 1
         #: how many terms a gradient has in a step
         self.terms = self.program.microbatches * self.slices
