@@ -392,7 +392,9 @@ def _parallelize_now(
         return compile_analysed(plan(built, planned_mesh, example_inputs=inputs, **more), **passes)
 
     inputs = source.args, source.kwargs
-    captured = captured_of(planned.analysis.folded.joint, inputs, source.differentiate, with_all_outputs)
+    captured = captured_of(
+        planned.analysis.folded.joint.captured_state, inputs, source.differentiate, with_all_outputs
+    )
     return bind(
         program,
         model,

@@ -71,7 +71,7 @@ def capture(
             joint = task.whole()
         except NeedsValuesError as asked:
             joint = task.with_values(asked)
-    return replace(joint, captured_state=watch.captured())
+    return replace(joint, captured_state=watch.captured(joint))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import json
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.capture.captured_state import graph_digest
+from autoshard.capture.captured_state import graph_digest, stored_state
 from autoshard.errors import CaptureError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.passes.fold_repeats import flat
@@ -346,3 +348,30 @@ def test_outputs_that_have_a_gradient_are_marked() -> None:
     joint = capture(Two(), (torch.randn(3, 4),))
     assert [kind for _, kind in joint.out_leaves] == ["grad", "grad", "", ""]
     assert [p.target for p in joint.ports if p.kind == "tangent"] == ["0"]
+
+
+def test_a_stored_program_knows_what_attributes_were_when_it_was_compiled() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.inner(x)).mean() * self.options.scale
+
+    model, x = Net(forward), torch.randn(3, 4)
+    model.drop, model.options, model.unread = nn.Dropout(0.25), SimpleNamespace(scale=2.0), 1
+    texts = json.loads(json.dumps(capture(model, (x,)).captured_state.texts()))
+    assert texts.items() >= {"drop.p": "0.25", "drop.training": "True", "options.scale": "2.0"}.items()
+    check = CallGuard(model, stored_state(model, texts), "cpu", None, texts).check
+    model.unread = 2
+    check()
+    for owner, name, value, label in (
+        (model.drop, "p", 0.5, r"drop.p is 0.5, and was 0.25"),
+        (model.drop, "training", False, r"drop.training is False, and was True"),
+        (model.options, "scale", 3.0, r"options.scale is 3.0, and was 2.0"),
+    ):
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        later = CallGuard(model, stored_state(model, texts), "cpu", None, texts).check
+        for each in (check, later):
+            with pytest.raises(UsageError, match=label):
+                each()
+        setattr(owner, name, before)
+        check()
+        later()  # as it was when the program was compiled

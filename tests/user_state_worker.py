@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from leaving import leave
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
 from autoshard.torch_adapters.groups import timeout_of
@@ -118,6 +120,31 @@ def attributes() -> None:
     assert float(parallel(batch())["loss"]) == wanted
 
 
+def evaluated_between(folder: str) -> None:
+    """Layers whose code asks for the mode, which the graph does not depend on, captured and stored."""
+    ids = torch.arange(64).reshape(4, 16)
+    inputs = {"input_ids": ids, "labels": ids}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    models = [LlamaForCausalLM(config) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    wanted = models[0](**inputs).loss.detach()
+    program = autoshard.compile(models[0], autoshard.plan(models[0], "dp=2,tp=2", example_inputs=inputs))
+    if dist.get_rank() == 0:
+        program.save(folder)
+    dist.barrier()
+    for parallel in (
+        autoshard.parallelize(models[0], "dp=2,tp=2", example_inputs=inputs),
+        autoshard.load(folder, models[1]),
+    ):
+        for mode in (True, False, True):
+            close(parallel.train(mode)(**inputs).loss.detach(), wanted, f"loss with training={mode}")
+        parallel.model.layers[1].self_attn.attention_dropout = 0.5
+        refused(lambda each=parallel: each(**inputs), "layers.1.self_attn.attention_dropout is 0.5")
+
+
 def optimizers_made_before() -> None:
     """They train the model, lazily parallelized or not; one that has made steps is refused."""
     for lazy in (True, False):
@@ -170,6 +197,16 @@ def ranks_given_different_things(mesh: str) -> None:
     close(call(loaded, batch()), Net()(batch())["loss"], "loaded weights")
 
 
+def a_short_last_batch() -> None:
+    """Of the size of a rank's part: it is taken as that if ranks differ, and named if they do not."""
+    rank, eager = dist.get_rank(), Net()
+    parallel = autoshard.parallelize(Net(), "dp=4", example_inputs=batch())
+    close(parallel(batch())["loss"].detach(), eager(batch())["loss"].detach(), "a global batch")
+    part = parallel(batch()[2 * rank : 2 * rank + 2])["loss"].detach()
+    close(part, eager(batch())["loss"].detach(), "a part of it")
+    refused(lambda: parallel(batch()[:2]), "all ranks give the same batch of shape [2, 8]")
+
+
 def a_batch_of_each_rank(mesh: str) -> None:
     """As a script for DDP has it: the loss and gradients are those of all rows."""
     rank, eager = dist.get_rank(), Net()
@@ -198,6 +235,8 @@ def main() -> None:
     for mesh in ("dp=2,tp=2", "fsdp=4"):
         losses_beside_the_loss(mesh)
     attributes()
+    a_short_last_batch()
+    evaluated_between(sys.argv[1])
     optimizers_made_before()
     frozen_and_not()
     model = autoshard.parallelize(Net(), "dp=2,tp=2", example_inputs=batch())

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard.capture.changes import Change, Changes, PythonState, check_changes, nested, refuse_source
-from autoshard.capture.code_reads import CodeReads
-from autoshard.capture.state_reads import MISSING, AttributeReads, Read, objects_of
+from autoshard.capture.code_reads import PLAIN, CodeReads
+from autoshard.capture.state_reads import MISSING, AttributeReads, ClassValues, Missing, Read, objects_of
 from autoshard.ir import Joint
 from autoshard.torch_adapters.joint_trace import depends_on_arguments, recording
 from autoshard.torch_adapters.origins import user_line_of
 
 _UNREAD = object()
+#: characters of a value's text; of longer ones a hash is stored
+_LONGEST = 200
 #: names in code that ask whether gradients are recorded
 _GRAD_MODE = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference"})
 
@@ -28,19 +31,49 @@ _GRAD_MODE = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_infe
 class CapturedState:
     """Live references to what the code of a model read.
 
-    reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
-    items were read. grad_mode: whether the code asks if gradients are recorded. environment: whether it
-    mentions the environment's variables. left: what a call writes into attributes and does not read.
-    constants: tensors that the graph holds copies of.
+    reads: attributes. variables: globals, closure variables. context: context variables, with labels.
+    containers: whose items were read. grad_mode: whether the code asks if gradients are recorded.
+    environment: whether it mentions the environment's variables. left: what a call writes into attributes
+    and does not read.
+    constants: tensors that the graph holds copies of. graph: as it was captured, repeats not expanded.
     """
 
     reads: tuple[Read, ...] = ()
+    variables: tuple[Read, ...] = ()
     context: tuple[tuple[str, ContextVar[Any]], ...] = ()
     containers: tuple[tuple[str, Any], ...] = ()
     grad_mode: bool = False
     environment: bool = False
     left: tuple[Change, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
+    graph: Joint | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the captured graph; empty if there is none."""
+        return "" if self.graph is None else graph_digest(self.graph)
+
+    def texts(self) -> dict[str, str]:
+        """Labels of the attributes that were read, with their values as text; no text for an object."""
+        return {read.label: value_text(read.value) for read in self.reads}
+
+
+def value_text(value: object) -> str:
+    """A value as a program folder holds it; empty for what has no short text of its own."""
+    text = repr(value) if isinstance(value, (*PLAIN, Missing)) else ""
+    return text if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
+
+
+def stored_state(model: nn.Module, texts: Mapping[str, str]) -> CapturedState:
+    """The attributes of a model that a stored program was captured with, by their labels."""
+    owners = {label: value for value, label in objects_of(model).values()}
+    found = []
+    for label in texts:
+        path, _, key = label.rpartition(".")
+        if path in owners:
+            table = owners[path].__dict__
+            found.append(Read(table if key in table else ClassValues(owners[path]), key, label))
+    return CapturedState(tuple(found))
 
 
 @dataclass
@@ -114,28 +147,29 @@ class StateWatch:
             self.state.restore()
             self.attributes.first.clear()
 
-    def captured(self) -> CapturedState:
-        """The record, once the model is as it was before the capture.
+    def captured(self, graph: Joint) -> CapturedState:
+        """The record, once the model is as it was before the capture. graph: what was captured.
 
         Raises CaptureError for an iterator among what was read.
         """
-        found: dict[tuple[int, str], Read] = {}
         # what forward writes before it reads it is no state
         ignored = {*self.ignored, *((id(c.read.table), c.read.key) for c in self.changes.left)}
-        for read in (*self._of_repeats(self.attributes.all_reads()), *self.code.variables):
-            key = id(read.table), read.key
-            if key not in ignored:
-                found.setdefault(key, read)
-                refuse_source(read)
-        containers = tuple(nested((r.label, r.value) for r in found.values()))
+        attributes = _distinct(self._of_repeats(self.attributes.all_reads()), ignored)
+        variables = _distinct(self.code.variables, {*ignored, *attributes})
+        found = (*attributes.values(), *variables.values())
+        for read in found:
+            refuse_source(read)
+        containers = tuple(nested((r.label, r.value) for r in found))
         return CapturedState(
-            tuple(found.values()),
+            tuple(attributes.values()),
+            tuple(variables.values()),
             tuple(self.code.context),
             containers,
             bool(self.code.names & _GRAD_MODE),
             bool(self.code.names & {"environ", "getenv"}),
             self.changes.left,
             tuple(self.constants),
+            graph,
         )
 
     def _of_repeats(self, reads: Iterable[Read]) -> Iterator[Read]:
@@ -154,6 +188,15 @@ class StateWatch:
             for table, label in siblings.get(id(read.table), ()):
                 if table is not read.table:
                     yield Read(table, read.key, f"{label}.{read.key}".lstrip("."), read.line)
+
+
+def _distinct(reads: Iterable[Read], ignored: Container[tuple[int, str]]) -> dict[tuple[int, str], Read]:
+    found: dict[tuple[int, str], Read] = {}
+    for read in reads:
+        key = id(read.table), read.key
+        if key not in ignored:
+            found.setdefault(key, read)
+    return found
 
 
 def _set(read: Read, value: Any) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,10 +76,11 @@ class Read:
 
 
 def plain_object(value: object) -> bool:
-    """Whether a value is an instance of a class written in Python whose attributes may be read."""
+    """Whether a value is a namespace, or of a class written in Python, whose attributes may be read."""
     return (
         not isinstance(value, (*_CALLABLE, nn.Module, torch.Tensor, Enum))
-        and type(value).__flags__ & (1 << 9) != 0  # a class made at run time, not in C
+        # a class made at run time, not in C
+        and (isinstance(value, SimpleNamespace) or type(value).__flags__ & (1 << 9) != 0)
         and isinstance(getattr(value, "__dict__", None), dict)
     )
 
@@ -98,8 +99,10 @@ def objects_of(model: nn.Module) -> dict[int, tuple[Any, str]]:
         for key, inner in value.__dict__.items():
             if key in TABLES and depth == 0 and isinstance(value, nn.Module):
                 continue
-            inside = inner if isinstance(inner, (list, tuple)) else (inner,)
-            queue += [(x, f"{label}.{key}".lstrip("."), depth + 1) for x in inside if plain_object(x)]
+            name = f"{label}.{key}".lstrip(".")
+            listed = isinstance(inner, (list, tuple))
+            inside = [(f"{name}[{n}]", x) for n, x in enumerate(inner)] if listed else [(name, inner)]
+            queue += [(x, called, depth + 1) for called, x in inside if plain_object(x)]
     return found
 
 

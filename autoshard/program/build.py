@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.ir import Call, Folded, Node, Ref, substitute
+from autoshard.ir import Call, Folded, Joint, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.offload import NO_OFFLOAD
 from autoshard.passes.pipeline import REFINES, Lowering, lower
@@ -12,7 +12,7 @@ from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
 from autoshard.program.original import notes_of_original, original_of
-from autoshard.program.program import Program, Signature, Stages
+from autoshard.program.program import Program, Signature, Stages, StoredState
 from autoshard.report.dumps import Dumps, Shot
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plans.plan import Plan
@@ -62,9 +62,16 @@ def build_program(
         offload=how.hosting.kinds if how.hosting is not None else NO_OFFLOAD,
         sums=how.terms.sums,
         alone=how.terms.notes,
+        state=_state_of(folded.joint),
     )
     check_holders(program)
     return program
+
+
+def _state_of(joint: Joint) -> StoredState:
+    if joint.captured_state is None:
+        return StoredState()  # of a graph that was not captured from Python code
+    return StoredState(joint.captured_state.digest, joint.captured_state.texts())
 
 
 def _added_before(position: int, how: Lowering) -> int:

@@ -12,7 +12,7 @@ from autoshard.offload import NO_OFFLOAD, Offload
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
-FORMAT = 6
+FORMAT = 7
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,18 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class StoredState:
+    """What a program was captured from, in a form that another process can compare.
+
+    graph: digest of the captured graph (`capture.captured_state.graph_digest`). attributes: that the model's
+    code read, by label, with their values as text; no text for an object.
+    """
+
+    graph: str = ""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Program:
     """One program for all ranks of a mesh; what differs from rank to rank are symbols in its text.
 
@@ -85,7 +97,7 @@ class Program:
     computed for every microbatch by itself, where the whole batch would give something else. classes: port
     name -> the key under which the plan decides about it and all ports that are used alike (``@3``); empty
     for a program whose folder does not say.
-    offload: what lives in host memory.
+    offload: what lives in host memory. state: of the model when it was captured.
     """
 
     mesh: str
@@ -106,6 +118,7 @@ class Program:
     offload: Offload = NO_OFFLOAD
     sums: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
+    state: StoredState = StoredState()
 
     @property
     def whole_mesh(self) -> str:

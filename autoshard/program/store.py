@@ -30,7 +30,7 @@ from autoshard.program.known import known_ops
 from autoshard.program.manifest import MAX_RANKS, check_manifest, check_mesh, fail
 from autoshard.program.original import original_text, parse_original
 from autoshard.program.parse import parse_program
-from autoshard.program.program import FORMAT, Note, Program, Signature, Stages
+from autoshard.program.program import FORMAT, Note, Program, Signature, Stages, StoredState
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.text import axis_names, program_text
 from autoshard.program.trusted import check_signature
@@ -119,6 +119,7 @@ def _write(program: Program, folder: Path) -> None:
         )
         + "\n",
     }
+    files["state.json"] = json.dumps(asdict(program.state), indent=1) + "\n"
     if program.stages is not None:
         files["schedule.json"] = schedule_to_json(program.stages)
     if program.original is not None:
@@ -295,9 +296,14 @@ def _load(root: Path, manifest: dict[str, Any], own: frozenset[str] | None) -> P
         _offload_in(manifest.get("offload", "")),
         tuple(map(str, manifest["sums"])),
         tuple(map(str, manifest["alone"])),
+        _state_in(json.loads(texts["state.json"])),
     )
     _check_together(notes, manifest)
     return loaded
+
+
+def _state_in(raw: Mapping[str, Any]) -> StoredState:
+    return StoredState(str(raw["graph"]), {str(k): str(v) for k, v in raw["attributes"].items()})
 
 
 def _offload_in(text: str) -> Offload:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,35 @@ def check_first_call(runner: Runner, module: nn.Module, built: Built, leaves: Se
     _compare(runner, entries)
 
 
+def gives_parts(runner: Runner, leaves: Sequence[Any]) -> bool:
+    """Whether a call gives this rank's part of the batch, not the global one."""
+    given = ((leaves[int(p.target)], p) for p in runner.inputs)
+    return any(_plain(x) and tuple(x.shape) != runner.step_shape(p) for x, p in given)
+
+
+def check_parts_differ(runner: Runner, leaves: Sequence[Any]) -> None:
+    """Raise UsageError if all ranks give one part of a batch; collective over the program's ranks.
+
+    For a call after others with the global batch: an incomplete last batch may have the size of a part.
+    """
+    parts = [leaves[int(p.target)] for p in runner.inputs if _plain(leaves[int(p.target)])]
+    own = hash_of(*parts)
+    ends = torch.tensor([own, -own], dtype=torch.int64, device=runner.device)
+    for group in runner.axis_groups:
+        dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
+    if int(ends[0]) == -int(ends[1]):
+        shape = list(next(x.shape for x in parts))
+        raise UsageError(
+            f"all ranks give the same batch of shape {shape}, and gave global batches before",
+            why="it has the size of one rank's part of the global batch, which would be made of copies of it",
+            hint="drop the last incomplete batch, or plan again for its size",
+        )
+
+
+def _plain(x: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
+
+
 def _entries(
     runner: Runner, module: nn.Module, built: Built, leaves: Sequence[Any]
 ) -> Iterator[tuple[str, int]]:
@@ -88,9 +117,8 @@ def _entries(
     yield "the version of torch", hash_of(torch.__version__)
     for port in runner.inputs:
         value = leaves[int(port.target)]
-        alike = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         # a rank's part of a batch is like no other's
-        alike = alike and tuple(value.shape) == runner.step_shape(port)
+        alike = _plain(value) and tuple(value.shape) == runner.step_shape(port)
         yield f"input {runner.input_name(port)}", hash_of(value) if alike else _ANY
     for name, value in sorted(built.comparable(module).items()):
         yield f"parameter {name}", value

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.capture.captured_state import CapturedState
+from autoshard.capture.captured_state import CapturedState, value_text
 from autoshard.capture.changes import same_items
 from autoshard.capture.code_reads import PLAIN
-from autoshard.capture.state_reads import MISSING, TABLES, Read
+from autoshard.capture.state_reads import MISSING, Read
 from autoshard.errors import UsageError
 from autoshard.program.program import Program
 from autoshard.torch_adapters.hooks import hook_tables, registrations
@@ -50,22 +50,21 @@ class Difference:
     line: str = ""
 
 
-def plain_state(module: nn.Module) -> CapturedState:
-    """For a model that was not captured in this process: all plain attributes, but for the mode."""
-    reads = [
-        Read(m.__dict__, key, f"{name}.{key}".lstrip("."))
-        for name, m in module.named_modules()
-        for key, value in m.__dict__.items()
-        if key not in TABLES and key != "training" and not key.startswith("_autoshard")
-        if isinstance(value, PLAIN)
-    ]
-    return CapturedState(tuple(reads))
+@dataclass(frozen=True)
+class Stored:
+    """The text of a value that an attribute had when a stored program was compiled, and has not now."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class CallGuard:
     """Compares a model with what was captured; below 20 µs for a few hundred attributes.
 
-    same_graph: see `Captured`; None where the model cannot be captured here.
+    same_graph: see `Captured`; None where the model cannot be captured here. stored: labels of attributes,
+    with the texts of their values when a stored program was compiled.
     """
 
     def __init__(
@@ -74,9 +73,11 @@ class CallGuard:
         state: CapturedState,
         device: str,
         same_graph: Callable[[nn.Module], bool] | None,
+        stored: Mapping[str, str] | None = None,
     ) -> None:
         self.module, self.device, self.same_graph = module, device, same_graph
-        self.reads = sorted((*state.reads, *_children(module)), key=lambda r: type(r.table) is not dict)
+        reads = (*state.reads, *state.variables, *_children(module))
+        self.reads = sorted(reads, key=lambda r: type(r.table) is not dict)
         plain = sum(type(r.table) is dict for r in self.reads)
         self.context, self.grad_mode = state.context, state.grad_mode
         #: attributes and globals; what is read of classes and closures is looked up apart
@@ -84,6 +85,10 @@ class CallGuard:
         self.keys = [r.key for r in self.reads[:plain]]
         self.others = self.reads[plain:]
         self.values = self._values()
+        for n, read in enumerate(self.reads):
+            text = stored.get(read.label, "") if stored else ""
+            if text and text != value_text(read.value):
+                self.values[n] = Stored(text)
         self.original = list(self.values)
         self.containers = [(label, c, c.copy()) for label, c in state.containers]
         self.context_values = [var.get(MISSING) for _, var in self.context]
@@ -139,7 +144,8 @@ class CallGuard:
 
     def _differences(self, values: list[Any]) -> Iterator[Difference]:
         for read, before, now in zip(self.reads, self.original, values, strict=True):
-            if before is not now and not (type(before) is type(now) and _equal(before, now)):
+            alike = isinstance(before, Stored) or type(before) is type(now)
+            if before is not now and not (alike and _equal(before, now)):
                 yield Difference(read.label, _text(before), _text(now), read.line)
         for label, line, tensor, version in self.tensors:
             if tensor._version != version:
@@ -182,11 +188,17 @@ def _unchanged(entry: tuple[str, str, torch.Tensor, int]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Stored):
+        return a.text == value_text(b)
     return isinstance(a, (*PLAIN, tuple, frozenset)) and bool(a == b)
 
 
 def _text(value: object) -> str:
-    text = repr(value) if isinstance(value, (*PLAIN, tuple, list, dict, set)) else f"a {type(value).__name__}"
+    text = (
+        repr(value)
+        if isinstance(value, (*PLAIN, Stored, tuple, list, dict, set))
+        else f"a {type(value).__name__}"
+    )
     return text if len(text) < 80 else f"{text[:77]}..."
 
 

@@ -6,7 +6,7 @@ The module keeps its class (a subclass of it is made), its state_dict keys, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +17,19 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.capture.captured_state import stored_state
 from autoshard.errors import UsageError
 from autoshard.passes.kept_module import Kept
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
-from autoshard.runtime.agreement import Built, check_first_call
-from autoshard.runtime.call_guard import CallGuard, Captured, plain_state
+from autoshard.runtime.agreement import Built, check_first_call, check_parts_differ, gives_parts
+from autoshard.runtime.call_guard import CallGuard, Captured
 from autoshard.runtime.clock import Clock, keep_time
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.local_batch import gathered_batch
 from autoshard.runtime.optimizers import follow_parameters
 from autoshard.runtime.optimizing import keep_blocks
+from autoshard.runtime.recapture import same_graph_as_stored
 from autoshard.runtime.resolve import torch_dtype
 from autoshard.runtime.runner import Given, Runner
 from autoshard.runtime.shared import carry_marks, mark_shared
@@ -146,10 +148,12 @@ class ParallelModule(nn.Module):
     """Mixed into the user's class: forward runs the program, which torch.compile leaves alone."""
 
     _autoshard: Runner
-    _stepper: Stepper
+    _autoshard_stepper: Stepper
     _autoshard_guard: CallGuard
     _autoshard_captured: Captured | None
     _autoshard_built: Built | None
+    #: whether the first call gave each rank's part of the batch
+    _autoshard_parts: bool
     _autoshard_local_batch: bool
 
     @property
@@ -211,16 +215,19 @@ class ParallelModule(nn.Module):
             )
         with self._autoshard.waiting():
             leaves = self._checked(self._autoshard.arguments.flattened(args, {**more, **kwargs}))
-            return self._stepper.step(self, leaves)
+            return self._autoshard_stepper.step(self, leaves)
 
     def _checked(self, leaves: list[Any]) -> list[Any]:
         """The arguments of a call as the program takes them; at the first call the ranks are compared."""
         runner = self._autoshard
         if self._autoshard_local_batch:
             leaves = gathered_batch(runner, leaves)
+        parts = gives_parts(runner, leaves)
         if self._autoshard_built is not None:
             check_first_call(runner, self, self._autoshard_built, leaves)
-            self._autoshard_built = None
+            self._autoshard_built, self._autoshard_parts = None, parts
+        elif parts and not self._autoshard_parts:
+            check_parts_differ(runner, leaves)
         return leaves
 
     def _check_state(self) -> None:
@@ -255,21 +262,23 @@ class ParallelModule(nn.Module):
                     hint='parallelize(..., differentiate="all")',
                 )
         made.clock = runner.clock
-        self._autoshard, self._stepper = made, Stepper(made)
+        self._autoshard, self._autoshard_stepper = made, Stepper(made)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A second model with the same program: an average of the weights, for instance."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
-        runner, stepper = copy.copy(self._autoshard), copy.copy(self._stepper)
+        runner, stepper = copy.copy(self._autoshard), copy.copy(self._autoshard_stepper)
         stepper.runner = runner
         runner.clock = copy.deepcopy(runner.clock)
-        memo[id(self._autoshard)], memo[id(self._stepper)] = runner, stepper
+        memo[id(self._autoshard)], memo[id(self._autoshard_stepper)] = runner, stepper
         memo[id(self._autoshard_guard)] = None
         memo[id(self._autoshard_captured)] = self._autoshard_captured
         for key, value in self.__dict__.items():
             made.__dict__[key] = copy.deepcopy(value, memo)
-        made._autoshard_guard = CallGuard(made, plain_state(made), runner.device.type, None)
+        state = stored_state(made, runner.program.state.attributes)
+        same_graph = partial(_as_built, same_graph_as_stored(runner.program))
+        made._autoshard_guard = CallGuard(made, state, runner.device.type, same_graph)
         carry_marks(self, made)
         if runner.seed_port is not None:
             keep_time(made.parameters(), runner.clock)
@@ -302,8 +311,8 @@ def bind(
 
     The module is changed in place and returned; of one that ``torch.compile`` gave, that is the module which
     was compiled. captured: what the capture of the program took for granted; without it (a program that was
-    stored) the model's plain attributes must stay as they are. local_batch: whether every rank calls with a
-    batch of its own, of which the global one is made.
+    stored) the attributes that were read must be what they were then. local_batch: whether every rank calls
+    with a batch of its own, of which the global one is made.
 
     Raises UsageError if it is not the model the program was compiled from, or lies on another kind of device
     than the mesh.
@@ -321,11 +330,13 @@ def bind(
 def _bind(
     program: Program, module: nn.Module, mesh: DeviceMesh, seed: int, captured: Captured | None
 ) -> None:
-    state = plain_state(module) if captured is None else captured.state
+    stored = program.state.attributes
+    state = captured.state if captured is not None else stored_state(module, stored)
     for change in state.left:
         change.read.table[change.read.key] = change.after  # type: ignore[index]  # attributes, in a dict
+    same_graph = captured.same_graph if captured is not None else same_graph_as_stored(program)
     guard = CallGuard(
-        module, state, mesh.device_type, None if captured is None else partial(_same_graph, captured)
+        module, state, mesh.device_type, partial(_as_built, same_graph), stored if captured is None else None
     )
     runner = Runner(program, module, place_of(program, mesh), seed, mesh)
     given = dict(module.named_parameters(remove_duplicate=False))
@@ -353,12 +364,12 @@ def _bind(
     cls = type(module)
     module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
     module._autoshard = runner  # type: ignore[assignment]
-    module._stepper = Stepper(runner)  # type: ignore[assignment]
+    module._autoshard_stepper = Stepper(runner)  # type: ignore[assignment]
     module._autoshard_guard, module._autoshard_captured = guard, captured  # type: ignore[assignment]
-    module._autoshard_built = built.cut(module)  # type: ignore[assignment]
+    module._autoshard_built, module._autoshard_parts = built.cut(module), False  # type: ignore[assignment]
     aliases = dict(program.signature.tied)
     follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
-    mark_shared(module, runner, module._stepper.scales)  # type: ignore[arg-type, union-attr]
+    mark_shared(module, runner, module._autoshard_stepper.scales)  # type: ignore[arg-type, union-attr]
     keep_blocks(module.parameters())
     if runner.seed_port is not None:
         keep_time(module.parameters(), runner.clock)
@@ -372,6 +383,8 @@ def as_built(module: nn.Module) -> Iterator[nn.Module]:
     kind, signature = type(module), module._autoshard.program.signature
     with Kept.of(module):
         module.__class__ = kind.__mro__[2]
+        # a capture would follow them as attributes of the user's
+        ours = {k: module.__dict__.pop(k) for k in list(module.__dict__) if k.startswith("_autoshard")}
         made: dict[str, torch.Tensor] = {}
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
@@ -388,12 +401,13 @@ def as_built(module: nn.Module) -> Iterator[nn.Module]:
             yield module
         finally:
             module.__class__ = kind
+            module.__dict__.update(ours)
 
 
-def _same_graph(captured: Captured, module: nn.Module) -> bool:
-    """Whether a parallel module, as it is now, would be captured as the graph that its program is of."""
+def _as_built(asked: Callable[[nn.Module], bool], module: nn.Module) -> bool:
+    """What is asked of a parallel module, asked of it as the user built it."""
     with as_built(module):
-        return captured.same_graph(module)
+        return asked(module)
 
 
 def _leave_shape(owner: nn.Module, held: dict[str, Any], name: str) -> None:
