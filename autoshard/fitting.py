@@ -165,7 +165,7 @@ class Fitter:
                 continue
             if _kind_of(tried) == too_large:
                 break  # what runs the same again never holds as little as it would have to
-            if best is None and self._seconds(tried) >= limit:
+            if best is None and limit <= self._seconds(tried) < inf:
                 if _kind_of(tried) == _kind_of(measured[-1][0]):
                     return Fitted(tried)  # with more room it does not fit
                 slower, low, room = tried, room, (room + high) / 2
@@ -230,6 +230,7 @@ class Fitter:
         staging = None
         if tried.configuration.pipe.ranks > 1:
             self.progress("cutting the pipeline")
+            self.cutting(tried).check_stages()
             try:
                 staging = self.cutting(tried).best(fixed=self.fixed)
             except InfeasibleError:

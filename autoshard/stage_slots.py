@@ -191,7 +191,9 @@ class Slots:
 
     @property
     def most_stages(self) -> int:
-        return len(self.places) + 1
+        """As many as there are runs of slots that use parameters."""
+        runs = np.logical_or.reduceat(self.uses_params, [0, *(p + 1 for p in self.places)])
+        return int(runs.sum()) or len(runs)
 
     def cut_behind(self, k: int) -> Cut:
         """The cut behind a slot, by the call it is in."""
@@ -208,7 +210,7 @@ class Slots:
         """The best cuts for one schedule, simulated; None if nothing fits."""
         edges = [0, *(p + 1 for p in self.places), self.count]
         tried: list[list[int]] = []
-        for lines in self._lines(schedule, edges):
+        for lines in self._lines(schedule, edges, idle=ask.chunks > 1):
             found = best_cuts(lines, ask)
             ends = [] if found is None else [edges[e + 1] - 1 for e in found.ends]
             tried += [ends] if found is not None and ends not in tried else []
@@ -217,6 +219,8 @@ class Slots:
         tried += [alike] if alike and alike not in tried else []
         best: Trial | None = None
         for ends in tried:
+            if self._leaves_idle(schedule, ends):
+                continue
             costs = self.costs(schedule, ends)
             if best is not None and least_makespan(schedule, costs) > (1 + _ROUNDING) * best.seconds:
                 continue
@@ -229,9 +233,25 @@ class Slots:
                 best = Trial(schedule, ask.chunks, tuple(ends), costs, step)
         return best
 
-    def _lines(self, schedule: Schedule, edges: Sequence[int]) -> list[list[Line]]:
+    @cached_property
+    def uses_params(self) -> np.ndarray:
+        """Whether a slot uses parameters; those of several slots count for each."""
+        found = self.costs_of.state > 0
+        for slots, _ in self.shared:
+            found[list(slots)] = True
+        return found
+
+    def _leaves_idle(self, schedule: Schedule, ends: Sequence[int]) -> bool:
+        """Whether a rank's stages would have no parameters: its optimizer would get an empty list."""
+        having = np.logical_or.reduceat(self.uses_params, [0, *(e + 1 for e in ends)])
+        return bool(having.any()) and len({schedule.owner[k] for k in np.nonzero(having)[0]}) < schedule.ranks
+
+    def _lines(self, schedule: Schedule, edges: Sequence[int], *, idle: bool) -> list[list[Line]]:
         """The slots between places that may be cut, as one each; for every stage. Where links are unlike,
-        also as if nothing were sent: a stage that waits for a slow link has time to compute."""
+        also as if nothing were sent: a stage that waits for a slow link has time to compute.
+
+        idle: whether a stage may have no parameters, as others of its rank may have some.
+        """
         made: dict[tuple[int, int, bool], Line] = {}
 
         def line(stage: int, sends: bool) -> Line:
@@ -240,24 +260,26 @@ class Slots:
             behind = self.between(owner[stage], owner[min(stage + 1, len(owner) - 1)])
             key = (id(own), id(behind), sends)
             if key not in made:
-                made[key] = self._line(own, behind, edges, sends)
+                made[key] = self._line(own, behind, edges, sends, idle)
             return made[key]
 
         ways = (True, False) if self.of else (True,)
         return [[line(stage, sends) for stage in range(schedule.stages)] for sends in ways]
 
-    def _line(self, own: SlotCosts, behind: SlotCosts, edges: Sequence[int], sends: bool) -> Line:
+    def _line(self, own: SlotCosts, behind: SlotCosts, edges: Sequence[int], sends: bool, idle: bool) -> Line:
         def grouped(x: np.ndarray) -> np.ndarray:
             return np.add.reduceat(x, edges[:-1])
 
         crossing = behind.send if sends else np.zeros(self.count)
         send = np.array([*(crossing[e - 1] for e in edges[1:-1]), 0.0])
+        params = np.logical_or.reduceat(self.uses_params, edges[:-1])
         return Line(
             grouped(own.forward),
             grouped(own.input + own.weight),
             grouped(own.held),
             grouped(own.state),
             send,
+            None if idle or not self.uses_params.any() else params,
         )
 
     def costs(self, schedule: Schedule, ends: Sequence[int]) -> StageCosts:

@@ -204,6 +204,16 @@ class Cutting:
             self._trials[name, chunks] = found
         return self._trials[name, chunks]
 
+    def check_stages(self) -> None:
+        """InfeasibleError if there are too few places to cut, whatever the memory."""
+        ranks, most = self.pipeline.ranks, self.slots.most_stages
+        if most < ranks:
+            raise InfeasibleError(
+                f"the model cannot be cut into pp={ranks} stages with parameters in each",
+                why=f"there are {most} such stages at most",
+                hint="use a smaller pp axis",
+            )
+
     def _no_room(self) -> InfeasibleError:
         ranks = self.pipeline.ranks
         least = float(self.slots.costs_of.state.sum()) / ranks

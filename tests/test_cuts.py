@@ -23,7 +23,8 @@ def lines(draw: st.DrawFn) -> Line:
     column = st.lists(TIMES, min_size=n, max_size=n)
     forward, backward, held, state, send = (np.array(draw(column)) for _ in range(5))
     blocked = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
-    return Line(forward, backward, held, state, np.where(blocked, np.inf, send))
+    params = draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n).map(np.array))
+    return Line(forward, backward, held, state, np.where(blocked, np.inf, send), params)
 
 
 def brute_force(lines: Sequence[Line], ask: Ask) -> float | None:
@@ -41,6 +42,7 @@ def brute_force(lines: Sequence[Line], ask: Ask) -> float | None:
             held = float(line.state[a:b].sum()) + flight * float(line.held[a:b].sum())
             room = ask.room(stage)
             fits &= room is None or held <= room / ask.chunks + 1e-9
+            fits &= line.params is None or bool(line.params[a:b].any())
         if fits and np.isfinite(sum(times)):
             seconds = step_seconds(times, ask)
             best = seconds if best is None else min(best, seconds)

@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from pipelines import model_and_batch
+from torch import nn
 
 import autoshard
-from autoshard import UsageError, fitting
+from autoshard import InfeasibleError, UsageError, fitting
 from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
+from autoshard.program.holders import holders_of
 from autoshard.program.verify import verify
 from autoshard.schedules.registry import make
 from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
@@ -200,3 +202,31 @@ def test_a_gradient_of_two_parameters_is_cut_like_any_other() -> None:
     program = autoshard.compile(model, planned).program
     found = verify(program, model, (), batch, steps=1)
     assert found.ok, found.worst()
+
+
+class _Tail(nn.Module):
+    """Parameters at the front, and most of the work behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.b(torch.relu(self.a(x)))
+        for _ in range(6):
+            y = torch.tanh(y @ y.transpose(-1, -2) @ y)
+        return y.pow(2).mean()
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_every_rank_gets_parameters(mesh: str) -> None:
+    """An optimizer would get an empty list on a rank that has only the work behind them."""
+    model, x = _Tail(), torch.randn(8, 16, 16)
+    planned = autoshard.plan(model, mesh, example_inputs=x, microbatches=4, cluster="cpu-gloo")
+    program = autoshard.compile(model, planned).program
+    assert program.stages is not None
+    holders, owner = holders_of(program), program.stages.schedule.owner
+    params = [p.name for p in program.signature.ports if p.kind == "param"]
+    assert {owner[stage] for name in params for stage in holders[name]} == {0, 1}
+    with pytest.raises(InfeasibleError, match="cannot be cut into pp=8 stages with parameters in each"):
+        autoshard.plan(model, "pp=8", example_inputs=x, microbatches=4, cluster="cpu-gloo")

@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from autoshard.search.networks.network import Array, Indices
 
@@ -41,7 +42,8 @@ class Line:
 
     forward, backward: seconds of one microbatch. held: bytes kept for backward, per microbatch in flight.
     state: bytes of parameters, gradients and optimizer. send: seconds to send what crosses behind a slot to
-    the next stage and its gradient back, inf where no cut may be; the last one is not used.
+    the next stage and its gradient back, inf where no cut may be; the last one is not used. params: whether
+    a slot uses parameters, of which every stage needs some; None if it need not.
     """
 
     forward: Array
@@ -49,6 +51,7 @@ class Line:
     held: Array
     state: Array
     send: Array
+    params: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.forward)
@@ -280,6 +283,9 @@ def _seconds(line: Line) -> Array:
     send = np.where(np.arange(n) < n - 1, line.send, 0.0)
     run: Array = work[None, :] - work[:, None] + np.concatenate([[0.0], send])[None, :]
     run[np.tril_indices(n + 1)] = inf
+    if line.params is not None:
+        users = np.concatenate([[0], np.cumsum(line.params)])
+        run[users[None, :] == users[:, None]] = inf
     return run
 
 
