@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,9 +17,8 @@ from autoshard.errors import UsageError
 from autoshard.interop import experts
 from autoshard.interop.hf_inputs import Asked, Made
 from autoshard.interop.hf_tasks import task_of
-from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
-from autoshard.torch_adapters.late import defer_unused
+from autoshard.torch_adapters.replaced import replaced
 
 #: what makes a model leave out whole layers of a step, or hide parts of sounds, by numbers drawn in Python
 _CHANCES: Mapping[str, float | bool] = MappingProxyType(
@@ -61,7 +59,7 @@ def prepared(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[list[tuple
         masking = sys.modules.get("transformers.masking_utils")
         packs = "position_ids" in kwargs and not caching
         if configs and not packs and hasattr(masking, "find_packed_sequence_indices"):
-            stack.enter_context(patch.object(masking, "find_packed_sequence_indices", _not_packed))
+            stack.enter_context(replaced(masking, "find_packed_sequence_indices", _not_packed))
         yield [(config, name) for config in configs for name in _DECIDED]
 
 
@@ -126,17 +124,15 @@ def load_hf_config(
     only. overrides: config entries to change first. dtype: of the weights, else what the config says.
     Returns (model in training mode, keyword arguments of its forward with notes on them).
     """
-    defer_unused()
-    options = {} if dtype is None else {"dtype": dtype}
-    with late_imports():
-        config = _read_config(Path(config_path), overrides or {})
-        from transformers.models import auto as classes
+    from transformers.models import auto as classes
 
-        task, notes = task_of(config), same_every_step(config)
-        with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
-            torch.manual_seed(seed)
-            model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
-            made = task.inputs(Asked(model, config, batch, seq))
+    options = {} if dtype is None else {"dtype": dtype}
+    config = _read_config(Path(config_path), overrides or {})
+    task, notes = task_of(config), same_every_step(config)
+    with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
+        made = task.inputs(Asked(model, config, batch, seq))
     return model.train(), Made(made.inputs, (*notes, *made.notes))
 
 

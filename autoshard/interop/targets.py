@@ -20,7 +20,6 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.rules.user import user_rules
-from autoshard.torch_adapters.late import defer_unused
 
 BATCH, SEQ = 8, 128
 _FORMS = "write module:callable, file.py:callable, or hf:path/to/config.json"
@@ -67,7 +66,6 @@ def build(
     Raises UsageError if the target cannot be found, fails, or returns something else.
     """
     options = options_of(target, batch, seq)
-    defer_unused()
     if is_config(target):
         return _from_config(Path(target[3:]).expanduser(), options, device, seed)
     fn = find_callable(target)

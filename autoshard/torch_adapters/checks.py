@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from autoshard.torch_adapters.origins import is_library
+from autoshard.torch_adapters.replaced import replaced
 
 #: (first line, its first column, last line, its last column), columns in UTF-8 bytes
 Span = tuple[int, int, int, int]
@@ -205,9 +205,9 @@ def checks_pass() -> Iterator[None]:
     names: tuple[str, ...] = ("_check_tensor_all", "_check_tensor_all_with")
     stand_in: Callable[..., None] = _passed
     with (
-        patch.object(torch, names[0], stand_in),
-        patch.object(torch, names[1], stand_in),
-        patch.object(torch.distributions.Distribution, "_validate_args", False),
+        replaced(torch, names[0], stand_in),
+        replaced(torch, names[1], stand_in),
+        replaced(torch.distributions.Distribution, "_validate_args", False),
         _PassMode(Checks()),
     ):
         yield

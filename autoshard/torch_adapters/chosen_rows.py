@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
@@ -30,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from autoshard.ops.chosen import Selection, moved, places
 from autoshard.torch_adapters.loops import Loops
+from autoshard.torch_adapters.replaced import replaced
 from autoshard.torch_adapters.shadows import changed_by
 
 #: what is computed element by element; all of it gives new tensors
@@ -348,7 +348,7 @@ def chosen_rows(raising: set[tuple[int, int]]) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         return mode.apply(lambda *a, **k: original(cls, *a, **k), args, kwargs)
 
-    with mode, patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+    with mode, replaced(torch.autograd.Function, "apply", classmethod(apply)):
         yield
         mode.finish()
 

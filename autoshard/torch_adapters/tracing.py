@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.fx.traceback as fx_traceback
@@ -21,11 +20,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard.torch_adapters.joint_trace import BACKWARD, Traced, trace_once
-from autoshard.torch_adapters.late import defer_unused
-from autoshard.torch_adapters.late_symbols import symbols_module
+from autoshard.torch_adapters.replaced import replaced
 
 #: key of our mark in the ``custom`` metadata of a node
 MARK = "autoshard"
@@ -35,9 +34,7 @@ DYNAMIC_SHAPE: tuple[type[Exception], ...] = (DynamicOutputShapeException,)
 
 def is_data_dependent(error: Exception) -> bool:
     """Whether Python code asked for a value that only a run can give."""
-    symbols = symbols_module()
-    guards = () if symbols is None else (symbols.GuardOnDataDependentSymNode,)
-    return isinstance(error, (DataDependentOutputException, *guards))
+    return isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
 
 
 def trace_joint(
@@ -50,7 +47,6 @@ def trace_joint(
 
 def fake_mode() -> FakeTensorMode:
     """Tensors without data; real tensors that the code brings along are taken as constants."""
-    defer_unused()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -156,9 +152,9 @@ def plain_model_code() -> Iterator[None]:
     """
     module = torch.utils.checkpoint
     with (
-        patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
-        patch.object(module, "CheckpointFunction", _DirectCall),
-        patch.object(module, "_checkpoint_without_reentrant_generator", _keep_all),
+        replaced(torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
+        replaced(module, "CheckpointFunction", _DirectCall),
+        replaced(module, "_checkpoint_without_reentrant_generator", _keep_all),
         _no_mkldnn(),
         torch.autograd.set_detect_anomaly(False),
     ):

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import UsageError
-from autoshard.interop.late_imports import late_imports
 from autoshard.interop.unfilled import Unfilled
-from autoshard.torch_adapters.late import defer_unused
 
 Kind = Literal["gpt2", "llama", "deepseek_v3"]
 
@@ -56,9 +54,7 @@ def on_meta(
 
 def model_of(shape: Architecture) -> nn.Module:
     """The model in fp32, on the default device."""
-    defer_unused()
-    with late_imports():
-        return {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
+    return {"gpt2": _gpt2, "llama": _llama, "deepseek_v3": _deepseek_v3}[shape.kind](shape)
 
 
 def _gpt2(shape: Architecture) -> nn.Module:
