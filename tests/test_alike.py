@@ -21,7 +21,6 @@ from autoshard.planning import plan_analysed
 from autoshard.search.problem.alike import Alike
 from autoshard.search.problem.problem import Model
 from autoshard.search.problem.terms import profile
-from autoshard.search.reasons.unrolled import NotAChain, runs_of, unroll
 from autoshard.search.solving.problems import Posed, layer_calls, pose
 from autoshard.search.solving.setting import Setting
 
@@ -152,14 +151,3 @@ def test_what_differs_in_more_than_numbers_decides_alone() -> None:
     assert not found.ops
     assert not found.inputs
     assert not found.across
-
-
-def test_layers_of_several_segments_are_no_chain() -> None:
-    """What they would be worth if they differed is not said."""
-    layers = [*(Scaled(0.1 * k) for k in range(4)), *(nn.Linear(32, 32) for _ in range(3))]
-    model = analyse(capture(Stack(layers), (torch.randn(INPUT),), {})).model
-    assert model.alike.across
-    posed, _ = posed_of(model, "tp=2")
-    for run in runs_of(model.folded):
-        with pytest.raises(NotAChain):
-            unroll(posed, run)

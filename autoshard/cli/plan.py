@@ -275,13 +275,6 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         f"{gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, gap {summary.gap:.2%} "
         f"({summary.method}, {summary.variables} decisions, {summary.states} choices)",
     )
-    if summary.untied_gap is not None:
-        saved = f"at most {summary.untied_gap:.2%}" if summary.untied_gap > 1e-9 else "nothing"
-        yield (
-            "layers",
-            f"all {summary.layers_alike} of a kind alike: if each of them chose for itself, {saved} could be "
-            "saved on this mesh with these microbatches (min-plus powers)",
-        )
     share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
     yield (
         "rank",

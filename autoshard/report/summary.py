@@ -165,9 +165,7 @@ class Summary:
 
     budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations, the gap that of the
     seconds, with stages as they are cut; own_bound, own_gap: of the chosen mesh and microbatches, before
-    anything is cut. layers_alike: of the longest row of equal layers, which all take the same decisions;
-    untied_bound: seconds that no plan of that mesh and those microbatches in which these layers differ goes
-    below; untied_gap: as a share of the seconds. Both None where nothing is known.
+    anything is cut.
     """
 
     mesh: str
@@ -201,9 +199,6 @@ class Summary:
     stages: tuple[StageRow, ...] = ()
     own_bound: float = 0.0
     own_gap: float = 0.0
-    layers_alike: int = 0
-    untied_bound: float | None = None
-    untied_gap: float | None = None
     pipeline: PipelineRow | None = None
     peak: PeakRow | None = None
     offload: str = ""
@@ -270,9 +265,6 @@ def summarise(
         else tuple(StageRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
         proof.own_bound,
         proof.own_gap,
-        proof.layers,
-        proof.untied,
-        proof.untied_gap,
         None if staging is None else _pipeline(staging),
         None if peak is None else PeakRow.of(peak),
         plan.offload,

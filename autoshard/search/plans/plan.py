@@ -33,9 +33,7 @@ class Why:
 class Proof:
     """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound.
 
-    own_bound: seconds; no plan with the same mesh and microbatches is below it. layers: of the longest row
-    of equal ones, 0 if there is none. untied: seconds; no plan with the same mesh and microbatches in which
-    these layers differ is below it, None where nothing is known.
+    own_bound: seconds; no plan with the same mesh and microbatches is below it.
     """
 
     seconds: float
@@ -45,15 +43,6 @@ class Proof:
     variables: int
     states: int
     own_bound: float = 0.0
-    layers: int = 0
-    untied: float | None = None
-
-    @property
-    def untied_gap(self) -> float | None:
-        """Share of the seconds that layers which differ may save at most; None where nothing is known."""
-        if self.untied is None or not self.seconds:
-            return None
-        return max(0.0, (self.seconds - self.untied) / self.seconds)
 
     @property
     def own_gap(self) -> float:

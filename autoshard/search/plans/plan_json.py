@@ -12,7 +12,7 @@ from autoshard.rules.states import OpState
 from autoshard.search.plans.plan import Cut, Pipeline, Plan, Proof, Recompute, Why
 from autoshard.search.problem.variables import ParamState
 
-SCHEMA = 4
+SCHEMA = 5
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -50,8 +50,6 @@ def plan_to_json(plan: Plan) -> str:
             plan.proof.variables,
             plan.proof.states,
             plan.proof.own_bound,
-            plan.proof.layers,
-            plan.proof.untied,
         ],
     }
     return json.dumps(document, indent=None, separators=(",", ":")) + "\n"

@@ -24,12 +24,8 @@ from autoshard.search.problem.variables import (
     ValueVar,
     Variable,
 )
-from autoshard.search.reasons.untied import Untied, untied_from
 from autoshard.search.solving.amounts import bytes_up
 from autoshard.search.solving.pipe import Pipe
-
-#: choices of a problem up to which layers are let loose from each other to see what that could win
-_UNTIED = 4_000
 
 
 def explain(
@@ -48,7 +44,6 @@ def explain(
     """
     placed, problem = settled.placed, settled.posed.problem
     mesh, where = settled.configuration.mesh, settled.configuration
-    apart = _apart(settled, budget) if reasons else Untied(0, None, reason="not asked")
     proof = Proof(
         placed.seconds,
         settled.bound,
@@ -57,8 +52,6 @@ def explain(
         len(problem.variables),
         problem.choices,
         settled.own_bound,
-        apart.layers,
-        apart.seconds,
     )
     plan = Plan(
         mesh=str(mesh),
@@ -96,17 +89,6 @@ def explain(
 def _pipeline(pipe: Pipe) -> Pipeline | None:
     """The pipeline, as yet uncut."""
     return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, (), pipe.slices)
-
-
-def _apart(settled: Settled, budget: int | None) -> Untied:
-    """What layers that differ could win, where finding that out is quick."""
-    wide = settled.posed.problem.choices > _UNTIED
-    if settled.interrupted or wide or settled.placed.setting.pipe.ranks > 1:
-        return Untied(0, None, reason="not looked into")
-    try:
-        return untied_from(settled.posed, settled.placed, budget)
-    except KeyboardInterrupt:
-        return Untied(0, None, reason="interrupted")
 
 
 def _why_mesh(settled: Settled) -> Why:
