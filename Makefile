@@ -45,16 +45,16 @@ style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 bench: $(STAMP) ## run the benchmarks
-	$(BIN)/python -m autoshard.bench $(BENCH_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 bench-gpu: $(STAMP) ## check and time the kernels on this machine's GPU
-	$(BIN)/python -m autoshard.bench.kernels $(BENCH_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.kernels $(BENCH_ARGS)
 
 fuzz: $(STAMP) ## run 2,000 random graphs, modules and training scripts (FUZZ_ARGS="--kind K --cases N --seconds N --first N")
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ_ARGS)
 
 sweep: $(STAMP) ## plan 200 random real cases (SWEEP_ARGS="--cases N --seed N --case K --limit N")
-	$(BIN)/python -m autoshard.bench sweep $(SWEEP_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks sweep $(SWEEP_ARGS)
 
 clean: ## remove caches, build artefacts and out/ (keeps .venv)
 	rm -rf build dist out *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autoshard.bench.estimates_cases import EstimateCase
-from autoshard.bench.models import bench_batch, bench_llama
+from benchmarks.estimates_cases import EstimateCase
+from benchmarks.models import bench_batch, bench_llama
 
 
 def small_case(mesh: str, microbatches: int = 1, again: bool = False) -> EstimateCase:

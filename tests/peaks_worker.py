@@ -15,7 +15,7 @@ from estimated import CASES
 from leaving import leave
 
 import autoshard
-from autoshard.bench.estimates_worker import Measured
+from benchmarks.estimates_worker import Measured
 
 
 def main() -> None:

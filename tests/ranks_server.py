@@ -28,7 +28,7 @@ MODULES = (
     "torch.distributed.tensor",
     "torch._dynamo",
     "autoshard.api",
-    "autoshard.bench.estimates_worker",
+    "benchmarks.estimates_worker",
     "gloo_worker",
     "pipelines",
 )

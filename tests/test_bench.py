@@ -16,22 +16,6 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.analysis import analyse
-from autoshard.bench.__main__ import main
-from autoshard.bench.cases import Case
-from autoshard.bench.cuts import SC21, heads, interleaved_rows
-from autoshard.bench.cuts_measured import CutMeasured, check_equal, equal_cuts
-from autoshard.bench.cuts_table import print_cuts
-from autoshard.bench.planning import PlanningRow, by_turns, compile_package, median_of, plan_case
-from autoshard.bench.planning_table import goals_text, print_planning, scaling_lines
-from autoshard.bench.published import Comparison, compare, machine, published_setting, settle
-from autoshard.bench.published_programs import Programs, simulate
-from autoshard.bench.published_rows import Skipped, read_rows, reason_to_skip
-from autoshard.bench.published_table import print_comparisons, print_programs
-from autoshard.bench.quality import Small, quality_of, recomputations
-from autoshard.bench.quality_table import print_quality
-from autoshard.bench.rings import Stack, row_of
-from autoshard.bench.rings_table import print_rings
-from autoshard.bench.sweep import SweepRow, case_of, closing_line, sweep
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
@@ -45,6 +29,22 @@ from autoshard.search.solving.configuration import Staged
 from autoshard.search.solving.pipe import Pipe
 from autoshard.stage_link import pipe_link
 from autoshard.validate.models import Architecture, on_meta
+from benchmarks.__main__ import main
+from benchmarks.cases import Case
+from benchmarks.cuts import SC21, heads, interleaved_rows
+from benchmarks.cuts_measured import CutMeasured, check_equal, equal_cuts
+from benchmarks.cuts_table import print_cuts
+from benchmarks.planning import PlanningRow, by_turns, compile_package, median_of, plan_case
+from benchmarks.planning_table import goals_text, print_planning, scaling_lines
+from benchmarks.published import Comparison, compare, machine, published_setting, settle
+from benchmarks.published_programs import Programs, simulate
+from benchmarks.published_rows import Skipped, read_rows, reason_to_skip
+from benchmarks.published_table import print_comparisons, print_programs
+from benchmarks.quality import Small, quality_of, recomputations
+from benchmarks.quality_table import print_quality
+from benchmarks.rings import Stack, row_of
+from benchmarks.rings_table import print_rings
+from benchmarks.sweep import SweepRow, case_of, closing_line, sweep
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
 CASE = Case("tiny", TINY, 2, 4, 16)

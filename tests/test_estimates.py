@@ -17,17 +17,17 @@ from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoshard
-from autoshard.bench.estimates import WITHOUT_UPDATE, EstimateRow, StepMeasured, mean_error
-from autoshard.bench.estimates_cases import EstimateCase, cases, program_of
-from autoshard.bench.estimates_table import print_estimates
-from autoshard.bench.estimates_worker import Measured
-from autoshard.bench.live_bytes import LiveBytes
-from autoshard.bench.models import bench_llama
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
 from autoshard.program.store import save_program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.step import estimate_step
+from benchmarks.estimates import WITHOUT_UPDATE, EstimateRow, StepMeasured, mean_error
+from benchmarks.estimates_cases import EstimateCase, cases, program_of
+from benchmarks.estimates_table import print_estimates
+from benchmarks.estimates_worker import Measured
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.models import bench_llama
 
 CPU = load_cluster("cpu-gloo")
 

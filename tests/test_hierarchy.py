@@ -15,7 +15,6 @@ from slow_links import slow_cluster
 
 from autoshard import UsageError
 from autoshard.api import compile_analysed, plan
-from autoshard.bench.frontier import crossing, parameter_bytes
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
@@ -36,6 +35,7 @@ from autoshard.rules.local import MeshShape
 from autoshard.search.plans.plan import Recompute
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
+from benchmarks.frontier import crossing, parameter_bytes
 
 # -- which levels an axis crosses ----------------------------------------------------------------------
 

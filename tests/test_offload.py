@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 import autoshard
 from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
-from autoshard.bench.live_bytes import LiveBytes
 from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cluster.host import Host
@@ -50,6 +49,7 @@ from autoshard.runtime.resolve import torch_dtype
 from autoshard.search.plans.plan import Pipeline, Recompute
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
+from benchmarks.live_bytes import LiveBytes
 
 ALL = "activations,parameters,optimizer"
 KINDS = ("activations", "parameters", ALL)

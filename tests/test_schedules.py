@@ -14,7 +14,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoshard.bench.schedules_table import rows
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.report import gantt
 from autoshard.schedules import Action, Schedule
@@ -27,6 +26,7 @@ from autoshard.schedules.searched import Found, search
 from autoshard.search.solving.pipe import Pipe
 from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.torch_adapters.pipelining import torch_schedule
+from benchmarks.schedules_table import rows
 
 EVERY = sorted(SCHEDULES)
 some = settings(max_examples=60, deadline=None, derandomize=True)

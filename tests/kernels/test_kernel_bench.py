@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoshard.bench import kernels as bench
-from autoshard.bench import kernels_rows
-from autoshard.bench.kernels_measure import Stopwatch
-from autoshard.bench.kernels_rows import GOALS, Row, check, rows
 from autoshard.kernels.registry import KernelSpec, specs
+from benchmarks import kernels as bench
+from benchmarks import kernels_rows
+from benchmarks.kernels_measure import Stopwatch
+from benchmarks.kernels_rows import GOALS, Row, check, rows
 
 CPU = torch.device("cpu")
 

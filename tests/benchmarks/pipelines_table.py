@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.pipelines import HIDDEN, LAYERS, MICROBATCHES, PIECE, RANKS, SEQ, VOCAB, PipelineRow
+from benchmarks.pipelines import HIDDEN, LAYERS, MICROBATCHES, PIECE, RANKS, SEQ, VOCAB, PipelineRow
 
 
 def print_pipelines(console: Console, rows: Sequence[PipelineRow]) -> None:

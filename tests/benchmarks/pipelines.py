@@ -15,7 +15,6 @@ from torch import nn
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
-from autoshard.bench.models import bench_batch, bench_llama
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import VerificationError
 from autoshard.passes.capture import capture
@@ -23,6 +22,7 @@ from autoshard.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.search.plans.plan import Cut, Pipeline
+from benchmarks.models import bench_batch, bench_llama
 
 RANKS, MICROBATCHES = 4, 8
 LAYERS, HIDDEN, VOCAB = 8, 256, 2048
@@ -71,7 +71,7 @@ def measured() -> list[PipelineRow]:
         _save_programs(Path(folder))
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={RANKS}", "-m", "autoshard.bench.pipeline_worker", folder, str(out)]
+        command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.pipeline_worker", folder, str(out)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         rows = [PipelineRow(**row) for row in json.loads(out.read_text())]
     check_equal(rows)

@@ -38,7 +38,7 @@ def measured() -> list[dict[str, Any]]:
         out = Path(folder) / "steps.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, "-m", "autoshard.bench.step_worker", str(out)], check=True, env=env)
+        subprocess.run([*command, "-m", "benchmarks.step_worker", str(out)], check=True, env=env)
         rows: list[dict[str, Any]] = json.loads(out.read_text())
     return rows
 
@@ -46,10 +46,10 @@ def measured() -> list[dict[str, Any]]:
 def messages() -> Iterator[Messages]:
     """Collectives of small models on 4 ranks, without any optional pass and with all of them."""
     import autoshard
-    from autoshard.bench.models import small_model
-    from autoshard.bench.step_worker import OFF
     from autoshard.cluster import load_cluster
     from autoshard.report.estimate import Estimator
+    from benchmarks.models import small_model
+    from benchmarks.step_worker import OFF
 
     cluster = load_cluster("cpu-gloo")
     settings: tuple[dict[str, Any], ...] = (OFF, {})

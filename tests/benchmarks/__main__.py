@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench [NAME ...]``, or ``published PATH``, or ``sweep``.
+"""``python -m benchmarks [NAME ...]``, or ``published PATH``, or ``sweep``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
@@ -21,9 +21,9 @@ CONSOLE, PROGRESS = Console(width=150), Console(stderr=True)
 
 def planning() -> None:
     """Big models planned from cold, and how depth and width count."""
-    from autoshard.bench.cases import Case
-    from autoshard.bench.planning import PlanningRow, measure, median_of
-    from autoshard.bench.planning_table import print_planning, print_scaling
+    from benchmarks.cases import Case
+    from benchmarks.planning import PlanningRow, measure, median_of
+    from benchmarks.planning_table import print_planning, print_scaling
 
     def told(case: Case, run: Callable[[Case], PlanningRow]) -> PlanningRow:
         PROGRESS.print(f"planning {case.name} on {case.devices:,} GPUs", highlight=False)
@@ -35,7 +35,7 @@ def planning() -> None:
 
 def steps() -> None:
     """Step time of emitted programs against torch by hand: 4 gloo processes, one thread each."""
-    from autoshard.bench.steps import measured, messages, print_messages, print_steps
+    from benchmarks.steps import measured, messages, print_messages, print_steps
 
     print_steps(CONSOLE, measured())
     print_messages(CONSOLE, messages())
@@ -43,48 +43,48 @@ def steps() -> None:
 
 def estimates() -> None:
     """Predicted steps of small programs against measured ones: 4 gloo processes, one thread each; minutes."""
-    from autoshard.bench.estimates import measured_rows
-    from autoshard.bench.estimates_table import print_estimates
+    from benchmarks.estimates import measured_rows
+    from benchmarks.estimates_table import print_estimates
 
     print_estimates(CONSOLE, measured_rows())
 
 
 def quality() -> None:
     """Small cases against trying everything; some minutes."""
-    from autoshard.bench.quality import SMALL, quality_of
-    from autoshard.bench.quality_table import print_quality
+    from benchmarks.quality import SMALL, quality_of
+    from benchmarks.quality_table import print_quality
 
     print_quality(CONSOLE, (q for case in SMALL for q in quality_of(case)))
 
 
 def schedules() -> None:
     """Bubbles and memory of pipeline schedules, simulated; seconds."""
-    from autoshard.bench.schedules_table import print_schedules, rows
+    from benchmarks.schedules_table import print_schedules, rows
 
     print_schedules(CONSOLE, rows())
 
 
 def pipelines() -> None:
     """Steps of pipelines against torch.distributed.pipelining: 4 gloo processes; some minutes."""
-    from autoshard.bench.pipelines import measured
-    from autoshard.bench.pipelines_table import print_pipelines
+    from benchmarks.pipelines import measured
+    from benchmarks.pipelines_table import print_pipelines
 
     print_pipelines(CONSOLE, measured())
 
 
 def cuts() -> None:
     """What planned cuts and interleaving gain: simulated, and one case on 4 gloo processes; minutes."""
-    from autoshard.bench.cuts import heads, interleaved_rows
-    from autoshard.bench.cuts_measured import measured
-    from autoshard.bench.cuts_table import print_cuts
+    from benchmarks.cuts import heads, interleaved_rows
+    from benchmarks.cuts_measured import measured
+    from benchmarks.cuts_table import print_cuts
 
     print_cuts(CONSOLE, heads(), measured(), list(interleaved_rows()))
 
 
 def frontier() -> None:
     """Partitions of parameters over slow networks, against two papers; simulated, a minute."""
-    from autoshard.bench.frontier import rows_of_dgx2, rows_of_frontier
-    from autoshard.bench.frontier_table import print_dgx2, print_frontier
+    from benchmarks.frontier import rows_of_dgx2, rows_of_frontier
+    from benchmarks.frontier_table import print_dgx2, print_frontier
 
     def say(text: str) -> None:
         PROGRESS.print(text, highlight=False)
@@ -95,25 +95,25 @@ def frontier() -> None:
 
 def rings() -> None:
     """Products beside their messages in chunks, and apart; simulated, a minute."""
-    from autoshard.bench.rings import rows
-    from autoshard.bench.rings_table import print_rings
+    from benchmarks.rings import rows
+    from benchmarks.rings_table import print_rings
 
     print_rings(CONSOLE, list(rows(lambda text: PROGRESS.print(text, highlight=False))))
 
 
 def published(args: Sequence[str]) -> None:
     """Published plans against ours; some minutes."""
-    parser = argparse.ArgumentParser("python -m autoshard.bench published")
+    parser = argparse.ArgumentParser("python -m benchmarks published")
     parser.add_argument("path", type=Path, help="measurements, a JSON list of objects")
     parser.add_argument("--study", default="", help="only the runs of this study")
     parser.add_argument(
         "--programs", type=int, metavar="K", help="make programs of every K-th, and simulate them"
     )
     given = parser.parse_args(args)
-    from autoshard.bench.published import Comparison, compare
-    from autoshard.bench.published_programs import Programs, simulate
-    from autoshard.bench.published_rows import Skipped, read_rows
-    from autoshard.bench.published_table import print_comparisons, print_programs
+    from benchmarks.published import Comparison, compare
+    from benchmarks.published_programs import Programs, simulate
+    from benchmarks.published_rows import Skipped, read_rows
+    from benchmarks.published_table import print_comparisons, print_programs
 
     def say(text: str) -> None:
         PROGRESS.print(text, markup=False, highlight=False)
@@ -137,7 +137,7 @@ def sweep(args: Sequence[str]) -> None:
 
     Raises SystemExit with code 1 if any crashed or was over the limit.
     """
-    parser = argparse.ArgumentParser("python -m autoshard.bench sweep")
+    parser = argparse.ArgumentParser("python -m benchmarks sweep")
     parser.add_argument("--cases", type=int, default=200, help="how many [default: 200]")
     parser.add_argument("--seed", type=int, default=0, help="of the draw [default: 0]")
     parser.add_argument("--case", type=int, metavar="K", help="case K alone")
@@ -148,7 +148,7 @@ def sweep(args: Sequence[str]) -> None:
     given = parser.parse_args(args)
     if given.cases < 1:
         parser.error("--cases takes 1 or more")
-    from autoshard.bench.sweep import case_of, closing_line, sweep
+    from benchmarks.sweep import case_of, closing_line, sweep
 
     numbers = range(given.first, given.first + given.cases) if given.case is None else [given.case]
     rows = []

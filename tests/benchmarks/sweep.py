@@ -16,8 +16,8 @@ from pathlib import Path
 from resource import struct_rusage
 from typing import Any
 
-from autoshard.bench.sweep_configs import published
 from autoshard.cluster.load import catalog_names
+from benchmarks.sweep_configs import published
 
 GPUS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 96, 128, 256, 512, 1000, 1024, 2048, 4096)
 BATCHES = (1, 7, 8, 16, 32, 64, 96, 128, 256, 512, 1000, 1024, 2048)

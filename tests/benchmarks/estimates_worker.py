@@ -18,14 +18,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.bench.estimates import PROFILES, RESULTS, StepMeasured, cluster_file
-from autoshard.bench.estimates_cases import Inputs, cases
-from autoshard.bench.live_bytes import LiveBytes
-from autoshard.bench.ranks import worst_of
 from autoshard.cluster.write import write_all
 from autoshard.runtime.module import ParallelModule
 from autoshard.runtime.profile import Effort, measure
 from autoshard.runtime.train import accumulate
+from benchmarks.estimates import PROFILES, RESULTS, StepMeasured, cluster_file
+from benchmarks.estimates_cases import Inputs, cases
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.ranks import worst_of
 
 #: of steps, after each profile
 ROUNDS = 4

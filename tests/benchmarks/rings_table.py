@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.rings import RingRow
+from benchmarks.rings import RingRow
 
 
 def print_rings(console: Console, found: Iterable[RingRow]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.bench.published import SLOWER, Asked, machine, name_of, questions, settle
-from autoshard.bench.published_rows import Published, Skipped
 from autoshard.candidates import PipeAsk
 from autoshard.cluster import Cluster, usable_memory
 from autoshard.cost.recipe import MIXED
@@ -21,6 +19,8 @@ from autoshard.offload import NO_OFFLOAD
 from autoshard.planning import Planned, Question
 from autoshard.search.choosing.choose import Ask
 from autoshard.search.problem.rebatch import NotRebatchable, rebatched
+from benchmarks.published import SLOWER, Asked, machine, name_of, questions, settle
+from benchmarks.published_rows import Published, Skipped
 
 #: how often a published plan is placed again with less room, and by how much more than what it held too much
 _ROUNDS, _MORE = 4, 1.03

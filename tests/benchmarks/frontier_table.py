@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.frontier import Row
+from benchmarks.frontier import Row
 
 
 def print_frontier(console: Console, found: Iterable[list[Row]]) -> None:

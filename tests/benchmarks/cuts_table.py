@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench import cuts, cuts_measured
-from autoshard.bench.cuts import CutRow, Interleaving
-from autoshard.bench.cuts_measured import CutMeasured
 from autoshard.report.units import seconds_text
+from benchmarks import cuts, cuts_measured
+from benchmarks.cuts import CutRow, Interleaving
+from benchmarks.cuts_measured import CutMeasured
 
 
 def print_cuts(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from autoshard.bench.estimates_cases import RANKS, cases, program_of
 from autoshard.cluster import load_cluster
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import Recipe
@@ -19,6 +18,7 @@ from autoshard.program.store import load_program, save_program
 from autoshard.runtime.launch import torchrun
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.step import estimate_step
+from benchmarks.estimates_cases import RANKS, cases, program_of
 
 #: our runtime on the CPU; the clock stops before the optimizer, whose state is in memory all the same
 WITHOUT_UPDATE = Behaviour(
@@ -82,7 +82,7 @@ def save_programs(folder: Path) -> None:
 
 def run(folder: Path) -> None:
     """Measure this machine and the steps of all programs, and write both into the folder."""
-    done = torchrun(["-m", "autoshard.bench.estimates_worker", str(folder)], RANKS)
+    done = torchrun(["-m", "benchmarks.estimates_worker", str(folder)], RANKS)
     if done.returncode:
         raise UsageError("the processes that run the steps have failed", why=f"exit code {done.returncode}")
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import autoshard.ops  # noqa: F401 (defines the ops)
-from autoshard.bench.kernels_measure import Stopwatch
-from autoshard.bench.kernels_peers import liger
 from autoshard.kernels.registry import Cost, KernelSpec, operand, specs
+from benchmarks.kernels_measure import Stopwatch
+from benchmarks.kernels_peers import liger
 
 #: part of the bandwidth of a copy that a kernel should reach
 GOALS: Mapping[str, float] = MappingProxyType(

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.bench.models import bench_batch
-from autoshard.bench.pipeline_by_hand import torch_pipeline
-from autoshard.bench.pipelines import (
+from benchmarks.models import bench_batch
+from benchmarks.pipeline_by_hand import torch_pipeline
+from benchmarks.pipelines import (
     MICROBATCHES,
     PIECE,
     SCHEDULES,
@@ -31,7 +31,7 @@ from autoshard.bench.pipelines import (
     check_equal,
     pipeline_llama,
 )
-from autoshard.bench.ranks import worst_of
+from benchmarks.ranks import worst_of
 
 WARM_UP, ROUNDS = 1, 9
 

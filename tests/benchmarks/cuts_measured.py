@@ -14,13 +14,13 @@ from torch import nn
 
 from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
-from autoshard.bench.cuts import CutRow, planned, row_of
-from autoshard.bench.models import bench_batch, bench_llama
 from autoshard.errors import VerificationError
 from autoshard.passes.capture import capture
 from autoshard.planning import Planned
 from autoshard.program.store import save_program
 from autoshard.search.plans.plan import Cut
+from benchmarks.cuts import CutRow, planned, row_of
+from benchmarks.models import bench_batch, bench_llama
 
 RANKS, MICROBATCHES = 4, 8
 #: a head of about the work of two layers, as in `cuts.heads`
@@ -73,7 +73,7 @@ def measured() -> CutMeasured:
         found = save_programs(Path(folder))
         out = Path(folder) / "times.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={RANKS}", "-m", "autoshard.bench.cuts_worker", folder, str(out)]
+        command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.cuts_worker", folder, str(out)]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         times = json.loads(out.read_text())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.estimates import EstimateRow, mean_error
-from autoshard.bench.estimates_cases import RANKS
+from benchmarks.estimates import EstimateRow, mean_error
+from benchmarks.estimates_cases import RANKS
 
 _MIB = 2**20
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoshard.api import compile_analysed, plan
-from autoshard.bench.cases import GPT3_175B, LLAMA3_8B
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_ring
@@ -19,6 +18,7 @@ from autoshard.program.program import Program
 from autoshard.report.estimate import Estimator
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.models import Architecture, on_meta
+from benchmarks.cases import GPT3_175B, LLAMA3_8B
 
 _CHUNKED = tuple(op.split(".")[1] for op in (GATHER_MM, MM_SCATTER))
 _PINS = {

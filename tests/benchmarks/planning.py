@@ -1,4 +1,4 @@
-"""Time and memory of planning big models, each in a fresh process: ``python -m autoshard.bench.planning``.
+"""Time and memory of planning big models, each in a fresh process: ``python -m benchmarks.planning``.
 
 The worker reads a `Case` as JSON from its arguments and prints a `PlanningRow` as JSON.
 """
@@ -16,16 +16,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import autoshard
+
 if TYPE_CHECKING:
-    from autoshard.bench.cases import Case
+    from benchmarks.cases import Case
 
 
 @dataclass(frozen=True)
 class PlanningRow:
     """What a process took and found.
 
-    process_s: its whole life, seconds. capture_s: of the trace; search_s: from there to the plan, rivals
-    among it. peak_gib: of its resident memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival:
+    process_s: its whole life, seconds, imports of torch and transformers and building the model among it.
+    capture_s: of the trace; search_s: from there to the plan, rivals among it. peak_gib: of its resident memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival:
     the best one by hand with its mesh, "" if none can be used, and then rivals_why says why; rival_ratio: its
     step over the plan's.
     """
@@ -42,6 +44,11 @@ class PlanningRow:
     rival: str = ""
     rival_ratio: float = 0.0
     rivals_why: str = ""
+
+    @property
+    def planning_s(self) -> float:
+        """Seconds from a model that was built to its plan."""
+        return self.capture_s + self.search_s
 
 
 def plan_case(case: Case) -> PlanningRow:
@@ -108,7 +115,7 @@ def measure(case: Case) -> PlanningRow:
     """
     compile_package()
     here = str(Path(__file__).resolve())
-    command = [sys.executable, "-P", "-m", "autoshard.bench.planning", json.dumps(asdict(case)), here]
+    command = [sys.executable, "-P", "-m", "benchmarks.planning", json.dumps(asdict(case)), here]
     start = time.perf_counter()
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -123,7 +130,7 @@ def compile_package() -> None:
     A checkout has none where PYTHONDONTWRITEBYTECODE is set, and then every process compiles everything anew.
     Raises RuntimeError where it cannot be written.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(autoshard.__file__).resolve().parent
     # compile_dir passes over folders that are links, as `passes` and `kernels` are in a checkout
     folders = (package, *(entry for entry in package.iterdir() if entry.is_symlink()))
     if not all([compileall.compile_dir(folder, quiet=2) for folder in folders]):
@@ -160,8 +167,8 @@ def _peak_gib() -> float:
 
 
 def _main(text: str) -> None:
-    from autoshard.bench.cases import Case
     from autoshard.validate.models import Architecture
+    from benchmarks.cases import Case
 
     raw = json.loads(text)
     case = Case(**{**raw, "model": Architecture(**raw["model"])})

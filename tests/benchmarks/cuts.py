@@ -7,9 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.bench.cases import LLAMA3_8B
-from autoshard.bench.published import settle
-from autoshard.bench.published_rows import Published
 from autoshard.candidates import PipeAsk, given
 from autoshard.cluster import Mesh, load_cluster, usable_memory
 from autoshard.cost.on_mesh import cost_model
@@ -26,6 +23,9 @@ from autoshard.search.solving.pipe import Pipe
 from autoshard.search.solving.problems import layer_calls
 from autoshard.staging import Staging, staged
 from autoshard.validate.models import Architecture, on_meta
+from benchmarks.cases import LLAMA3_8B
+from benchmarks.published import settle
+from benchmarks.published_rows import Published
 
 #: name of a schedule, stages per rank
 SCHEDULES = (("1f1b", 1), ("interleaved", 2))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import autoshard
-from autoshard.bench.cuts_measured import (
+from benchmarks.cuts_measured import (
     MICROBATCHES,
     PIECE,
     SEQ,
@@ -25,8 +25,8 @@ from autoshard.bench.cuts_measured import (
     check_equal,
     cut_llama,
 )
-from autoshard.bench.models import bench_batch
-from autoshard.bench.ranks import worst_of
+from benchmarks.models import bench_batch
+from benchmarks.ranks import worst_of
 
 WARM_UP, ROUNDS = 1, 9
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.analysis import Analysis, analyse
-from autoshard.bench.published_rows import Policy, Published, Skipped
 from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cost.recipe import MIXED
@@ -28,6 +27,7 @@ from autoshard.search.solving.settle import place
 from autoshard.stage_link import pipe_link
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
+from benchmarks.published_rows import Policy, Published, Skipped
 
 #: sequences of the capture that stands for every batch but 1
 _CAPTURED = 16

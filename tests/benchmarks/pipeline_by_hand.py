@@ -15,7 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from autoshard.bench.pipelines import MICROBATCHES, layers_of
+from benchmarks.pipelines import MICROBATCHES, layers_of
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -13,9 +13,9 @@ from rich.table import Table
 from autoshard.report.units import seconds_text
 
 if TYPE_CHECKING:
-    from autoshard.bench.published import Comparison
-    from autoshard.bench.published_programs import Programs
-    from autoshard.bench.published_rows import Skipped
+    from benchmarks.published import Comparison
+    from benchmarks.published_programs import Programs
+    from benchmarks.published_rows import Skipped
 
 
 def comparisons_table(found: Sequence[Comparison]) -> Table:

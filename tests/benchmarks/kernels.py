@@ -1,4 +1,4 @@
-"""``python -m autoshard.bench.kernels [NAME ...]``: kernels on this machine's GPU, in one table.
+"""``python -m benchmarks.kernels [NAME ...]``: kernels on this machine's GPU, in one table.
 
 Every kernel is first compared with its reference in fp64 on fresh random inputs, in three element types. Then
 it is timed in bf16 beside the reference in eager mode, the reference under torch.compile, and Liger-Kernel
@@ -21,16 +21,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.kernels_measure import Stopwatch
-from autoshard.bench.kernels_rows import GOALS, Row, check, rows
 from autoshard.kernels.launch import has_triton
 from autoshard.kernels.registry import specs
+from benchmarks.kernels_measure import Stopwatch
+from benchmarks.kernels_rows import GOALS, Row, check, rows
 
 CONSOLE = Console(width=170)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="autoshard.bench.kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="kernels; default: all")
     parser.add_argument("--seed", type=int, default=None, help="of the inputs [default: a new one]")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which is slow")

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.bench.by_hand import by_ddp, by_fsdp2, by_tensor_parallel
-from autoshard.bench.models import bench_batch, bench_llama
 from autoshard.runtime.transports import VARIABLE
+from benchmarks.by_hand import by_ddp, by_fsdp2, by_tensor_parallel
+from benchmarks.models import bench_batch, bench_llama
 
 ROUNDS, STEPS = 9, 4
 #: every optional pass switched off

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.bench.quality import Quality
 from autoshard.report.units import bytes_text, seconds_text
+from benchmarks.quality import Quality
 
 
 def print_quality(console: Console, found: Iterable[Quality]) -> None:

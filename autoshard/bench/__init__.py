@@ -1,1 +1,0 @@
-"""Benchmarks that print both sides from one run: ``python -m autoshard.bench``."""

@@ -1,0 +1,1 @@
+"""Benchmarks that print both sides from one run: ``python -m benchmarks``."""
