@@ -43,6 +43,7 @@ lint: style ## ruff check, ruff format --check, mypy
 style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP) ## run the benchmarks
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from autoshard.interop.export import export
-    from autoshard.planning import Planned
+    from autoshard.planner.planning import Planned
     from autoshard.rules.user import UserRule, rule
-    from autoshard.runtime.adamw import AdamW
-    from autoshard.runtime.clip import clip_grad_norm_
-    from autoshard.runtime.host_optimizer import HostOptimizer
-    from autoshard.runtime.scaling import GradScaler
+    from autoshard.runtime.optim.adamw import AdamW
+    from autoshard.runtime.optim.clip import clip_grad_norm_
+    from autoshard.runtime.optim.grad_scaler import GradScaler
+    from autoshard.runtime.optim.host_optimizer import HostOptimizer
+    from autoshard.verify.rule_check import WrongRule, check_rule
 
 __all__ = [
     "AdamW",
@@ -50,7 +51,9 @@ __all__ = [
     "UsageError",
     "UserRule",
     "VerificationError",
+    "WrongRule",
     "__version__",
+    "check_rule",
     "clip_grad_norm_",
     "compile",
     "errors",
@@ -71,16 +74,18 @@ def _home(name: str) -> str | None:
         return "autoshard.cluster"
     if name in ("rule", "UserRule"):
         return "autoshard.rules.user"
+    if name in ("check_rule", "WrongRule"):
+        return "autoshard.verify.rule_check"
     if name == "export":
         return "autoshard.interop.export"
     if name == "clip_grad_norm_":
-        return "autoshard.runtime.clip"
+        return "autoshard.runtime.optim.clip"
     if name == "AdamW":
-        return "autoshard.runtime.adamw"
+        return "autoshard.runtime.optim.adamw"
     if name == "HostOptimizer":
-        return "autoshard.runtime.host_optimizer"
+        return "autoshard.runtime.optim.host_optimizer"
     if name == "GradScaler":
-        return "autoshard.runtime.scaling"
+        return "autoshard.runtime.optim.grad_scaler"
     return "autoshard.errors" if name.endswith("Error") and name in __all__ else None
 
 

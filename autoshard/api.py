@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.analysis import Analysis
-from autoshard.candidates import PipeAsk
+from autoshard.capture.traced_function import Differentiate
 from autoshard.cluster import (
     Cluster,
     Mesh,
@@ -23,22 +21,24 @@ from autoshard.cluster import (
     usable_memory,
 )
 from autoshard.cost.recipe import recipe_named
-from autoshard.emitting import emission, emit
 from autoshard.errors import UsageError, VerificationError
-from autoshard.offload import Offload
-from autoshard.passes.batch_terms import NO_TERMS
-from autoshard.passes.capture_function import Differentiate
-from autoshard.planning import Planned, Progress, Question, Source
+from autoshard.ir.offload import Offload
+from autoshard.passes.simplify.batch_terms import NO_TERMS
+from autoshard.planner.analysis import Analysis
+from autoshard.planner.candidates import PipeAsk
+from autoshard.planner.lowering import emission, emit
+from autoshard.planner.planning import Planned, Progress, Question, Source
+from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
-from autoshard.search.choosing.choose import Ask
-from autoshard.search.choosing.tactics import Tactic, parse_tactics
-from autoshard.search.plans.plan import Plan
+from autoshard.runtime.arguments import split_inputs
+from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
-from autoshard.step_terms import step_terms, warn_of
+from autoshard.search.select.choose import Ask
+from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.torch_adapters.compiled import uncompiled
 
 
@@ -99,7 +99,7 @@ def plan(
     replicate_unknown: whether an op without a rule runs on whole tensors, on every rank.
     rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
     ``"activations,optimizer"`` (see `offload.Offload`). differentiate: ``"auto"`` for the gradients of the
-    one loss that a model returns, ``"all"`` for those of all its outputs (see `passes.capture`).
+    one loss that a model returns, ``"all"`` for those of all its outputs (see `capture.capture`).
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
@@ -143,23 +143,6 @@ def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
     if not isinstance(where, Mesh):
         raise UsageError("tactics need a mesh", hint="give the mesh whose axes they use, as dp=4,tp=2")
     return parse_tactics(text, where)
-
-
-def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(positional, keyword) arguments of example inputs in any accepted form."""
-    if isinstance(example_inputs, torch.Tensor):
-        return (example_inputs,), {}
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple | list):
-        items = tuple(example_inputs)
-        if len(items) == 2 and isinstance(items[0], tuple) and isinstance(items[1], Mapping):
-            return items[0], dict(items[1])
-        return items, {}
-    raise UsageError(
-        f"example_inputs is {type(example_inputs).__name__}",
-        hint="give a dict of keyword arguments, a tuple of positional ones, or a single tensor",
-    )
 
 
 def _check_memory(memory: object) -> None:
@@ -370,10 +353,10 @@ def _parallelize_now(
     passes: Mapping[str, Any],
     **options: Any,
 ) -> nn.Module:
+    from autoshard.runtime.checks.recapture import captured_of
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
-    from autoshard.runtime.recapture import captured_of
 
     away = passes.get("offload", "")
     if local_batch:

@@ -26,12 +26,12 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 import autoshard
 from autoshard.api import with_options
 from autoshard.interop.targets import build
-from autoshard.program.verify import verify
-from autoshard.report.estimate import Estimator
-from autoshard.report.units import bytes_text
+from autoshard.ir.units import bytes_text
 from autoshard.runtime.corpus import load_corpus
 from autoshard.runtime.launch import torchrun
 from autoshard.runtime.train import feed_of, train, vocabulary_of
+from autoshard.simulate.estimate import Estimator
+from autoshard.verify.lockstep import verify
 
 OUT = Path("out/demo")
 MESH, RANKS, CLUSTER = "dp=2,tp=2", 4, "cpu-gloo"

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils.logging import set_verbosity_error
 
 import autoshard
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.report.summary import summarise
-from autoshard.report.units import bytes_text, seconds_text
 
 
 def model_of(layers: int) -> GPT2LMHeadModel:

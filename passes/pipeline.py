@@ -12,42 +12,42 @@ from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.lowered import Lowered
 from autoshard.ir.statements import statements_of
-from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
-from autoshard.passes.bucket import bucket_collectives
-from autoshard.passes.count_once import count_once
-from autoshard.passes.cut_pipeline import cut_pipeline
-from autoshard.passes.decompose import decompose
-from autoshard.passes.defer_reductions import defer_reductions
-from autoshard.passes.early_reductions import early_reductions
-from autoshard.passes.fold_repeats import fold_repeats
-from autoshard.passes.fuse_bias import fuse_bias
-from autoshard.passes.fuse_kernels import fuse_kernels
-from autoshard.passes.gather_once import gather_once
-from autoshard.passes.hierarchy import ByLevel, by_level
-from autoshard.passes.insert_collectives import insert_collectives
-from autoshard.passes.join_messages import join_messages
-from autoshard.passes.keep_part import keep_part
-from autoshard.passes.known import Known
-from autoshard.passes.localize import localize
-from autoshard.passes.normalize import normalize
-from autoshard.passes.offload import Hosting, offload
-from autoshard.passes.overlap import Seconds, overlap
-from autoshard.passes.prefetch import prefetch
-from autoshard.passes.quantise_collectives import Quantising, Sent, quantise_collectives
-from autoshard.passes.quantise_norms import quantise_norms
-from autoshard.passes.recompute import recompute
-from autoshard.passes.ring_products import Rings, ring_products
-from autoshard.passes.scale_terms import scale_terms
-from autoshard.passes.scatter_sends import Saving, scatter_sends
-from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary, secondary_shards
-from autoshard.passes.shorten import Shortened
-from autoshard.passes.slice_places import places_of
-from autoshard.passes.slice_sequence import slice_sequence
-from autoshard.passes.split_backward import split_backward
-from autoshard.passes.uncut import Uncut
+from autoshard.passes.fuse.fuse_bias import fuse_bias
+from autoshard.passes.fuse.fuse_kernels import fuse_kernels
+from autoshard.passes.memory.offload import Hosting, offload
+from autoshard.passes.memory.recompute import recompute
+from autoshard.passes.overlap.bucket import bucket_collectives
+from autoshard.passes.overlap.coalesce_layers import join_messages
+from autoshard.passes.overlap.defer_reductions import defer_reductions
+from autoshard.passes.overlap.gather_once import gather_once
+from autoshard.passes.overlap.overlap_grad_reduce import early_reductions
+from autoshard.passes.overlap.prefetch import prefetch
+from autoshard.passes.overlap.schedule_ops import Seconds, overlap
+from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part
+from autoshard.passes.partition.hierarchy import ByLevel, by_level
+from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary, secondary_shards
+from autoshard.passes.partition.insert_collectives import insert_collectives
+from autoshard.passes.partition.localize import localize
+from autoshard.passes.partition.quantize_collectives import Quantising, Sent, quantise_collectives
+from autoshard.passes.partition.quantize_norms import quantise_norms
+from autoshard.passes.partition.ring_products import Rings, ring_products
+from autoshard.passes.sequence.slice_places import places_of
+from autoshard.passes.sequence.slice_sequence import slice_sequence
+from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
+from autoshard.passes.simplify.count_once import count_once
+from autoshard.passes.simplify.decompose import decompose
+from autoshard.passes.simplify.fold_repeats import fold_repeats
+from autoshard.passes.simplify.normalize import normalize
+from autoshard.passes.simplify.scale_terms import scale_terms
+from autoshard.passes.simplify.segment_cache import Known
+from autoshard.passes.stages.cut_pipeline import cut_pipeline
+from autoshard.passes.stages.scatter_sends import Saving, scatter_sends
+from autoshard.passes.stages.split_backward import split_backward
+from autoshard.passes.stages.truncate_layers import Shortened
+from autoshard.passes.stages.unpartitioned import Uncut
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
-from autoshard.search.plans.plan import Plan
+from autoshard.search.plan.plan import Plan
 
 G = TypeVar("G", Folded, Lowered)
 #: told of every graph as it is made: (pass name, graph)

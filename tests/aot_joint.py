@@ -18,9 +18,9 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from autoshard.capture import tracing
+from autoshard.capture.traced_function import Function
 from autoshard.ir import Origin
-from autoshard.passes.capture_function import Function
-from autoshard.torch_adapters import tracing
 
 
 class _Module(nn.Module):

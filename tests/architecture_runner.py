@@ -10,11 +10,11 @@ import torch
 from lockstep_check import RTOL, lockstep_step, relative_error
 from torch import nn
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 
 if TYPE_CHECKING:

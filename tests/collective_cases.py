@@ -12,9 +12,9 @@ import torch
 
 from autoshard.ir import Node, TensorType
 from autoshard.runtime.collectives import GroupCollectives
-from autoshard.runtime.in_process import Together
-from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.lockstep.in_process import Together
 from autoshard.runtime.resolve import RankView
+from autoshard.runtime.shard_utils import join_parts, take_part
 
 WAYS = 4
 

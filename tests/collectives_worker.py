@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard.runtime.collectives import GroupCollectives
-from autoshard.runtime.network import Network
 from autoshard.runtime.pending import arrived
-from autoshard.runtime.transport import Transport
-from autoshard.runtime.transports import transport_of
+from autoshard.runtime.transport.network import Network
+from autoshard.runtime.transport.transport import Transport
+from autoshard.runtime.transport.transport_choice import transport_of
 
 
 def collectives(over: Transport) -> None:

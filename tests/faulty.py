@@ -15,15 +15,15 @@ from planned import analysed, planned
 from planned import program as flat
 from sliced import program_of
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choosing.choose import Ask
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.pins import Pin
+from autoshard.search.select.choose import Ask
 from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
 

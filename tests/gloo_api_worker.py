@@ -21,17 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.store import save_program
-from autoshard.runtime.meeting import meet
-from autoshard.runtime.network import Network
-from autoshard.runtime.shared_memory import SharedMemory
-from autoshard.runtime.transport import Transport
-from autoshard.runtime.transports import transport_of
+from autoshard.runtime.transport.network import Network
+from autoshard.runtime.transport.shm_collectives import SharedMemory
+from autoshard.runtime.transport.shm_handshake import meet
+from autoshard.runtime.transport.transport import Transport
+from autoshard.runtime.transport.transport_choice import transport_of
 
 
 class Tower(nn.Module):

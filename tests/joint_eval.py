@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.ir import DTYPES, Arg, Dtype, Joint, Ref
-from autoshard.passes.fold_repeats import flat
+from autoshard.passes.simplify.fold_repeats import flat
 
 
 def evaluate(

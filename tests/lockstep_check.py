@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autoshard.program.program import Program
-from autoshard.runtime.lockstep import Lockstep
+from autoshard.runtime.lockstep.op_lockstep import Lockstep
 
 #: fp32: relative to the largest element, with a floor for gradients that are zero in exact arithmetic
 RTOL, FLOOR = 1e-4, 2e-5

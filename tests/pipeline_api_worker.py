@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autoshard
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.runtime.groups import device_mesh_for
 from autoshard.runtime.module import bind
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
 
 ADAM = {"lr": 1e-2, "eps": 1e-4}
 COUNT = 4

@@ -9,14 +9,14 @@ import torch
 from families import family
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Folded
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, Progress, Source, plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, Progress, Source, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
 
 #: sequences of one microbatch
 PIECE = 4

@@ -9,11 +9,11 @@ import functools
 
 from families import family
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 
 

@@ -14,10 +14,10 @@ from planned import analysed
 from autoshard.api import compile_analysed
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir.comm import is_ring
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choosing.choose import Ask
 from autoshard.search.problem.pins import Pin
+from autoshard.search.select.choose import Ask
 
 #: weights by columns, then by rows: what lies between layers is then divided along the sequence
 _PINS = {
@@ -55,7 +55,7 @@ def even_cluster() -> Cluster:
 def free_rings() -> Iterator[None]:
     """Rings cost nothing while this lasts, so that all of them are worth it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoshard.node_prices.alone", lambda *_: 0.0)
+        patch.setattr("autoshard.planner.node_costs.alone", lambda *_: 0.0)
         yield
 
 

@@ -11,9 +11,9 @@ from sequence_llama import prompt_cluster
 from torch import nn
 
 from autoshard.api import compile_analysed, plan
-from autoshard.planning import Planned
+from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 
 #: the products of its MLPs as Megatron-LM divides them
 PINS = ("transformer.h.*.mlp.c_fc.weight=tp:S(1)", "transformer.h.*.mlp.c_proj.weight=tp:S(0)")

@@ -10,13 +10,13 @@ from families import FAMILIES, Family, family
 from pipelines import PIECE, Known, cuts_of
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, Source, plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plans.plan import Pipeline
+from autoshard.search.plan.plan import Pipeline
 
 SEQ = 32
 

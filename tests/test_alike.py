@@ -12,17 +12,17 @@ import torch
 from lockstep_check import RTOL, relative_error, results_of
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.step_time import Exposure
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
-from autoshard.search.problem.alike import Alike
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
+from autoshard.search.problem.cost_terms import profile
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.terms import profile
-from autoshard.search.solving.problems import Posed, layer_calls, pose
-from autoshard.search.solving.setting import Setting
+from autoshard.search.problem.tied_decisions import Alike
+from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.step_config import Setting
 
 HEADS, WIDTH, STEPS = 4, 8, 40
 

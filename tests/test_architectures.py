@@ -8,7 +8,7 @@ from architectures import ARCHITECTURES, RARELY, Architecture, errors_of
 from lockstep_check import RTOL
 from torch import nn
 
-from autoshard.passes.capture import capture
+from autoshard.capture.capture import capture
 
 #: every second one; ``python tests/architectures.py`` compares them all
 SPREAD = [a for a in ARCHITECTURES if not a.rarely][::8]

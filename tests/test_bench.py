@@ -15,19 +15,19 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.unfilled import Unfilled
-from autoshard.passes.capture import capture
-from autoshard.search.bounds.uneven import busiest, chain_of
-from autoshard.search.choosing.choose import Ask, choose
-from autoshard.search.plans.plan import Recompute
-from autoshard.search.problem.rebatch import rebatched
-from autoshard.search.solving.configuration import Staged
-from autoshard.search.solving.pipe import Pipe
-from autoshard.stage_link import pipe_link
+from autoshard.planner.analysis import analyse
+from autoshard.planner.stage_link import pipe_link
+from autoshard.search.bound.stage_imbalance import busiest, chain_of
+from autoshard.search.plan.plan import Recompute
+from autoshard.search.problem.rescale_batch import rebatched
+from autoshard.search.select.choose import Ask, choose
+from autoshard.search.solve.configuration import Staged
+from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.models import Architecture, on_meta
 from benchmarks.__main__ import main
 from benchmarks.cases import Case

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.runtime.buckets import emptied, filled, in_one_kernel
-from autoshard.runtime.parts import join_parts, take_part
+from autoshard.runtime.shard_utils import join_parts, take_part
+from autoshard.runtime.transport.buckets import emptied, filled, in_one_kernel
 
 SHAPES = ((8, 3), (4,), (12, 2, 5))
 

@@ -16,11 +16,11 @@ from joint_eval import evaluate
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autoshard.capture.capture import capture as captured
 from autoshard.errors import CaptureError
 from autoshard.ir import Joint, refs_of
 from autoshard.ops.dropout import keep_mask
-from autoshard.passes.capture import capture as captured
-from autoshard.passes.fold_repeats import flat
+from autoshard.passes.simplify.fold_repeats import flat
 
 
 class Fn(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.passes.capture_order import OrderedSet, sets_in_order
+from autoshard.capture.name_order import OrderedSet, sets_in_order
 
 NAMES = ["sliding", "full", "chunked", "linear", "global", "local"]
 
@@ -19,8 +19,8 @@ TRACED = """
 import json, sys
 import torch
 from torch import nn
-from autoshard.analysis import analyse
-from autoshard.passes.capture import capture
+from autoshard.planner.analysis import analyse
+from autoshard.capture.capture import capture
 
 NAMES = json.loads(sys.argv[1])
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard.capture.captured_state import graph_digest, stored_state
+from autoshard.capture.capture import capture
+from autoshard.capture.python_state.captured_state import graph_digest, stored_state
 from autoshard.errors import CaptureError, UsageError
-from autoshard.passes.capture import capture
-from autoshard.passes.fold_repeats import flat
-from autoshard.runtime.call_guard import CallGuard
+from autoshard.passes.simplify.fold_repeats import flat
+from autoshard.runtime.checks.call_guard import CallGuard
 
 SCALE = 2.0
 LOG: list[Any] = []

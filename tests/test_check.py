@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
-from autoshard.passes.capture import capture
 from autoshard.report.coverage import Uneven, coverage
 
 MODELS = """

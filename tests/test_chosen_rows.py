@@ -12,8 +12,8 @@ from lockstep_check import RTOL
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError
-from autoshard.passes.capture import capture
 
 EXPERTS, TOKENS, WIDTH = 4, 8, 4
 Step = Callable[["Mixture", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli.main import app
+from autoshard.ir.units import bytes_text, parse_bytes, seconds_text
 from autoshard.program.store import load_program
-from autoshard.report.units import bytes_text, parse_bytes, seconds_text
 
 TARGETS = """
 import torch

@@ -10,7 +10,7 @@ from ranks import HERE, run_ranks
 from torch import nn
 
 import autoshard
-from autoshard.program.verify import verify
+from autoshard.verify.lockstep import verify
 
 
 class Net(nn.Module):

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from test_search import SHAPES, few, layered, network_of
 
 from autoshard.search import Limits, solve
-from autoshard.search.networks.core import Core
-from autoshard.search.networks.dive import widen
-from autoshard.search.networks.eliminate import Elimination
-from autoshard.search.networks.improve import measure
-from autoshard.search.networks.order import Familiar, find_order, order_beside
-from autoshard.search.networks.prune import Residual
+from autoshard.solver.diving import widen
+from autoshard.solver.eliminate import Elimination
+from autoshard.solver.elimination_core import Core
+from autoshard.solver.elimination_order import Familiar, find_order, order_beside
+from autoshard.solver.improvement_moves import measure
+from autoshard.solver.prune import Residual
 
 
 @given(st.integers(0, 2**32), st.sampled_from(SHAPES), st.integers(1, 6), st.sampled_from([0.0, 0.3]))

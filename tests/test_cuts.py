@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.search.solving import cuts
-from autoshard.search.solving.cuts import Ask, Line, best_cuts, places_of, step_seconds
+from autoshard.search.solve import stage_cuts as cuts
+from autoshard.search.solve.stage_cuts import Ask, Line, best_cuts, places_of, step_seconds
 
 TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
 

@@ -13,9 +13,9 @@ from plain_nets import vgg
 from torch import nn
 from torch.nn import functional as F
 
-from autoshard.passes.capture import capture
+from autoshard.capture.capture import capture
+from autoshard.ir.placement import Shard
 from autoshard.passes.pipeline import simplify
-from autoshard.placement import Shard
 from autoshard.program.program import Program
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

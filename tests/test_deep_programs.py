@@ -12,19 +12,19 @@ import torch
 from families import _gpt2, _llama, _tokens
 from test_shorten import _bart, _gemma2, _opt
 
-import autoshard.deep_programs as deep
-from autoshard.analysis import Analysis, analyse
+import autoshard.planner.depth_extrapolation as deep
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.deep_programs import Look, look_at_deep
-from autoshard.fitting import Fitter
 from autoshard.ir import Folded
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
-from autoshard.planning import plan_analysed
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.plans.plan import Recompute
-from autoshard.search.solving.problems import layer_calls
-from autoshard.simulate.kept import Held
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.depth_extrapolation import Look, look_at_deep
+from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.planning import plan_analysed
+from autoshard.search.plan.plan import Recompute
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.simulate.saved_for_backward import Held
 
 MODELS = {
     "llama": lambda: _llama(layers=14),

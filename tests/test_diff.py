@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from autoshard.api import compile_analysed
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.planning import plan_analysed
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
 from autoshard.report.diff import Side, diff_of
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.problem.pins import Pin
+from autoshard.search.select.request import Ask
 from autoshard.simulate.step import estimate_step
 
 CPU = load_cluster("cpu-gloo")

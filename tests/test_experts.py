@@ -15,25 +15,25 @@ from lockstep_check import RTOL, compare_step
 from planned import program
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
+from autoshard.capture.hf_experts import experts_forward
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import cost_model
-from autoshard.interop.experts import experts_forward
 from autoshard.ir import Node, Ref, TensorType, refs_of
-from autoshard.passes.capture import capture
-from autoshard.placement import R, Shard, chunk
-from autoshard.planning import plan_analysed
-from autoshard.program.known import known_ops
+from autoshard.ir.placement import R, Shard, chunk
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
+from autoshard.program.known_ops import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
-from autoshard.report.estimate import Estimator
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import OpState, op_states
 from autoshard.runtime import exchange
 from autoshard.runtime.exchange import Send
+from autoshard.simulate.estimate import Estimator
 
 f64 = torch.float64
 #: expert 1 has no row; the rows of 4 and -1 have no expert

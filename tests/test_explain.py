@@ -18,8 +18,8 @@ from autoshard.cli.main import app
 from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
-from autoshard.placement import R, Shard
-from autoshard.planning import plan_analysed
+from autoshard.ir.placement import R, Shard
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
@@ -31,9 +31,9 @@ from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import chain_lines, explanation_lines
 from autoshard.report.html import page
 from autoshard.report.lookup import Index, Place
-from autoshard.search.plans.plan import why_key
+from autoshard.report.what_if import Solver, Wishes
+from autoshard.search.plan.plan import why_key
 from autoshard.search.problem.pins import Pin
-from autoshard.whatif import Solver, Wishes
 
 CPU = load_cluster("cpu-gloo")
 MESH = "dp=2,tp=2"

@@ -20,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.analysis import Analysis, analyse
+from autoshard.capture.capture import capture
 from autoshard.cli.export import write_whole
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
@@ -29,10 +29,10 @@ from autoshard.interop.by_module import globs, grouped
 from autoshard.interop.export import Exported
 from autoshard.interop.module_styles import parameter_uses
 from autoshard.interop.units import layer_lists
-from autoshard.passes.capture import capture
-from autoshard.placement import Layout, Placement, R, Shard
-from autoshard.planning import Planned, plan_analysed
-from autoshard.search.plans.plan import Recompute
+from autoshard.ir.placement import Layout, Placement, R, Shard
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.search.plan.plan import Recompute
 
 FAMILIES = ("llama", "gpt2", "bert", "t5", "mixtral")
 MESHES = ("tp=2", "fsdp=2", "dp=2,tp=2", "fsdp=2,tp=2")

@@ -13,13 +13,13 @@ from lockstep_check import RTOL, compare_step
 from planned import program
 from ranks import HERE, run_ranks
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.store import save_program
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 from autoshard.verify.static import verify_static
 
 #: meshes on which a step is so many microbatches

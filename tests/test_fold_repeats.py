@@ -10,12 +10,12 @@ import torch
 from families import FAMILIES, deep
 from torch import nn
 
+from autoshard.capture.capture import capture
 from autoshard.ir import Joint
-from autoshard.passes import fold_repeats as folding
-from autoshard.passes.capture import capture
-from autoshard.passes.fold import fold
-from autoshard.passes.fold_repeats import flat, fold_repeats
-from autoshard.passes.stretches import Stretch, Wiring, calls_of
+from autoshard.passes.simplify import fold_repeats as folding
+from autoshard.passes.simplify.fold import fold
+from autoshard.passes.simplify.fold_repeats import flat, fold_repeats
+from autoshard.passes.stages.layer_runs import Stretch, Wiring, calls_of
 
 
 def stretches(joint: Joint) -> list[Stretch]:

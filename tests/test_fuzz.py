@@ -19,17 +19,17 @@ from fuzz.step_runs import run_steps
 from fuzz.steps import Steps
 from torch import nn
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call
-from autoshard.passes.capture import capture
-from autoshard.placement import Shard
-from autoshard.planning import Planned, plan_analysed
+from autoshard.ir.placement import Shard
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.program.verify import verify
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
+from autoshard.verify.lockstep import verify
 
 CASES = 30
 
@@ -64,7 +64,7 @@ def test_recipes_are_reproducible() -> None:
 
 def test_a_wrong_program_is_found_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """With reductions that are wrong: the part of the first rank as if it were the sum of all."""
-    from autoshard.runtime import in_process
+    from autoshard.runtime.lockstep import in_process
 
     monkeypatch.setattr(in_process, "reduced", lambda rows, op, out=None: rows[0].clone())
     number = next(n for n in range(500) if Case.of(n).run().failure in ("numbers", "VerificationError"))

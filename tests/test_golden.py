@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from golden_models import made
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import PASSES
-from autoshard.planning import Planned, Source, plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
-from autoshard.program.verify import verify
-from autoshard.search.plans.plan import Cut, Pipeline, Plan, Recompute
-from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
+from autoshard.search.plan.plan import Cut, Pipeline, Plan, Recompute
+from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
+from autoshard.verify.lockstep import verify
 
 FOLDER = Path(__file__).parent / "golden"
 #: program -> (mesh of a stage, passes that are shown of it)

@@ -19,8 +19,8 @@ from autoshard.ir.comm import is_message
 from autoshard.program.collectives import collectives_of
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.runtime.guard import checksum, failure, is_failure, period
-from autoshard.runtime.watch import PERIOD, Watch, lines_of, ranks_text
+from autoshard.runtime.checks.check_mode import checksum, failure, is_failure, period
+from autoshard.runtime.checks.collective_watchdog import PERIOD, Watch, lines_of, ranks_text
 
 
 @pytest.fixture(scope="module")

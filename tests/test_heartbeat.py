@@ -9,8 +9,8 @@ import pytest
 from memory_store import Memory
 
 from autoshard.errors import UsageError
-from autoshard.runtime import heartbeat
-from autoshard.runtime.heartbeat import Heartbeat
+from autoshard.runtime.checks import heartbeat
+from autoshard.runtime.checks.heartbeat import Heartbeat
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import torch
 from architectures import GROUPED, PATCHES, WAVES
 
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.errors import UsageError
 from autoshard.interop.huggingface import load_hf_config
-from autoshard.passes.capture import capture
+from autoshard.planner.analysis import analyse
 
 TEXT: dict[str, Any] = {**GROUPED, "vocab_size": 96, "max_position_embeddings": 64}
 SEEN: dict[str, Any] = {**PATCHES}

@@ -18,22 +18,22 @@ from autoshard.api import compile_analysed, plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
-from autoshard.emitting import laid_out
-from autoshard.hierarchies import Way, ways
 from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import axes_of as ir_axes_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
-from autoshard.passes.hierarchy import Levels, check_levels
-from autoshard.passes.keep_part import keep_part
-from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
-from autoshard.placement import Layout, Partial, R, Shard
-from autoshard.planning import Planned
+from autoshard.ir.placement import Layout, Partial, R, Shard
+from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part
+from autoshard.passes.partition.hierarchy import Levels, check_levels
+from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
+from autoshard.planner.hierarchy_choice import Way, ways
+from autoshard.planner.lowering import laid_out
+from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.step import estimate_step
+from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
 from benchmarks.frontier import crossing, parameter_bytes
 

@@ -12,14 +12,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
-from autoshard.program.verify import verify
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.runtime.arguments import Arguments
+from autoshard.verify.lockstep import verify
 
 MESHES = ("dp=2,tp=2", "fsdp=4", "tp=4", "x=4", "dp=2,x=2", "fsdp=2,tp=2")
 

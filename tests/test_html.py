@@ -22,8 +22,8 @@ from autoshard.program.program import Note, Program
 from autoshard.program.store import save_program
 from autoshard.report.document import VERSION, document
 from autoshard.report.dot import dot_text
-from autoshard.report.estimate import Estimator
 from autoshard.report.html import page, script_json
+from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.step import estimate_step
 
 CPU = load_cluster("cpu-gloo")

@@ -9,7 +9,7 @@ from empties import PartialRotary
 from ranks import HERE, run_ranks
 
 import autoshard
-from autoshard.program.verify import verify
+from autoshard.verify.lockstep import verify
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

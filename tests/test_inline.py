@@ -9,8 +9,8 @@ from autoshard.cluster.axes import FSDP, TP
 from autoshard.cost.collective import AxisLink
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import TensorType
-from autoshard.placement import Layout, Partial, R, Shard
-from autoshard.search.problem.inline import (
+from autoshard.ir.placement import Layout, Partial, R, Shard
+from autoshard.search.problem.exposed_collectives import (
     bare_gather,
     gather_copies,
     is_reduced,

@@ -11,11 +11,11 @@ from families import family
 from lockstep_check import compare_step
 from planned import planned
 
-from autoshard import emitting
 from autoshard.api import compile_analysed
 from autoshard.ir import DTYPES, Call, Node
 from autoshard.ir.comm import BUCKET_BYTES, collective_kind
-from autoshard.planning import Planned
+from autoshard.planner import lowering as emitting
+from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.verify.static import verify_static
 

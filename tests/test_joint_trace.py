@@ -13,11 +13,11 @@ import torch.utils.checkpoint
 from aot_joint import aot_trace, rows
 from torch import nn
 
+from autoshard.capture import trace as capture_trace
+from autoshard.capture.capture import capture
+from autoshard.capture.joint_trace import Traced
+from autoshard.capture.traced_function import Function
 from autoshard.errors import CaptureError
-from autoshard.passes import capture_trace
-from autoshard.passes.capture import capture
-from autoshard.passes.capture_function import Function
-from autoshard.torch_adapters.joint_trace import Traced
 
 
 class Net(nn.Module):
@@ -116,7 +116,7 @@ def traced_twice(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *args: Any, 
         return traced
 
     with monkeypatch.context() as patched:
-        patched.setattr("autoshard.passes.capture.trace", both)
+        patched.setattr("autoshard.capture.capture.trace", both)
         capture(model, args, kwargs)
     return count
 

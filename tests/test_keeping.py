@@ -10,8 +10,8 @@ import pytest
 from rebuilt_once import captured_once  # noqa: F401 (a fixture)
 
 from autoshard.schedules.check import check, in_flight
+from autoshard.schedules.timeline import StageCosts, peak_bytes, simulate, step_seconds
 from autoshard.schedules.zb_h2 import zb_h2
-from autoshard.simulate.pipeline import StageCosts, peak_bytes, simulate, step_seconds
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.rebuild import Rebuilt, rebuilt

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planned import analysed
 
-from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError
-from autoshard.search.bounds.estimated import Estimated
-from autoshard.search.bounds.nearest import Nearest
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.choosing.exact import Exact
-from autoshard.search.choosing.shapes import Shapes
-from autoshard.search.solving.configuration import Configuration, Staged, shapes_of
-from autoshard.search.solving.poses import Poses
-from autoshard.search.solving.problems import layer_calls
-from autoshard.search.solving.setting import Setting
+from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.select.mesh_shapes import Shapes
+from autoshard.search.select.refine import Exact
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.configuration import Configuration, Staged, shapes_of
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.step_config import Setting
 
 BATCH, DEVICES = 8, 8
 

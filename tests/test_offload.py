@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cluster.host import Host
@@ -32,22 +32,22 @@ from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.ir import Call, Ref
 from autoshard.ir.graph import substitute
 from autoshard.ir.lowered import Instruction
-from autoshard.offload import LOAD, STORE, Offload
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.ir.offload import LOAD, STORE, Offload
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.program.verify import verify
-from autoshard.runtime import host_optimizer
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.host import CudaHost, PlainHost, Stored
-from autoshard.runtime.host_optimizer import HostOptimizer
-from autoshard.runtime.profile_device import Clock
-from autoshard.runtime.profile_host import measure_host
-from autoshard.runtime.resolve import torch_dtype
-from autoshard.search.plans.plan import Pipeline, Recompute
+from autoshard.runtime.optim import host_optimizer
+from autoshard.runtime.optim.host_optimizer import HostOptimizer
+from autoshard.runtime.profile.device import Clock
+from autoshard.runtime.profile.host import measure_host
+from autoshard.search.plan.plan import Pipeline, Recompute
 from autoshard.simulate.step import estimate_step
+from autoshard.torch_adapters.dtypes import torch_dtype
+from autoshard.verify.lockstep import verify
 from autoshard.verify.static import verify_static
 from benchmarks.live_bytes import LiveBytes
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import AutoshardError, VerificationError
+from autoshard.planner.fingerprint import fingerprint_of
 from autoshard.program.store import load_program
 from autoshard.rules.registry import RULES
-from autoshard.verify.plan import fingerprint_of
 from autoshard.verify.static import verify_static
 
 PARTS = ("program.py", "original.py", "notes.json", "plan.json", "manifest.json")

@@ -10,10 +10,10 @@ from pipelines import model_and_batch, pipeline
 from ranks import HERE, run_ranks
 
 from autoshard.ir import Node, refs_of
-from autoshard.program.ends import ends_of
+from autoshard.ir.boundaries import ends_of
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.program.verify import verify
+from autoshard.verify.lockstep import verify
 
 #: name, chunks
 SCHEDULES = (

@@ -18,20 +18,20 @@ from plain_nets import resnet
 from torch import nn
 from torch.nn import functional as F
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.emitting import lowering_of
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Folded
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import lower, place
-from autoshard.passes.uncut import Uncut
-from autoshard.planning import Planned, plan_analysed
+from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.lowering import lowering_of
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.holders import check_holders
 from autoshard.program.program import Program
-from autoshard.program.verify import has_dropout, needs_one_rank, verify
-from autoshard.search.plans.plan import Cut, Pipeline, Recompute
+from autoshard.search.plan.plan import Cut, Pipeline, Recompute
+from autoshard.verify.lockstep import has_dropout, needs_one_rank, verify
 
 #: name -> stages per rank
 SCHEDULES = {

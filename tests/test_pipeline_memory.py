@@ -6,21 +6,21 @@ import pytest
 from pipelines import model_and_batch
 
 import autoshard
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.cluster import load_cluster
-from autoshard.fitting import Fitter
-from autoshard.passes.capture import capture
-from autoshard.passes.stage_ends import stage_ends
-from autoshard.passes.stage_places import places_apart
-from autoshard.planning import Planned
+from autoshard.passes.stages.stage_assignment import places_apart
+from autoshard.passes.stages.stage_boundaries import stage_ends
+from autoshard.planner.analysis import analyse
+from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.planning import Planned
+from autoshard.planner.stage_partition import Cutting
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.solving.pipe import TRIED, Pipe
+from autoshard.schedules.timeline import peak_bytes
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.pipeline_model import TRIED, Pipe
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.pipeline import peak_bytes
 from autoshard.simulate.stage_costs import StagePrices
-from autoshard.staging import Cutting
 from autoshard.validate.models import Architecture, on_meta
 
 SIZES = [(2, 2), (2, 3), (2, 8), (4, 2), (4, 4), (4, 5), (4, 6), (4, 7), (4, 8), (4, 10), (8, 12), (8, 20)]

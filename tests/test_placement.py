@@ -16,9 +16,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.ir import TensorType
-from autoshard.ir.held import held_bytes, held_numel, held_shape
-from autoshard.kernels.vocab_ce import merge_stats
-from autoshard.placement import (
+from autoshard.ir.local_bytes import held_bytes, held_numel, held_shape
+from autoshard.ir.placement import (
     Layout,
     Partial,
     R,
@@ -33,7 +32,8 @@ from autoshard.placement import (
     shard_of_digit,
     shards_of_dim,
 )
-from autoshard.runtime.parts import join_parts, reduce_parts, shard_tensor, take_part
+from autoshard.kernels.vocab_ce import merge_stats
+from autoshard.runtime.shard_utils import join_parts, reduce_parts, shard_tensor, take_part
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 18, 20, 24, 30, 32, 36, 40, 48, 60, 64, 72, 96]
 

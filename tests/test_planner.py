@@ -17,7 +17,7 @@ from planned import analysed
 from torch import nn
 
 import autoshard
-from autoshard.analysis import analyse, fingerprint
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.step_time import (
     Exposure,
@@ -32,23 +32,24 @@ from autoshard.cost.step_time import (
 )
 from autoshard.errors import InfeasibleError
 from autoshard.ir import refs_of
-from autoshard.ir.held import held_numel
-from autoshard.passes.capture import capture
-from autoshard.program.verify import verify
-from autoshard.search.choosing.choose import Ask, Settled, choose
-from autoshard.search.networks.network import InfeasibleNetwork
-from autoshard.search.plans.plan import Recompute
+from autoshard.ir.local_bytes import held_numel
+from autoshard.planner.analysis import analyse
+from autoshard.planner.fingerprint import fingerprint
+from autoshard.search.plan.plan import Recompute
+from autoshard.search.problem.cost_terms import Profile, Time, compose, profile
+from autoshard.search.problem.decisions import NodeVar, ParamState, ParamVar
 from autoshard.search.problem.problem import Model, batch_of
-from autoshard.search.problem.rebatch import NotRebatchable, rebatched
-from autoshard.search.problem.terms import Profile, Time, compose, profile
-from autoshard.search.problem.variables import NodeVar, ParamState, ParamVar
-from autoshard.search.solving.configuration import data_ways, microbatch_sizes
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import Posed, layer_calls, pose
-from autoshard.search.solving.refit import refit
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import Placed, place
-from autoshard.search.solving.tune import QUICK, tune
+from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.solve.configuration import data_ways, microbatch_sizes
+from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.refit_params import refit
+from autoshard.search.solve.solve_placements import Placed, place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import QUICK, tune
+from autoshard.solver.network import InfeasibleNetwork
+from autoshard.verify.lockstep import verify
 
 # -- another batch -----------------------------------------------------------------------------------------
 

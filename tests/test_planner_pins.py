@@ -17,12 +17,12 @@ from autoshard.cluster.assign import assign_ranks
 from autoshard.cluster.links import Links
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
-from autoshard.placement import R, Shard
-from autoshard.planning import Planned, plan_analysed
-from autoshard.search.choosing.choose import Ask
-from autoshard.search.choosing.tactics import parse_tactics
-from autoshard.search.plans.plan import Plan
+from autoshard.ir.placement import R, Shard
+from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
+from autoshard.search.select.choose import Ask
+from autoshard.search.select.tactics import parse_tactics
 
 CLUSTER = "cpu-gloo"
 MESH = "dp=2,tp=2"

@@ -13,28 +13,28 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.on_mesh import CostModels, cost_model
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure, between
-from autoshard.placement import R, Shard
-from autoshard.search.choosing.choose import Ask, Rejected, Settled, choose
-from autoshard.search.networks.marginals import min_marginals
-from autoshard.search.networks.network import CostNetwork, InfeasibleNetwork
-from autoshard.search.networks.solve import solve
-from autoshard.search.plans.plan import Plan
-from autoshard.search.problem.axes import plain_axes
+from autoshard.ir.placement import R, Shard
+from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.build import build_problem
-from autoshard.search.problem.padded import padded
-from autoshard.search.problem.possible import possible
-from autoshard.search.problem.prices import Prices
+from autoshard.search.problem.decisions import ParamVar
+from autoshard.search.problem.feasible_states import possible
+from autoshard.search.problem.padded_params import padded
 from autoshard.search.problem.problem import Problem
-from autoshard.search.problem.rebatch import rebatched
-from autoshard.search.problem.variables import ParamVar
+from autoshard.search.problem.problem_prices import Prices
+from autoshard.search.problem.rescale_batch import rebatched
+from autoshard.search.problem.search_axes import plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.solving.bound import dual_bound, extremes
-from autoshard.search.solving.configuration import data_ways
-from autoshard.search.solving.poses import Poses
-from autoshard.search.solving.problems import layer_calls, pose
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import place
-from autoshard.search.solving.tune import QUICK
+from autoshard.search.select.choose import Ask, Rejected, Settled, choose
+from autoshard.search.solve.configuration import data_ways
+from autoshard.search.solve.formulate import layer_calls, pose
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.recompute_bound import dual_bound, extremes
+from autoshard.search.solve.solve_placements import place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import QUICK
+from autoshard.solver.min_marginals import min_marginals
+from autoshard.solver.network import CostNetwork, InfeasibleNetwork
+from autoshard.solver.solve import solve
 
 HIDDEN = Exposure(0.0, 0.0, 0.0, 0.0)
 

@@ -17,23 +17,23 @@ from planned import analysed
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.candidates import PipeAsk, searched
 from autoshard.cli.folders import read_plan
 from autoshard.cli.main import app
 from autoshard.cli.output import Progress
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.placement import Placement, Shard
-from autoshard.planning import Source, plan_analysed
-from autoshard.search.choosing.choose import Ask, Settled, _Search, choose
-from autoshard.search.choosing.rivals import _whole_between_layers
-from autoshard.search.plans.plan_json import plan_to_json
-from autoshard.search.problem.variables import ValueVar
-from autoshard.search.solving.configuration import Staged
-from autoshard.search.solving.problems import layer_calls, pose
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import Placed, place
-from autoshard.search.solving.tune import tune
+from autoshard.ir.placement import Placement, Shard
+from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.planner.planning import Source, plan_analysed
+from autoshard.search.plan.plan_json import plan_to_json
+from autoshard.search.problem.decisions import ValueVar
+from autoshard.search.select.baselines import _whole_between_layers
+from autoshard.search.select.choose import Ask, Settled, _Search, choose
+from autoshard.search.solve.configuration import Staged
+from autoshard.search.solve.formulate import layer_calls, pose
+from autoshard.search.solve.solve_placements import Placed, place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import tune
 
 CLUSTER = "cpu-gloo"
 MESH = "dp=2,tp=2"
@@ -241,7 +241,7 @@ def test_interrupted_while_solving(nth: int, monkeypatch: pytest.MonkeyPatch) ->
         return solved[-1]
 
     whole = _two_solved(lambda _: None)
-    monkeypatch.setattr("autoshard.search.choosing.exact.tune", tune_some)
+    monkeypatch.setattr("autoshard.search.select.refine.tune", tune_some)
     found = _two_solved(lambda _: None)
     assert found.interrupted and not whole.interrupted and len(solved) == nth - 1
     assert found.bound <= whole.placed.seconds <= found.placed.seconds

@@ -14,20 +14,21 @@ from lockstep_check import RTOL, compare_step
 from planned import analysed
 from ringed import even_cluster
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Node, Origin, Ref, TensorType
 from autoshard.ir.comm import ANY_GATHER, SCATTERS, goes_in_turn, is_message
 from autoshard.ir.graph import refs_of
 from autoshard.ir.statements import Statements, statements_of
-from autoshard.passes import bucket, pipeline
-from autoshard.passes.bucket import bucket_collectives
-from autoshard.passes.capture import capture
-from autoshard.passes.prefetch import _place, prefetch
-from autoshard.planning import Planned, plan_analysed
+from autoshard.passes import pipeline
+from autoshard.passes.overlap import bucket
+from autoshard.passes.overlap.bucket import bucket_collectives
+from autoshard.passes.overlap.prefetch import _place, prefetch
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.choosing.choose import Ask
+from autoshard.search.select.choose import Ask
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 

@@ -12,7 +12,7 @@ from autoshard.cost.kernel_time import attention_seconds, product_seconds
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.step_time import Overlap, Sums, step_time
 from autoshard.ir import Node, Ref, TensorType
-from autoshard.placement import R
+from autoshard.ir.placement import R
 from autoshard.rules import attention, matmul
 from autoshard.rules.states import OpState
 from autoshard.validate.models import Architecture, Kind, on_meta

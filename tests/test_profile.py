@@ -26,10 +26,14 @@ from autoshard.cluster.write import cluster_text, matrix_text, write_all
 from autoshard.cost import AxisLink, link_of, seconds
 from autoshard.cost.fit import FITTED, Timing, fit_link
 from autoshard.errors import UsageError
-from autoshard.runtime import profile, profile_device, profile_kernels, profile_links, profile_sharing
 from autoshard.runtime.launch import torchrun
-from autoshard.runtime.profile_links import node_size, rising, sizes_to
-from autoshard.runtime.profile_sharing import share_of_core
+from autoshard.runtime.profile import core_sharing as profile_sharing
+from autoshard.runtime.profile import device as profile_device
+from autoshard.runtime.profile import kernels as profile_kernels
+from autoshard.runtime.profile import links as profile_links
+from autoshard.runtime.profile import machine as profile
+from autoshard.runtime.profile.core_sharing import share_of_core
+from autoshard.runtime.profile.links import node_size, rising, sizes_to
 
 DEVICE = Device('a "quoted" device', 1000, {"f32": 1.5e9, "bf16": 2e10}, 1e9, 0.75, 1.25e-6)
 SIZES = (1024, 65536, 16 * 2**20)

@@ -14,7 +14,7 @@ from planned import planned, program
 from autoshard.errors import AutoshardError, UsageError, VerificationError
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
+from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 
 
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "fsdp=4", "tp=4"])

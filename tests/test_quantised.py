@@ -15,14 +15,14 @@ from torch import nn
 
 from autoshard import UsageError
 from autoshard.api import compile_analysed, plan
-from autoshard.cost.wire import packed_bytes
 from autoshard.ir import Node, refs_of
-from autoshard.passes.quantise_collectives import Precision
-from autoshard.planning import Planned
+from autoshard.ir.quantized import packed_bytes
+from autoshard.passes.partition.quantize_collectives import Precision
+from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import QUANTISED, Batch, Eager, Ranks, tolerance_of, verify
-from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
+from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
+from autoshard.verify.lockstep import QUANTISED, Batch, Eager, Ranks, tolerance_of, verify
 
 GATHER, SCATTER = "comm.all_gather_q_bucket.default", "comm.reduce_scatter_q_bucket.default"
 

@@ -21,20 +21,20 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Dtype, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.placement import R, Shard
 from autoshard.passes import pipeline
-from autoshard.passes.activations import Activations
-from autoshard.placement import R, Shard
+from autoshard.passes.simplify.activations import Activations
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.program.verify import QUANTISED, Batch, Ranks, tolerance_of, verify
 from autoshard.rules.local import MeshShape
-from autoshard.search.plans.plan import Recompute
+from autoshard.rules.quantized_gather import NORMS, wire_of
+from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import Ops
+from autoshard.simulate.op_work import Ops
 from autoshard.simulate.work import Message
+from autoshard.verify.lockstep import QUANTISED, Batch, Ranks, tolerance_of, verify
 from autoshard.verify.static import verify_static
-from autoshard.wires import NORMS, wire_of
 
 ALLOW = "int8-activations"
 

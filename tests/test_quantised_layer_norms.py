@@ -19,19 +19,19 @@ from lockstep_check import compare_step, lockstep_step, results_of
 from ranks import HERE, run_ranks
 from sequence_gpt2 import program
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Node, Ref, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.passes import pipeline
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
+from autoshard.rules.quantized_gather import NORMS
 from autoshard.verify.static import verify_static
-from autoshard.wires import NORMS
 
 ALONE, ADDED = "autoshard.layer_norm_quantise.default", "autoshard.add_layer_norm_quantise.default"
 BIASES = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

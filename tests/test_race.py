@@ -11,21 +11,21 @@ from typing import cast
 import pytest
 from planned import analysed
 
-from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
-from autoshard.search.bounds.estimated import Estimated, Proof
-from autoshard.search.bounds.lowest import Lowest
-from autoshard.search.bounds.nearest import Nearest
-from autoshard.search.choosing.choose import Ask, Settled, choose
-from autoshard.search.choosing.exact import Exact
-from autoshard.search.choosing.race import Race
+from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.estimate import Estimated, Proof
+from autoshard.search.bound.global_lower_bound import Lowest
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.solving.configuration import Configuration
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.poses import Poses
-from autoshard.search.solving.problems import Posed
-from autoshard.search.solving.setting import Setting
+from autoshard.search.select.branch_and_bound import Race
+from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.select.refine import Exact
+from autoshard.search.solve.configuration import Configuration
+from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.step_config import Setting
 
 BATCH = 8
 

@@ -14,29 +14,29 @@ from families import BATCH, FAMILIES, Family, family
 from lockstep_check import RTOL, lockstep_step, relative_error
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
-from autoshard.ir.keep_least import keep_least
 from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
-from autoshard.passes.capture import capture
-from autoshard.passes.recompute import recompute
-from autoshard.passes.slices import sliced
-from autoshard.placement import R, Shard
-from autoshard.planning import Planned, Source, plan_analysed
+from autoshard.ir.min_cut_recompute import keep_least
+from autoshard.ir.placement import R, Shard
+from autoshard.passes.memory.recompute import recompute
+from autoshard.passes.segment_parts import sliced
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.program.verify import verify
-from autoshard.report.estimate import Estimator
 from autoshard.rules import attention, experts, matmul
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.runtime.executor import RankProgram
 from autoshard.runtime.microbatch import cut, whole_batch
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
+from autoshard.simulate.estimate import Estimator
+from autoshard.verify.lockstep import verify
 
 CLUSTER = "cpu-gloo"
 MESHES = ("dp=2,tp=2", "fsdp=4", "tp=4")

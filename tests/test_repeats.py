@@ -13,13 +13,13 @@ from joint_eval import evaluate
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import autoshard.passes.capture as capturing
+import autoshard.capture.capture as capturing
+from autoshard.capture.capture import capture
+from autoshard.capture.meta_args import Absent, AbsentUsedError
+from autoshard.capture.repeats import find_groups
 from autoshard.ir import Folded
-from autoshard.passes.capture import capture
-from autoshard.passes.fold_repeats import flat
 from autoshard.passes.pipeline import simplify
-from autoshard.passes.repeats import find_groups
-from autoshard.torch_adapters.absent import Absent, AbsentUsedError
+from autoshard.passes.simplify.fold_repeats import flat
 
 LAYERS = 4
 

@@ -28,19 +28,19 @@ from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Ref, TensorType
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Lowered, Placed
+from autoshard.ir.placement import P, R, Shard
 from autoshard.ir.rings import ring_flop, ring_of
-from autoshard.passes.known import Known
-from autoshard.passes.ring_products import Rings, ring_products
-from autoshard.placement import P, R, Shard
+from autoshard.passes.partition.ring_products import Rings, ring_products
+from autoshard.passes.simplify.segment_cache import Known
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.rules.local import MeshShape
 from autoshard.runtime import rings
-from autoshard.runtime.parts import take_part
-from autoshard.search.plans.plan import Recompute
+from autoshard.runtime.shard_utils import take_part
+from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import Ops
+from autoshard.simulate.op_work import Ops
 from autoshard.simulate.rings import Beat, alone, beats, room
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.streams import Habits, Player, Step, pricer

@@ -14,7 +14,7 @@ from rule_check import Sample, WrongRule, check, digits_of, make_call
 from rule_samples import all_samples
 
 from autoshard.ir import Node, TensorType
-from autoshard.placement import R, Shard
+from autoshard.ir.placement import R, Shard
 from autoshard.rules import reduction
 from autoshard.rules.core import Factored, RuleFn, broadcast, opaque
 from autoshard.rules.registry import RULES

@@ -23,8 +23,8 @@ from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
 from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
 from autoshard.schedules.searched import Found, search
-from autoshard.search.solving.pipe import Pipe
-from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
+from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
+from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.torch_adapters.pipelining import torch_schedule
 from benchmarks.schedules_table import rows
 

@@ -19,15 +19,15 @@ from autoshard.search import (
     min_marginals,
     solve,
 )
-from autoshard.search.networks.direct import Orders, least
-from autoshard.search.networks.dive import dive, widen
-from autoshard.search.networks.improve import descend, measure
-from autoshard.search.networks.milp import solve_milp
-from autoshard.search.networks.minimise import minimise_pruned
-from autoshard.search.networks.order import find_order
-from autoshard.search.networks.prune import Contradiction, Residual, make_consistent, prune, survivors
-from autoshard.search.networks.reduced import Reduction
-from autoshard.search.networks.solve import least_cost, proven_seconds
+from autoshard.solver.diving import dive, widen
+from autoshard.solver.elimination_order import find_order
+from autoshard.solver.improvement_moves import descend, measure
+from autoshard.solver.milp import solve_milp
+from autoshard.solver.minimise import minimise_pruned
+from autoshard.solver.prune import Contradiction, Residual, make_consistent, prune, survivors
+from autoshard.solver.reduced_network import Reduction
+from autoshard.solver.single_elimination import Orders, least
+from autoshard.solver.solve import least_cost, proven_seconds
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
@@ -223,7 +223,7 @@ def test_the_best_states_first_leave_what_all_pairs_leave(
         return net.kept[0].tolist()
 
     first = left()
-    monkeypatch.setattr("autoshard.search.networks.prune._MANY", 400)
+    monkeypatch.setattr("autoshard.solver.prune._MANY", 400)
     assert first == left() and 1 < len(first) < 200
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError
 from autoshard.ops.windows import as_strided
-from autoshard.passes.capture import capture
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 

@@ -16,8 +16,8 @@ from autoshard.cluster.write import cluster_text
 from autoshard.errors import UsageError, VerificationError
 from autoshard.schedules import Action, Schedule
 from autoshard.schedules.registry import default_chunks, make
-from autoshard.simulate.pipeline import StageCosts, least_makespan, makespan, simulate
-from autoshard.simulate.sharing import Sharing
+from autoshard.schedules.sharing import Sharing
+from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, simulate
 from autoshard.simulate.step import estimate_step
 
 CPU = load_cluster("cpu-gloo")

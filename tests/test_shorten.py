@@ -11,21 +11,21 @@ import torch
 from families import _gpt2, _llama, _tokens
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
-from autoshard.candidates import PipeAsk, given
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.fitting import Fitter
 from autoshard.ir import Folded
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
-from autoshard.passes.shorten import Shorter
-from autoshard.planning import plan_analysed
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.plans.plan import Recompute
+from autoshard.passes.stages.truncate_layers import Shorter
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.candidates import PipeAsk, given
+from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.planning import plan_analysed
+from autoshard.planner.slot_costs import _filled, _Pricing
+from autoshard.planner.stage_slots import Slots
+from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.problem import batch_of
-from autoshard.search.solving.problems import layer_calls
-from autoshard.slot_costs import _filled, _Pricing
-from autoshard.stage_slots import Slots
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.formulate import layer_calls
 
 
 def _gemma2() -> nn.Module:

@@ -28,13 +28,14 @@ from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
-from autoshard.ir.turned import turned_in
-from autoshard.placement import Partial, Replicate, Shard
+from autoshard.ir.placement import Partial, Replicate, Shard
+from autoshard.ir.transposed import turned_in
+from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import VIEWS, Ops, unfused
+from autoshard.simulate.op_work import Ops, unfused
 from autoshard.simulate.step import estimate_step, simulated
 from autoshard.simulate.streams import Habits, Player, Step, pricer
 from autoshard.simulate.transients import Transients

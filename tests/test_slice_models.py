@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, Source, plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import Planned, Source, plan_analysed
 from autoshard.program.program import Program
-from autoshard.program.verify import needs_one_rank, verify
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
+from autoshard.verify.lockstep import needs_one_rank, verify
 
 BATCH, SEQ, WIDTH, VOCAB, HEADS = 4, 16, 16, 31, 2
 #: ids [b, s] -> a mask for the scores, or None for one that is causal by its name

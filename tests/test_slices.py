@@ -25,24 +25,24 @@ from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Origin, Ref
+from autoshard.ir.boundaries import check_parts, ends_of
 from autoshard.ir.lowered import Part
-from autoshard.program.ends import check_parts, ends_of
 from autoshard.program.program import Program
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
-from autoshard.program.verify import verify
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.formulas import ideal_bubble_fraction
 from autoshard.schedules.one_f_one_b import one_f_one_b
 from autoshard.schedules.registry import make
 from autoshard.schedules.schedule import Action, Schedule
 from autoshard.schedules.seq1f1b import seq1f1b
-from autoshard.search.plans.plan import Cut, Pipeline, Recompute
-from autoshard.simulate.pipeline import StageCosts, simulate
+from autoshard.schedules.timeline import StageCosts, simulate
+from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.simulate.slices import in_slices
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
+from autoshard.verify.lockstep import verify
 
 some = settings(max_examples=60, deadline=None, derandomize=True)
 sizes = {"ranks": st.integers(1, 6), "microbatches": st.integers(1, 5), "slices": st.integers(1, 5)}

@@ -10,14 +10,15 @@ from pipelines import model_and_batch
 from torch import nn
 
 import autoshard
-from autoshard import InfeasibleError, UsageError, fitting
+from autoshard import InfeasibleError, UsageError
 from autoshard.cluster import load_cluster
 from autoshard.interop.targets import build
+from autoshard.planner import memory_fit as fitting
 from autoshard.program.holders import holders_of
-from autoshard.program.verify import verify
 from autoshard.schedules.registry import make
-from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
-from autoshard.simulate.pipeline import least_makespan, makespan
+from autoshard.schedules.timeline import least_makespan, makespan
+from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
+from autoshard.verify.lockstep import verify
 
 
 def small(name: str = "llama-deep", microbatches: int = 4) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -87,7 +88,7 @@ def test_values_that_all_ranks_have_cross_in_parts(monkeypatch: pytest.MonkeyPat
 
 
 def _sent(program: autoshard.program.program.Program, part: object) -> set[str]:
-    from autoshard.program.ends import wires_of
+    from autoshard.ir.boundaries import wires_of
 
     ports = {p.name for p in program.signature.ports}
     wires = wires_of(program.lowered, ports)

@@ -21,11 +21,11 @@ import autoshard
 from autoshard import api
 from autoshard.ir import Node
 from autoshard.ir.lowered import with_parts
-from autoshard.one_rank import for_one_rank
-from autoshard.passes.scale_terms import TOTAL
+from autoshard.passes.simplify.scale_terms import TOTAL
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import Batch, Ranks, Step, verify
+from autoshard.verify.lockstep import Batch, Ranks, Step, verify
+from autoshard.verify.single_rank import for_one_rank
 from autoshard.verify.static import verify_static
 
 #: mesh, schedule (none without pp), microbatches

@@ -6,24 +6,25 @@ import numpy as np
 import pytest
 from planned import analysed
 
-from autoshard.candidates import PipeAsk, searched
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.search.bounds import floor, proving
-from autoshard.search.bounds.rank import _Bounded
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.choosing.exact import Exact
-from autoshard.search.choosing.shapes import Shapes
-from autoshard.search.networks.eliminate import Elimination
-from autoshard.search.networks.order import Order, find_order
-from autoshard.search.networks.together import SINGLE, least_of_each
+from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.search.bound import best_bound as proving
+from autoshard.search.bound import dual_function as floor
+from autoshard.search.bound.ranking import _Bounded
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.solving.configuration import shapes_of
-from autoshard.search.solving.poses import Poses
-from autoshard.search.solving.problems import layer_calls
-from autoshard.search.solving.setting import Setting
+from autoshard.search.select.mesh_shapes import Shapes
+from autoshard.search.select.refine import Exact
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.configuration import shapes_of
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.step_config import Setting
+from autoshard.solver.batched_elimination import SINGLE, least_of_each
+from autoshard.solver.eliminate import Elimination
+from autoshard.solver.elimination_order import Order, find_order
 
 BATCH = 16
 

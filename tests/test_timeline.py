@@ -20,20 +20,20 @@ from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.cluster.cluster import Cluster, Level
 from autoshard.cost.kernel_time import traffic_seconds
-from autoshard.program.ends import ends_of
+from autoshard.ir.boundaries import ends_of
+from autoshard.program.layers import layers_of_stages
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.report.estimate import Estimator
-from autoshard.report.layers import layers_of_stages
 from autoshard.runtime.executor import RankProgram, Values
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.plans.plan import Cut, Pipeline, Recompute
+from autoshard.schedules.timeline import StageCosts, peak_bytes, simulate
+from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.search.problem.problem import model_flop
-from autoshard.simulate.kept import Kept, kept_by
-from autoshard.simulate.pipeline import StageCosts, peak_bytes, simulate
+from autoshard.simulate.estimate import Estimator
+from autoshard.simulate.saved_for_backward import Kept, kept_by
 from autoshard.simulate.stage_costs import StagePrices, stage_costs
 from autoshard.simulate.step import estimate_step
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import VerificationError
+from autoshard.program.signature_check import literal
 from autoshard.program.store import load_program
-from autoshard.program.trusted import literal
 
 
 class Net(nn.Module):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from planned import analysed
 
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.search.bounds.uneven import busiest, chain_of, unevenness
-from autoshard.search.solving import cuts
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import Posed, layer_calls, pose
-from autoshard.search.solving.setting import Setting
+from autoshard.search.bound.stage_imbalance import busiest, chain_of, unevenness
+from autoshard.search.solve import stage_cuts as cuts
+from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.step_config import Setting
 
 SECONDS = st.floats(0.01, 10.0)
 

@@ -12,9 +12,8 @@ import torch
 from pipelines import model_and_batch
 
 import autoshard
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
-from autoshard.candidates import PipeAsk, given, searched
+from autoshard.capture.capture import capture
 from autoshard.cli.inspect import prices_of
 from autoshard.cluster import Cluster, Links, Mesh, assign_ranks, load_cluster, order_seconds, usable_memory
 from autoshard.cost.collective import link_of
@@ -29,16 +28,17 @@ from autoshard.cost.stage_machines import (
     stage_machines,
     whole_mesh,
 )
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, plan_analysed
-from autoshard.search.choosing.ask import Ask
-from autoshard.search.choosing.pace import Pace
-from autoshard.search.plans.plan import Cut
-from autoshard.search.plans.plan_json import plan_to_json
-from autoshard.search.solving.configuration import Staged, shapes_of
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import layer_calls
-from autoshard.search.solving.setting import Setting
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.candidates import PipeAsk, given, searched
+from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.search.plan.plan import Cut
+from autoshard.search.plan.plan_json import plan_to_json
+from autoshard.search.select.rank_speed import Pace
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.configuration import Staged, shapes_of
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.step_config import Setting
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 

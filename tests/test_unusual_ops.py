@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import NoRuleError
-from autoshard.program.verify import verify
+from autoshard.verify.lockstep import verify
 
 Fn = Callable[["Net", torch.Tensor], Any]
 

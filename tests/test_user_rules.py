@@ -16,12 +16,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.ir import Node, TensorType
-from autoshard.passes.capture import capture
+from autoshard.planner.analysis import analyse
 from autoshard.program.store import load_program
-from autoshard.rules import Factored, WrongRule, broadcast, check_rule, einsum, opaque
+from autoshard.rules import Factored, broadcast, einsum, opaque
 
 SOURCE = """
 import torch
@@ -270,8 +270,11 @@ def test_a_rule_that_says_the_impossible_is_named(own: Any, wrong: Any) -> None:
 
 def test_a_right_rule_passes(own: Any) -> None:
     x, w = torch.randn(5, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
-    assert check_rule(own.gated_rule, x, w) > 10
-    assert check_rule(autoshard.rule("reach.gated.default")(lambda n, ins: opaque(ins, n.types)), x, w) > 0
+    assert autoshard.check_rule(own.gated_rule, x, w) > 10
+    assert (
+        autoshard.check_rule(autoshard.rule("reach.gated.default")(lambda n, ins: opaque(ins, n.types)), x, w)
+        > 0
+    )
 
 
 def test_the_documented_example_is_right() -> None:
@@ -283,7 +286,7 @@ def test_the_documented_example_is_right() -> None:
     code = text[text.index("    @autoshard.rule") : text.index("    autoshard.parallelize")]
     scope: dict[str, Any] = {"autoshard": autoshard, "einsum": einsum}
     exec(textwrap.dedent(code).replace("mine.", "reachdoc."), scope)
-    check_rule(scope["scaled_matmul"], torch.randn(6, 4), torch.randn(4, 8), torch.tensor(2.0))
+    autoshard.check_rule(scope["scaled_matmul"], torch.randn(6, 4), torch.randn(4, 8), torch.tensor(2.0))
 
 
 def test_a_wrong_rule_is_caught(own: Any) -> None:
@@ -294,5 +297,5 @@ def test_a_wrong_rule_is_caught(own: Any) -> None:
     def wrong(node: Node, ins: Sequence[TensorType]) -> Factored:
         return einsum("m k, k n -> m n", ins, node.types)
 
-    with pytest.raises(WrongRule):
-        check_rule(wrong, x, w)
+    with pytest.raises(autoshard.WrongRule):
+        autoshard.check_rule(wrong, x, w)

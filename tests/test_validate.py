@@ -12,16 +12,15 @@ import torch
 from rebuilt_once import captured_once  # noqa: F401 (a fixture)
 from typer.testing import CliRunner
 
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import UsageError
 from autoshard.ir import refs_of
-from autoshard.passes.capture import capture
-from autoshard.placement import P, R, Shard
-from autoshard.program.verify import verify
-from autoshard.simulate.ops import VIEWS
+from autoshard.ir.placement import P, R, Shard
+from autoshard.ir.views import VIEWS
+from autoshard.planner.analysis import analyse
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.simulate.work import Message
@@ -36,6 +35,7 @@ from autoshard.validate.rebuild import Rebuilt, mesh_of, padded_vocab, rebuilt, 
 from autoshard.validate.rows import Run, Unsupported, read_rows
 from autoshard.validate.score import Scored, by_study, scored, summary
 from autoshard.validate.stages import stage_sizes
+from autoshard.verify.lockstep import verify
 
 
 def row(**changed: Any) -> dict[str, Any]:

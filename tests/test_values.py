@@ -13,11 +13,11 @@ from architectures import errors_of, program_of
 from lockstep_check import RTOL, lockstep_step, relative_error
 from torch import nn
 
-from autoshard.analysis import analyse
+from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError, NoRuleError
 from autoshard.ir import Joint
 from autoshard.ops.lift import Lifter
-from autoshard.passes.capture import capture
+from autoshard.planner.analysis import analyse
 
 
 class Asking(nn.Module):

@@ -27,22 +27,22 @@ from autoshard.errors import UsageError
 from autoshard.interop.targets import build
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
-from autoshard.placement import Layout, P, Partial, R, Shard, local_extent
+from autoshard.ir.placement import Layout, P, Partial, R, Shard, local_extent
 from autoshard.program.original import original_text
 from autoshard.program.store import load_program, save_program
-from autoshard.program.verify import verify
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
-from autoshard.rules.truth import digits_of, make_call
-from autoshard.search.plans.plan import Recompute
+from autoshard.search.plan.plan import Recompute
 from autoshard.verify.indices import cover, held, in_units, splits_of, unit_of
+from autoshard.verify.lockstep import verify
 from autoshard.verify.moves import broken_moves
 from autoshard.verify.order import rendezvous
-from autoshard.verify.shrink import shrunk
+from autoshard.verify.rule_check import digits_of, make_call
+from autoshard.verify.scale_down import shrunk
+from autoshard.verify.scaled_down_model import small_mesh, verify_twin
 from autoshard.verify.states import broken_state
 from autoshard.verify.static import verify_static
-from autoshard.verify.twin import small_mesh, verify_twin
 
 S0, S1 = Shard(0), Shard(1)
 SAMPLES = list(all_samples())

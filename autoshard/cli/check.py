@@ -28,10 +28,10 @@ def check_command(
 ) -> None:
     """Capture a model and list every op without a sharding rule; exit code 3 if there is one."""
     with reporting(debug):
-        from autoshard.api import split_inputs
+        from autoshard.capture.capture import capture
         from autoshard.interop.targets import build, load_rules, options_of
-        from autoshard.passes.capture import capture
         from autoshard.report.coverage import coverage
+        from autoshard.runtime.arguments import split_inputs
 
         say = Progress()
         options = options_of(target, batch, seq)

@@ -52,7 +52,7 @@ def compile_command(
     """Compile a model for a mesh into a program folder that `autoshard run` and `autoshard.load` take."""
     with reporting(debug):
         from autoshard import api
-        from autoshard.offload import Offload
+        from autoshard.ir.offload import Offload
         from autoshard.program.store import check_target, save_program
 
         check_target(out, overwrite=overwrite)
@@ -98,7 +98,7 @@ def compile_command(
 
 def _switched(without: str) -> dict[str, bool]:
     """Passes that are switched off, by name."""
-    from autoshard.emitting import OPTIONAL
+    from autoshard.planner.lowering import OPTIONAL
 
     names = [n.strip() for n in without.split(",") if n.strip()]
     for name in names:

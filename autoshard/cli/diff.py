@@ -100,7 +100,7 @@ def _share(a: float, b: float) -> str:
 
 
 def _text(value: float, unit: str) -> str:
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     match unit:
         case "s":

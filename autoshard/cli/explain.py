@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.cluster.mesh import Mesh
     from autoshard.report.explain import Explanation
-    from autoshard.whatif import WhatIf
+    from autoshard.report.what_if import WhatIf
 
 EitherFolder = Annotated[
     Path,
@@ -102,7 +102,7 @@ def _answer(
     """Solve the question of the folder again, with the alternative."""
     from autoshard.cli.why_not import pin_for
     from autoshard.cluster import Mesh
-    from autoshard.whatif import Solver, Wishes
+    from autoshard.report.what_if import Solver, Wishes
 
     request = opened.request
     planned = opened.planned or opener.planned(opened.plan, request, prices)

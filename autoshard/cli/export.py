@@ -15,7 +15,7 @@ from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
     from autoshard.interop.targets import Built
-    from autoshard.planning import Planned
+    from autoshard.planner.planning import Planned
 
 PlanFolder = Annotated[
     Path, typer.Argument(metavar="PLAN_DIR", help="a folder that `autoshard plan` wrote", show_default=False)
@@ -72,13 +72,13 @@ def export_command(
 
 def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, Built]:
     """A stored plan with its model, which is captured again."""
-    from autoshard.analysis import analyse
-    from autoshard.api import split_inputs
+    from autoshard.capture.capture import capture
     from autoshard.cli.folders import read_plan
     from autoshard.cluster import load_cluster
     from autoshard.interop.targets import build, load_rules
-    from autoshard.passes.capture import capture
-    from autoshard.planning import Planned
+    from autoshard.planner.analysis import analyse
+    from autoshard.planner.planning import Planned
+    from autoshard.runtime.arguments import split_inputs
 
     stored, request = read_plan(folder)
     own = load_rules(rules)

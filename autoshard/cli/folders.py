@@ -9,8 +9,8 @@ from pathlib import Path
 
 from autoshard.errors import UsageError, VerificationError
 from autoshard.program.store import replaced_whole
-from autoshard.search.plans.plan import Plan
-from autoshard.search.plans.plan_json import plan_from_json, plan_to_json
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 
 _FILES = frozenset(("plan.json", "request.json"))
 

@@ -214,8 +214,8 @@ def prices_of(plan: str, named: str | None) -> Cluster:
     """The cluster that is named, or the one that the program was planned for; where its links were measured,
     with the ranks on the devices that the plan says."""
     from autoshard.cluster import load_cluster
-    from autoshard.emitting import laid_for
-    from autoshard.search.plans.plan_json import plan_from_json
+    from autoshard.planner.lowering import laid_for
+    from autoshard.search.plan.plan_json import plan_from_json
 
     planned = plan_from_json(plan) if plan or named is None else None
     name = named or (planned.cluster if planned is not None else "")

@@ -12,9 +12,9 @@ from autoshard.errors import UsageError
 if TYPE_CHECKING:
     from autoshard.cli.folders import Request
     from autoshard.cluster.cluster import Cluster
-    from autoshard.planning import Planned
+    from autoshard.planner.planning import Planned
     from autoshard.program.program import Program
-    from autoshard.search.plans.plan import Plan
+    from autoshard.search.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Opened:
 
     @property
     def plan(self) -> Plan:
-        from autoshard.search.plans.plan_json import plan_from_json
+        from autoshard.search.plan.plan_json import plan_from_json
 
         return plan_from_json(self.program.plan)
 
@@ -44,7 +44,7 @@ class Opener:
 
     def plan_of(self, folder: Path) -> Plan:
         """The plan that a folder of either kind holds, and nothing else of it."""
-        from autoshard.search.plans.plan_json import plan_from_json
+        from autoshard.search.plan.plan_json import plan_from_json
 
         try:
             return plan_from_json((folder / "plan.json").read_text(encoding="utf-8"))
@@ -82,10 +82,10 @@ class Opener:
 
         Raises UsageError if the model cannot be found.
         """
-        from autoshard.api import split_inputs
         from autoshard.cluster import load_cluster
         from autoshard.interop.targets import build, load_rules
-        from autoshard.planning import Planned, Source
+        from autoshard.planner.planning import Planned, Source
+        from autoshard.runtime.arguments import split_inputs
 
         if not request.target:
             raise UsageError(

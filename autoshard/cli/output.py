@@ -103,7 +103,7 @@ def memory_of(text: str | None) -> int | None:
     """Bytes of a ``--memory`` option."""
     if text is None:
         return None
-    from autoshard.report.units import parse_bytes
+    from autoshard.ir.units import parse_bytes
 
     try:
         return parse_bytes(text)

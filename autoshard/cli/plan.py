@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from autoshard.cluster import Cluster, Mesh
-    from autoshard.planning import Planned
+    from autoshard.planner.planning import Planned
     from autoshard.report.summary import Decision, Summary
 
 _MOST_PARAMETERS = 16
@@ -157,7 +157,7 @@ def make_plan(
     where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
-    from autoshard.offload import Offload
+    from autoshard.ir.offload import Offload
 
     Offload.parse(wishes.offload)
     own = load_rules(wishes.rules)
@@ -230,7 +230,7 @@ def print_summary(summary: Summary) -> None:
 
 def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
     """(name, text) of what is decided for the whole model, and what it comes to."""
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     if summary.mesh_reason:
         yield "mesh", summary.mesh_reason
@@ -304,7 +304,7 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _host_text(summary: Summary) -> str:
     """What is offloaded, and its bytes where the program of the plan was simulated."""
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     words = summary.offload.replace(",", ", ")
     if summary.peak is None or not summary.peak.host:
@@ -317,7 +317,7 @@ def _host_text(summary: Summary) -> str:
 
 def _pipeline_text(summary: Summary) -> str:
     """The pipeline in one line: schedule, waiting, and what else was looked at."""
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     row = summary.pipeline
     assert row is not None
@@ -337,7 +337,7 @@ def _pipeline_text(summary: Summary) -> str:
 
 
 def _print_pipeline(summary: Summary) -> None:
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     row = summary.pipeline
     if row is None:
@@ -366,7 +366,7 @@ def _print_pipeline(summary: Summary) -> None:
 
 
 def _print_stages(summary: Summary) -> None:
-    from autoshard.report.units import bytes_text, seconds_text
+    from autoshard.ir.units import bytes_text, seconds_text
 
     if not summary.stages:
         return
@@ -378,7 +378,7 @@ def _print_stages(summary: Summary) -> None:
 
 
 def _print_rivals(summary: Summary) -> None:
-    from autoshard.report.units import seconds_text
+    from autoshard.ir.units import seconds_text
 
     if not summary.rivals:
         return
@@ -393,13 +393,13 @@ def _print_rivals(summary: Summary) -> None:
 
 
 def _budget(budget: int | None) -> str:
-    from autoshard.report.units import bytes_text
+    from autoshard.ir.units import bytes_text
 
     return "any memory" if budget is None else f"{bytes_text(budget)} per rank"
 
 
 def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:
-    from autoshard.report.units import seconds_text
+    from autoshard.ir.units import seconds_text
 
     stdout().print()
     made = table(title, "count", "placement", "next best", "would cost", right=(1, 4))

@@ -15,7 +15,7 @@ from autoshard.cli.output import Progress, memory_of, print_json, reporting, std
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.runtime.profile import Profile
+    from autoshard.runtime.profile.machine import Profile
 
 #: error of a fit, as a share of what was measured, that is worth a word
 _DOUBTFUL = 0.5
@@ -46,7 +46,7 @@ def profile_command(
     """Measure devices and links: torchrun --nproc-per-node N -m autoshard profile -o FILE.toml."""
     with reporting(debug):
         from autoshard.cluster.write import write_all
-        from autoshard.runtime.profile import Effort, measure
+        from autoshard.runtime.profile.machine import Effort, measure
 
         effort = Effort(repeats, memory_of(largest), matrix)
         first = int(os.environ.get("RANK", 0)) == 0
@@ -75,7 +75,7 @@ def _process_group() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from autoshard.runtime.profile import own_device
+    from autoshard.runtime.profile.machine import own_device
 
     own_device()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -49,6 +49,7 @@ def run_command(
         from autoshard.cluster import Mesh
         from autoshard.interop.targets import load_rules
         from autoshard.program.store import load_program
+        from autoshard.runtime.arguments import split_inputs
         from autoshard.runtime.corpus import load_corpus
         from autoshard.runtime.microbatch import whole_batch
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
@@ -60,7 +61,7 @@ def run_command(
         with _process_group(Mesh.parse(program.whole_mesh), folder):
             say(f"building {target or program.target}")
             built = model_of(program, folder, target, seed)
-            example = whole_batch(program, api.split_inputs(built.inputs))
+            example = whole_batch(program, split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
             model = api.load(folder, built.model, seed=seed, rules=own)
             held, whole = parameter_bytes(model)
@@ -128,7 +129,7 @@ def _report(
 ) -> None:
     from statistics import median
 
-    from autoshard.report.units import bytes_text
+    from autoshard.ir.units import bytes_text
 
     typical = median(r.seconds for r in reports)
     if json:

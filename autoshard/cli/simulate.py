@@ -93,8 +93,8 @@ def _write_trace(path: Path, found: StepEstimate, prices: object) -> None:
 
 def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None) -> None:
     from autoshard.cluster import usable_memory
+    from autoshard.ir.units import bytes_text, seconds_text
     from autoshard.report import simulation
-    from autoshard.report.units import bytes_text, seconds_text
 
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"

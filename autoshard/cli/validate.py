@@ -154,7 +154,7 @@ def document(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans:
 
 
 def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> None:
-    from autoshard.report.units import seconds_text
+    from autoshard.ir.units import seconds_text
     from autoshard.validate.score import by_study, summary
 
     if found:
@@ -217,7 +217,7 @@ def _notes(title: str, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def _measured(row: Scored) -> str:
-    from autoshard.report.units import seconds_text
+    from autoshard.ir.units import seconds_text
 
     if row.oom:
         return "out of memory"

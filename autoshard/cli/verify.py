@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from autoshard.cluster import Cluster
     from autoshard.program.program import Program
-    from autoshard.program.verify import Verification
     from autoshard.rules.user import Rules
+    from autoshard.verify.lockstep import Verification
     from autoshard.verify.result import StaticReport
-    from autoshard.verify.twin import Twin
+    from autoshard.verify.scaled_down_model import Twin
 
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="AdamW steps after the first backward")]
 LimitOption = Annotated[
@@ -116,7 +116,7 @@ def _proved(program: Program, rules: Rules, cluster: str | None, say: Progress) 
 def _machine(program: Program, named: str | None) -> Cluster | None:
     """Whose memory the program must fit: the cluster that is named, or that it was planned to fit."""
     from autoshard.cli.inspect import prices_of
-    from autoshard.search.plans.plan_json import plan_from_json
+    from autoshard.search.plan.plan_json import plan_from_json
 
     if named is None and plan_from_json(program.plan).budget is None:
         return None
@@ -145,14 +145,14 @@ def _target_of(program: Program, folder: Path, other: str | None) -> str:
 
 def _runs(program: Program, most: int) -> bool:
     """Whether the model is small enough to be run here."""
-    from autoshard.program.verify import parameter_bytes
+    from autoshard.verify.lockstep import parameter_bytes
 
     return parameter_bytes(program) <= most
 
 
 def _not_run(program: Program, most: int) -> str:
-    from autoshard.program.verify import parameter_bytes
-    from autoshard.report.units import bytes_text
+    from autoshard.ir.units import bytes_text
+    from autoshard.verify.lockstep import parameter_bytes
 
     size = bytes_text(parameter_bytes(program))
     return f"not run: {size} of parameters, the limit is {bytes_text(most)}, and only configs have a twin"
@@ -170,7 +170,7 @@ def _twin(
 ) -> Twin | None:
     """A small twin, verified; None if the target is no config, unless it was asked for."""
     from autoshard.interop.targets import is_config
-    from autoshard.verify.twin import verify_twin
+    from autoshard.verify.scaled_down_model import verify_twin
 
     source = target or program.target
     if not needed and not is_config(source):
@@ -201,9 +201,9 @@ def _run(
     say: Progress,
 ) -> Verification:
     """All ranks in lockstep against the model."""
-    from autoshard.api import split_inputs
-    from autoshard.one_rank import for_one_rank
-    from autoshard.program.verify import needs_one_rank, verify
+    from autoshard.runtime.arguments import split_inputs
+    from autoshard.verify.lockstep import needs_one_rank, verify
+    from autoshard.verify.single_rank import for_one_rank
 
     say(f"building {target or program.target} with real weights")
     built = model_of(program, folder, target, seed)
@@ -249,8 +249,8 @@ def _broken(report: StaticReport) -> VerificationError:
 
 
 def _check_size(program: Program, limit: int) -> None:
-    from autoshard.program.verify import parameter_bytes
-    from autoshard.report.units import bytes_text
+    from autoshard.ir.units import bytes_text
+    from autoshard.verify.lockstep import parameter_bytes
 
     size = parameter_bytes(program)
     if size > limit:

@@ -10,12 +10,12 @@ from typing import Any
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
-from autoshard.placement import Placement, parse_placement
+from autoshard.ir.placement import Placement, parse_placement
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.report.explain import Explanation
 from autoshard.report.summary import Summary
-from autoshard.report.units import bytes_text, seconds_text
+from autoshard.report.what_if import Changed, WhatIf
 from autoshard.search.problem.pins import Pin
-from autoshard.whatif import Changed, WhatIf
 
 #: (axis, placement) pairs
 Wanted = tuple[tuple[str, Placement], ...]

@@ -21,8 +21,8 @@ from autoshard.cost.kernel_time import (
 )
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import DTYPES, TensorType
-from autoshard.ir.held import held_bytes, held_shape
-from autoshard.placement import Layout
+from autoshard.ir.local_bytes import held_bytes, held_shape
+from autoshard.ir.placement import Layout
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
 

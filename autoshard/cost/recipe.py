@@ -9,7 +9,7 @@ from types import MappingProxyType
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cluster.load import nearest
 from autoshard.errors import UsageError
-from autoshard.offload import Offload
+from autoshard.ir.offload import Offload
 
 #: per element of a sum of gradients of half precision (`runtime.stepper`)
 SUM_BYTES = 4

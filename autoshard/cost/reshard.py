@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.ir import TensorType
-from autoshard.ir.held import held_numel
-from autoshard.placement import Layout, Placement, R, Replicate, Shard, layout_ok
+from autoshard.ir.local_bytes import held_numel
+from autoshard.ir.placement import Layout, Placement, R, Replicate, Shard, layout_ok
 
 #: placements that every axis may have
 PerAxis: TypeAlias = tuple[tuple[Placement, ...], ...]

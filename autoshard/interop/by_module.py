@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.analysis import Analysis
 from autoshard.cluster import Mesh
 from autoshard.cluster.axes import meaning_of
 from autoshard.errors import UsageError
 from autoshard.interop.local_code import RANDOM, Sound, sound_styles
 from autoshard.interop.local_model import LocalModel
 from autoshard.interop.module_styles import Note, Style, other_divisions, parameter_uses, wanted_styles
-from autoshard.placement import Shard
-from autoshard.search.plans.plan import Plan
+from autoshard.ir.placement import Shard
+from autoshard.planner.analysis import Analysis
+from autoshard.search.plan.plan import Plan
 
 #: several names of a model in one: a part that is a number stands as ``*``
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

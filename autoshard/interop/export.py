@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoshard.api import split_inputs
 from autoshard.errors import UsageError, VerificationError
 from autoshard.interop.by_module import Example
 from autoshard.interop.torch_parallel import torch_text
 from autoshard.interop.tp_plan import tp_plan_text
+from autoshard.runtime.arguments import split_inputs
 
 if TYPE_CHECKING:
-    from autoshard.planning import Planned
+    from autoshard.planner.planning import Planned
 
 FORMATS = ("torch", "tp-plan")
 

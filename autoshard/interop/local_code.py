@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from autoshard.analysis import Analysis
 from autoshard.interop.local_model import LocalModel
 from autoshard.interop.module_styles import Note, Style, Uses
 from autoshard.ir import Folded, Graph, LocalOffset, LocalSize, Node, TensorType, refs_of
-from autoshard.placement import Layout, Partial, Placement, R, Shard, local_shape
+from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, local_shape
+from autoshard.planner.analysis import Analysis
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.rules.states import op_states
 from autoshard.rules.view import RULES as VIEWS

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError
 from autoshard.interop.module_styles import Style
 from autoshard.ir import Folded
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import simplify
 
 

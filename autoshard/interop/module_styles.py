@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from autoshard.analysis import Analysis
 from autoshard.ir import Graph, Node, Ref, refs_of
-from autoshard.placement import Placement, R, Shard
-from autoshard.search.plans.plan import Plan
+from autoshard.ir.placement import Placement, R, Shard
+from autoshard.planner.analysis import Analysis
+from autoshard.search.plan.plan import Plan
 
 Kind: TypeAlias = Literal["columns", "rows", "table_columns", "table_rows"]
 #: (number of the call in `Folded.calls`, number of the node in its segment)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard._version import __version__
-from autoshard.analysis import Analysis
 from autoshard.cluster import Mesh
 from autoshard.interop.by_module import ByModule, Example, by_module, check_order, globs, note_lines
 from autoshard.interop.module_styles import Style
 from autoshard.interop.units import Layers, gathering, layer_lists, recomputed
-from autoshard.search.plans.plan import Plan
+from autoshard.planner.analysis import Analysis
+from autoshard.search.plan.plan import Plan
 
 _WIDTH = 106
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 
-from autoshard.analysis import Analysis
 from autoshard.errors import UsageError
 from autoshard.interop.by_module import ByModule, Example, by_module, grouped, note_lines
 from autoshard.interop.module_styles import Style
-from autoshard.search.plans.plan import Plan
+from autoshard.planner.analysis import Analysis
+from autoshard.search.plan.plan import Plan
 
 WHOLE = "replicate"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoshard.analysis import Analysis
-from autoshard.search.plans.plan import Plan
+from autoshard.planner.analysis import Analysis
+from autoshard.search.plan.plan import Plan
 
 
 @dataclass(frozen=True)

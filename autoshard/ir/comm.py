@@ -15,7 +15,7 @@ GATHER_Q, SCATTER_Q = "comm.all_gather_q_bucket.default", "comm.reduce_scatter_q
 ANY_GATHER = (*GATHERS, GATHER_Q)
 #: reductions of which each rank keeps a part, of one tensor and of several
 SCATTERS = ("comm.reduce_scatter.default", "comm.reduce_scatter_bucket.default")
-#: rows that are quantised already (`autoshard.wires`)
+#: rows that are quantised already (`autoshard.rules.quantized_gather`)
 GATHER_WIRE = "comm.all_gather_wire.default"
 
 

@@ -48,7 +48,7 @@ class Joint:
     """A captured model.
 
     graph: functional, forward nodes before backward nodes. A call of a repeated layer is one node there (see
-        `passes.expand_repeats`, which writes them out). bodies, away: of those layers; the gradients of
+        `capture.expand_repeats`, which writes them out). bodies, away: of those layers; the gradients of
         parameters that are away are among the results once layers are written out.
     in_tree: JSON text of the pytree of ``(args, kwargs)``.
     in_leaves: for each flattened call argument ``("tensor", "")`` or ``("static", repr)``: a
@@ -61,7 +61,8 @@ class Joint:
     frozen: names of parameters without gradient.
     constants: tensors that the model's code made from Python data (port target -> torch.Tensor).
     batch_inputs: targets of input ports whose dim 0 is the batch.
-    captured_state: what the model's Python code read, for calls to compare (`capture.captured_state`).
+    captured_state: what the model's Python code read, for calls to compare
+    (`capture.python_state.captured_state`).
     """
 
     graph: Graph

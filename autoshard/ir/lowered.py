@@ -9,14 +9,14 @@ from typing import Literal, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, refs_of
-from autoshard.ir.turned import turned_in
+from autoshard.ir.placement import Layout
+from autoshard.ir.transposed import turned_in
 from autoshard.ir.types import TensorType
-from autoshard.placement import Layout
 
 Instruction: TypeAlias = "Call | Node"
 #: gather: once a step, of parameters that stay gathered; count: for every microbatch before the step, of
-#: inputs, and added up (`passes/count_once.py`); forward; backward (all of it, or what other stages wait
-#: for); weight: the rest of a backward that is split; reduce: once a step, on gradients summed over all
+#: inputs, and added up (`passes/simplify/count_once.py`); forward; backward (all of it, or what other stages
+#: wait for); weight: the rest of a backward that is split; reduce: once a step, on gradients summed over all
 #: microbatches
 Phase: TypeAlias = Literal["gather", "count", "forward", "backward", "weight", "reduce"]
 
@@ -56,7 +56,8 @@ class LoweredSegment:
 class Part:
     """What runs at once: the instructions ``start`` to ``stop`` of main, one phase of a pipeline stage.
 
-    slice: of the sequence that it works on, where a microbatch is divided (`passes/slice_sequence.py`).
+    slice: of the sequence that it works on, where a microbatch is divided
+    (`passes/sequence/slice_sequence.py`).
     """
 
     stage: int

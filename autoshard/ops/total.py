@@ -1,4 +1,4 @@
-"""A value that is added up over the microbatches of a step before they run (`passes/count_once.py`)."""
+"""A value that is added up over microbatches before they run (`passes/simplify/count_once.py`)."""
 
 from __future__ import annotations
 

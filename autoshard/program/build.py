@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from autoshard.ir import Call, Folded, Joint, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
-from autoshard.offload import NO_OFFLOAD
+from autoshard.ir.offload import NO_OFFLOAD
 from autoshard.passes.pipeline import REFINES, Lowering, lower
+from autoshard.program.dumps import Dumps, Shot
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
 from autoshard.program.original import notes_of_original, original_of
 from autoshard.program.program import Program, Signature, Stages, StoredState
-from autoshard.report.dumps import Dumps, Shot
 from autoshard.schedules.schedule import Schedule
-from autoshard.search.plans.plan import Plan
-from autoshard.search.plans.plan_json import plan_to_json
+from autoshard.search.plan.plan import Plan
+from autoshard.search.plan.plan_json import plan_to_json
 
 
 def build_program(

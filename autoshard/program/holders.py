@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.errors import VerificationError
-from autoshard.program.ends import ends_of
+from autoshard.ir.boundaries import ends_of
 from autoshard.program.program import Program
 
 

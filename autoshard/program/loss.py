@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import UsageError
 from autoshard.ir.lowered import Placed
 from autoshard.program.program import Signature
-from autoshard.runtime.resolve import torch_dtype
+from autoshard.torch_adapters.dtypes import torch_dtype
 
 
 def loss_position(signature: Signature, values: Mapping[str, Placed]) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+from autoshard.ir.boundaries import Wire, wires_of
 from autoshard.ir.lowered import Phase
-from autoshard.program.ends import Wire, wires_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Action, Schedule
 

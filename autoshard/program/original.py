@@ -11,8 +11,8 @@ from dataclasses import replace
 from autoshard.errors import VerificationError
 from autoshard.ir import Call, Folded, Graph, Joint
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
-from autoshard.passes.batch_terms import NO_TERMS, BatchTerms
-from autoshard.passes.scale_terms import scale_terms
+from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
+from autoshard.passes.simplify.scale_terms import scale_terms
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Note, Program, Signature
 from autoshard.program.text import main_lines, segment_lines

@@ -27,7 +27,7 @@ from autoshard.ir import (
     TensorType,
 )
 from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
-from autoshard.placement import Layout, Partial, Placement, R, Shard
+from autoshard.ir.placement import Layout, Partial, Placement, R, Shard
 from autoshard.program.text import NAMESPACES
 
 _TYPE = re.compile(r"^(\w+)\[([\d, ]*)\] ?(.*)$")

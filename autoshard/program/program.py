@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autoshard.ir import Joint, Port, Result
 from autoshard.ir.lowered import Lowered
-from autoshard.offload import NO_OFFLOAD, Offload
+from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.schedules.schedule import Schedule
 
 #: raised when the meaning of a program folder changes
@@ -74,8 +74,8 @@ class Stages:
 class StoredState:
     """What a program was captured from, in a form that another process can compare.
 
-    graph: digest of the captured graph (`capture.captured_state.graph_digest`). attributes: that the model's
-    code read, by label, with their values as text; no text for an object.
+    graph: digest of the captured graph (`capture.python_state.captured_state.graph_digest`). attributes: that
+    the model's code read, by label, with their values as text; no text for an object.
     """
 
     graph: str = ""

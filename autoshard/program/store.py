@@ -23,19 +23,19 @@ import torch
 from autoshard._version import __version__
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Port, Result
+from autoshard.ir.boundaries import returns_of
 from autoshard.ir.lowered import Lowered, Part
-from autoshard.offload import Offload
-from autoshard.program.ends import returns_of
-from autoshard.program.known import known_ops
+from autoshard.ir.offload import Offload
+from autoshard.program.known_ops import known_ops
 from autoshard.program.manifest import MAX_RANKS, check_manifest, check_mesh, fail
 from autoshard.program.original import original_text, parse_original
 from autoshard.program.parse import parse_program
 from autoshard.program.program import FORMAT, Note, Program, Signature, Stages, StoredState
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
+from autoshard.program.signature_check import check_signature
 from autoshard.program.text import axis_names, program_text
-from autoshard.program.trusted import check_signature
 from autoshard.rules.user import Rules, user_rules
-from autoshard.runtime.resolve import torch_dtype
+from autoshard.torch_adapters.dtypes import torch_dtype
 
 _RECOMPILE = "compile the program again"
 #: bytes of one file; the texts of real programs are far smaller

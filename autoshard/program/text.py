@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
+from autoshard.ir.boundaries import Wire, part_name, returns_of, wires_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
-from autoshard.placement import Layout
+from autoshard.ir.placement import Layout
 from autoshard.program.collectives import collectives_of
-from autoshard.program.ends import Wire, part_name, returns_of, wires_of
 from autoshard.program.program import FORMAT, Note, Program
 
 #: op namespaces that are written out; ``aten`` is not

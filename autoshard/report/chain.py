@@ -10,12 +10,12 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, axes_of, collective_kind, is_ring
 from autoshard.ir.lowered import LoweredSegment
-from autoshard.placement import Layout, Partial, Placement, R
+from autoshard.ir.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
 from autoshard.report.lookup import Index, Place
-from autoshard.search.plans.plan import Why
-from autoshard.simulate.ops import EXCHANGES
+from autoshard.search.plan.plan import Why
+from autoshard.simulate.op_work import EXCHANGES
 
 
 @dataclass(frozen=True)

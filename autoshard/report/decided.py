@@ -13,8 +13,8 @@ from autoshard.errors import UsageError
 from autoshard.ir import Call, Port
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text
-from autoshard.search.plans.plan import Plan, Why, why_key
-from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.plan.plan import Plan, Why, why_key
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.reasons.explain import life_text
 
 #: the last pass before the search: its segments and the order of their ops are what a plan is about
@@ -150,7 +150,7 @@ def starred_label(label: str) -> str:
 
 
 def ops_of_dump(text: str) -> Iterator[Op]:
-    """The ops of a dump of a folded graph, in order; see `autoshard.report.dump.folded_lines`."""
+    """The ops of a dump of a folded graph, in order; see `autoshard.program.dump.folded_lines`."""
     lines = text.splitlines()
     for function in ast.parse(text).body:
         assert isinstance(function, ast.FunctionDef)

@@ -11,10 +11,10 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.program.program import Program
 from autoshard.program.text import layout_text
 from autoshard.report.decided import Decisions, Op
-from autoshard.report.estimate import Estimator
 from autoshard.report.simulation import memory_of, parts_of, rates
 from autoshard.rules.states import OpState
-from autoshard.search.plans.plan import Plan
+from autoshard.search.plan.plan import Plan
+from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.step import StepEstimate
 
 #: kinds of parameters that a note names

@@ -15,7 +15,7 @@ from autoshard.report.document_modules import module_rows, modules_of_parameters
 from autoshard.report.document_segments import collective_rows, segments_of
 from autoshard.report.levels import Levels
 from autoshard.report.simulation import memory_of, parts_of, rates
-from autoshard.search.plans.plan import Plan
+from autoshard.search.plan.plan import Plan
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate, simulated
 

@@ -9,10 +9,10 @@ from typing import Any
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_message
 from autoshard.ir.lowered import Placed
+from autoshard.ir.views import VIEWS
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
-from autoshard.simulate.ops import VIEWS
 from autoshard.simulate.pricing import Pricer
 
 #: what stands for instructions outside segments, of every microbatch and of once a step

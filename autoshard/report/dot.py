@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import UsageError
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.report.document_segments import MAIN, ONCE
-from autoshard.report.units import bytes_text, seconds_text
 
 #: as on the report page; shapes say the same without colour
 _OP, _TALK, _INPUT, _WEIGHT = "#0072B2", "#B35900", "#777777", "#00775A"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.report.chain import Chain, Link
 from autoshard.report.decided import starred_label
 from autoshard.report.explain import Choice, Explanation
-from autoshard.report.units import bytes_text, seconds_text
 
 
 def explanation_lines(found: Explanation) -> Iterator[str]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.text import Text
 
-from autoshard.report.units import bytes_text, seconds_text
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.schedules.schedule import Action
-from autoshard.simulate.pipeline import Span, Timeline
+from autoshard.schedules.timeline import Span, Timeline
 
 #: Okabe and Ito's colours, told apart with any kind of colour vision; B and I are never in one schedule
 #: for the same microbatch, and look alike.

@@ -10,14 +10,14 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, TensorType, refs_of
+from autoshard.ir.boundaries import ends_of, part_name
 from autoshard.ir.comm import is_message
 from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.ir.placement import Layout, local_shape
+from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.passes.pipeline import PASSES
-from autoshard.placement import Layout, local_shape
-from autoshard.program.ends import ends_of, part_name
 from autoshard.program.program import Note, Program
 from autoshard.program.text import axis_names, main_lines, numbered_notes, segment_lines
-from autoshard.report.estimate import Estimator
 from autoshard.report.stage_table import (
     held_json,
     held_text,
@@ -26,10 +26,10 @@ from autoshard.report.stage_table import (
     table_lines,
     timeline_json,
 )
-from autoshard.report.units import bytes_text, seconds_text
 from autoshard.runtime.resolve import RankView
-from autoshard.simulate.kept import Held
+from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.pricing import NodeCost
+from autoshard.simulate.saved_for_backward import Held
 
 #: above the columns at the end of every op's line, which begin there
 _COLUMNS = "   time | wire/rank | why"
@@ -244,7 +244,7 @@ def checks(estimator: Estimator, program: Program) -> dict[str, int]:
 
 
 def _replicated(program: Program) -> tuple[str, ...]:
-    from autoshard.search.plans.plan_json import plan_from_json
+    from autoshard.search.plan.plan_json import plan_from_json
 
     return plan_from_json(program.plan).replicated if program.plan else ()
 

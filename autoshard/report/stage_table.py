@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.report.units import bytes_text, seconds_text
-from autoshard.simulate.kept import Held
+from autoshard.ir.units import bytes_text, seconds_text
+from autoshard.simulate.saved_for_backward import Held
 from autoshard.simulate.step import StepEstimate
 
 #: columns of the table, and which of them are numbers

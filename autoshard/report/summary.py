@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autoshard.analysis import Analysis
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
-from autoshard.fitting import Peak
 from autoshard.ir.flow import PortClass
-from autoshard.ir.held import held_bytes
-from autoshard.placement import Layout, Shard, is_even
+from autoshard.ir.local_bytes import held_bytes
+from autoshard.ir.placement import Layout, Shard, is_even
+from autoshard.ir.units import seconds_text
+from autoshard.planner.analysis import Analysis
+from autoshard.planner.memory_fit import Peak
+from autoshard.planner.stage_partition import Staging, bare_seconds
 from autoshard.program.text import layout_text
-from autoshard.report.units import seconds_text
-from autoshard.search.choosing.choose import Settled
-from autoshard.search.plans.plan import Cut, Plan, Why, why_key
+from autoshard.search.plan.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem.problem import model_flop
 from autoshard.search.reasons.explain import life_text, zero_stage
-from autoshard.search.solving.setting import Held
-from autoshard.staging import Staging, bare_seconds
+from autoshard.search.select.choose import Settled
+from autoshard.search.solve.step_config import Held
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,15 @@ order; a type has ``shape`` and ``dtype``. It gives a `Factored`, most easily ma
 name sizes that are smaller on a shard needs ``local``, see `Factored`. The op's gradient is an op too and
 needs a rule if it is not made of ops that have one.
 
-`check_rule` runs the op whole and on shards in every way that a rule allows, and raises `WrongRule` where
-they differ: ``check_rule(scaled_matmul, torch.randn(6, 4), torch.randn(4, 8), torch.tensor(2.0))``.
+`autoshard.check_rule` runs the op whole and on shards in every way that a rule allows, and raises
+`autoshard.WrongRule` where they differ::
+
+    autoshard.check_rule(scaled_matmul, torch.randn(6, 4), torch.randn(4, 8), torch.tensor(2.0))
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from autoshard.rules.core import Factored, broadcast, einsum, opaque
 from autoshard.rules.user import UserRule, rule
 
-if TYPE_CHECKING:
-    from autoshard.rules.truth import WrongRule, check_rule
-
-__all__ = ["Factored", "UserRule", "WrongRule", "broadcast", "check_rule", "einsum", "opaque", "rule"]
-
-
-def __getattr__(name: str) -> Any:
-    """`check_rule` runs ops, so it alone needs torch."""
-    if name not in ("check_rule", "WrongRule"):
-        raise AttributeError(f"module 'autoshard.rules' has no attribute {name!r}")
-    from autoshard.rules import truth
-
-    return getattr(truth, name)
+__all__ = ["Factored", "UserRule", "broadcast", "einsum", "opaque", "rule"]

@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from autoshard.ir import Node, Ref, TensorType
-from autoshard.placement import Layout, Shard
+from autoshard.ir.placement import Layout, Shard
 
 if TYPE_CHECKING:
     from autoshard.rules.local import LocalCall

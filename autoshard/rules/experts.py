@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autoshard.ir import Node, TensorType
-from autoshard.placement import Layout, Shard
+from autoshard.ir.placement import Layout, Shard
 from autoshard.rules.core import Builder, Dim, Factored, RuleFn, einsum, opaque
 from autoshard.rules.local import LocalCall
 from autoshard.rules.matmul import aligned_grouped_mm, grouped_mm

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, ShardOf, TensorType
-from autoshard.placement import Layout, Shard, local_extent, shards_of_dim
+from autoshard.ir.placement import Layout, Shard, local_extent, shards_of_dim
 
 
 @dataclass(frozen=True)

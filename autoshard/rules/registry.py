@@ -144,6 +144,6 @@ def _laid_out(rule: RuleFn, node: Node, ins: list[TensorType]) -> Factored:
             f"the rule of {node.op} cannot be used",
             where=node.origin.source or node.origin.fqn,
             why=f"{type(error).__name__}: {error}",
-            hint="see autoshard.rules for how rules are written, and check_rule for testing one",
+            hint="see autoshard.rules for how rules are written, and autoshard.check_rule for testing one",
         ) from error
     return factored

@@ -10,7 +10,7 @@ from math import prod
 from typing import TypeAlias, cast
 
 from autoshard.ir import TensorType
-from autoshard.placement import (
+from autoshard.ir.placement import (
     Layout,
     P,
     Partial,
@@ -186,7 +186,7 @@ def op_states(
 ) -> list[OpState]:
     """All states of a call on the mesh.
 
-    digits: per factor the parts that may be split (see `autoshard.rules.digits`). must: per axis,
+    digits: per factor the parts that may be split (see `autoshard.rules.factor_splits`). must: per axis,
     whether the work has to be divided over it where that is possible at all.
     """
     forced = tuple(must) or (False,) * len(mesh_sizes)

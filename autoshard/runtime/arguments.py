@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
@@ -108,3 +109,20 @@ def _in_order_of(like: Any, value: Any) -> Any:
     if type(like) in (list, tuple) and len(like) == len(value):
         return type(like)(_in_order_of(a, b) for a, b in zip(like, value, strict=True))
     return value
+
+
+def split_inputs(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(positional, keyword) arguments of example inputs in any accepted form."""
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        items = tuple(example_inputs)
+        if len(items) == 2 and isinstance(items[0], tuple) and isinstance(items[1], Mapping):
+            return items[0], dict(items[1])
+        return items, {}
+    raise UsageError(
+        f"example_inputs is {type(example_inputs).__name__}",
+        hint="give a dict of keyword arguments, a tuple of positional ones, or a single tensor",
+    )

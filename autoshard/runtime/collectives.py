@@ -17,16 +17,17 @@ import torch
 from autoshard.ir import Node
 from autoshard.ir.comm import axes_of, goes_in_turn, is_message
 from autoshard.kernels.vocab_ce import merge_stats
-from autoshard.runtime import exchange, rings, symmetric
-from autoshard.runtime.buckets import Where, emptied, filled, in_one_kernel
-from autoshard.runtime.guard import collective
-from autoshard.runtime.parts import join_parts, part_in_blocks, part_shapes, take_part
+from autoshard.rules.quantized_gather import BITS
+from autoshard.runtime import exchange, rings
+from autoshard.runtime.checks.check_mode import collective
+from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.pending import Issue, Message, as_it_is
-from autoshard.runtime.quantised import Packing, joined, pack, sums, unpack
 from autoshard.runtime.resolve import RankView
-from autoshard.runtime.transport import Transport
-from autoshard.runtime.watch import Watch
-from autoshard.wires import BITS
+from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
+from autoshard.runtime.transport import symmetric
+from autoshard.runtime.transport.buckets import Where, emptied, filled, in_one_kernel
+from autoshard.runtime.transport.quantized_buffers import Packing, joined, pack, sums, unpack
+from autoshard.runtime.transport.transport import Transport
 
 #: collectives whose results are pending
 ISSUED = frozenset(
@@ -335,7 +336,7 @@ class GroupCollectives:
         dtype: torch.dtype,
     ) -> Message:
         """A gather of one tensor whose rank's part, of this shape, is quantised already: see
-        `autoshard.wires`."""
+        `autoshard.rules.quantized_gather`."""
         ways, (dim, outer, _, _) = view.size_of(axis), where
         how = Packing.of([prod(shape)], (BITS,), group, dtype)
 

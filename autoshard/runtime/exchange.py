@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from autoshard.placement import chunk
+from autoshard.ir.placement import chunk
 
 #: (rows [sum of sent, ...] in the order of the ranks they go to, rows sent to each rank, rows that come
 #: from each) -> rows [sum of received, ...] in the order of the ranks they come from

@@ -11,18 +11,18 @@ import torch
 
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Port
+from autoshard.ir.boundaries import ends_of
 from autoshard.ir.lowered import Instruction, Part, Phase, uses_of
-from autoshard.offload import HOST_OPS
+from autoshard.ir.offload import HOST_OPS
 from autoshard.program.collectives import collectives_of
-from autoshard.program.ends import ends_of
 from autoshard.program.program import Program
+from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
+from autoshard.runtime.prepared_steps import PreparedSegment, Step, function_of
 from autoshard.runtime.resolve import RankView
-from autoshard.runtime.steps import PreparedSegment, Step, function_of
-from autoshard.runtime.transport import Transport
-from autoshard.runtime.watch import Watch
+from autoshard.runtime.transport.transport import Transport
 
 #: (stage, phase, slice)
 PartKey: TypeAlias = "tuple[int, Phase, int]"

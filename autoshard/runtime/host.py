@@ -15,7 +15,7 @@ import torch
 
 from autoshard.errors import UsageError
 from autoshard.ir import Node
-from autoshard.offload import LOAD, STORE
+from autoshard.ir.offload import LOAD, STORE
 from autoshard.runtime.pending import Issue, Message
 
 

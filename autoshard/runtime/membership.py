@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from autoshard.runtime.scales import Scales
+    from autoshard.runtime.optim.pipeline_scales import Scales
 
 #: name of the attribute by which a parameter knows the pipeline it belongs to
 _MARK = "_autoshard_pipeline"

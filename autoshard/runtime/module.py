@@ -17,31 +17,31 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.captured_state import stored_state
+from autoshard.capture.module_snapshot import Kept
+from autoshard.capture.origins import hook_line
+from autoshard.capture.python_state.captured_state import stored_state
 from autoshard.errors import UsageError
-from autoshard.passes.kept_module import Kept
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
-from autoshard.runtime.agreement import Built, check_first_call, check_parts_differ, gives_parts
-from autoshard.runtime.call_guard import CallGuard, Captured
-from autoshard.runtime.clock import Clock, keep_time
+from autoshard.runtime.checks.agreement import Built, check_first_call, check_parts_differ, gives_parts
+from autoshard.runtime.checks.call_guard import CallGuard, Captured
+from autoshard.runtime.checks.recapture import same_graph_as_stored
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.local_batch import gathered_batch
-from autoshard.runtime.optimizers import follow_parameters
-from autoshard.runtime.optimizing import keep_blocks
-from autoshard.runtime.recapture import same_graph_as_stored
-from autoshard.runtime.resolve import torch_dtype
+from autoshard.runtime.optim.dropout_clock import Clock, keep_time
+from autoshard.runtime.optim.follow_parameters import follow_parameters
+from autoshard.runtime.optim.optimizer_hooks import keep_blocks
 from autoshard.runtime.runner import Given, Runner
-from autoshard.runtime.shared import carry_marks, mark_shared
+from autoshard.runtime.shared_params import carry_marks, mark_shared
 from autoshard.runtime.stepper import Stepper
 from autoshard.torch_adapters.compiled import uncompiled
+from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.hooks import (
     BACKWARD_TABLES,
     FORWARD_TABLES,
     carry_tensor_hooks,
     module_hooks,
 )
-from autoshard.torch_adapters.origins import hook_line
 
 
 class _Run(torch.autograd.Function):
@@ -202,7 +202,7 @@ class ParallelModule(nn.Module):
         whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
-        from autoshard.api import split_inputs
+        from autoshard.runtime.arguments import split_inputs
 
         args, more = ((), {}) if batch is None else split_inputs(batch)
         self._check_state()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.guard import collective
+from autoshard.runtime.checks.check_mode import collective
 
 #: makes the results of a message that has arrived, given what arrived
 Finish = Callable[[torch.Tensor], Any]

@@ -9,8 +9,9 @@ import torch
 
 import autoshard.ops  # noqa: F401 (defines ops that programs call)
 from autoshard.errors import VerificationError
-from autoshard.ir import DTYPES, Arg, Dtype, LocalOffset, LocalSize, ShardOf
-from autoshard.placement import Shard, local_extent
+from autoshard.ir import Arg, Dtype, LocalOffset, LocalSize, ShardOf
+from autoshard.ir.placement import Shard, local_extent
+from autoshard.torch_adapters.dtypes import torch_dtype
 
 #: Ops whose kernels take tensors for dense, and fail or silently give wrong numbers on others. Eager PyTorch
 #: copies before it calls them, but a program does not know which values are strided: views and shards are.
@@ -60,12 +61,6 @@ class RankView:
         if isinstance(arg, tuple):
             return tuple(self.value(a) for a in arg)
         return arg
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, DTYPES[name][0])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def find_op(name: str) -> Callable[..., Any]:

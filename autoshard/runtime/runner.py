@@ -18,23 +18,22 @@ from torch.utils import _pytree as pytree
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Port
-from autoshard.placement import Layout, local_shape
+from autoshard.ir.placement import Layout, local_shape
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
-from autoshard.program.trusted import literal
+from autoshard.program.signature_check import literal
 from autoshard.runtime.arguments import Arguments
-from autoshard.runtime.clock import Clock
+from autoshard.runtime.checks.check_mode import guard_of
+from autoshard.runtime.checks.heartbeat import Heartbeat, patience
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
-from autoshard.runtime.guard import guard_of
-from autoshard.runtime.heartbeat import Heartbeat, patience
 from autoshard.runtime.host import in_host_memory
-from autoshard.runtime.optimizing import local
-from autoshard.runtime.parts import shard_tensor
-from autoshard.runtime.resolve import torch_dtype
-from autoshard.runtime.scaling import agreement_of
-from autoshard.runtime.transports import transport_of
+from autoshard.runtime.optim.dropout_clock import Clock
+from autoshard.runtime.optim.grad_scaler import agreement_of
+from autoshard.runtime.optim.optimizer_hooks import local
+from autoshard.runtime.shard_utils import shard_tensor
+from autoshard.runtime.transport.transport_choice import transport_of
 from autoshard.torch_adapters.blocks import agreeing
 from autoshard.torch_adapters.dtensor import (
     Spec,
@@ -44,6 +43,7 @@ from autoshard.torch_adapters.dtensor import (
     spec_of,
     torch_placements,
 )
+from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.groups import default_store
 
 #: an end of a program, the tensor given for it, and its version then

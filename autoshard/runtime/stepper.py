@@ -1,8 +1,8 @@
 """A whole training step of a program: all its microbatches, through all stages of this rank.
 
 Losses and gradients are added up over the microbatches, whose parts make those of the whole batch
-(`passes/batch_terms.py`); gradients before they are reduced over ranks: in float32 if they are of half
-precision.
+(`passes/simplify/batch_terms.py`); gradients before they are reduced over ranks: in float32 if they are of
+half precision.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autoshard.placement import local_shape
+from autoshard.ir.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
 from autoshard.program.messages import Message, Move
+from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
-from autoshard.runtime.guard import collective
 from autoshard.runtime.microbatch import cut
-from autoshard.runtime.optimizing import local
-from autoshard.runtime.p2p import Channels
-from autoshard.runtime.p2p_memory import MemoryChannels
-from autoshard.runtime.resolve import torch_dtype
-from autoshard.runtime.scales import Scales
-from autoshard.runtime.shared import pipe_group, rank_holders, shared_groups
-from autoshard.runtime.transports import neighbours_of
+from autoshard.runtime.optim.optimizer_hooks import local
+from autoshard.runtime.optim.pipeline_scales import Scales
+from autoshard.runtime.shared_params import pipe_group, rank_holders, shared_groups
+from autoshard.runtime.transport.p2p import Channels
+from autoshard.runtime.transport.shm_p2p import MemoryChannels
+from autoshard.runtime.transport.transport_choice import neighbours_of
 from autoshard.schedules.schedule import Action
+from autoshard.torch_adapters.dtypes import torch_dtype
 from autoshard.torch_adapters.hooks import run_gradient_hooks, run_post_accumulate_hooks
 
 if TYPE_CHECKING:

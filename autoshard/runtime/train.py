@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.program.loss import loss_of
-from autoshard.runtime.clip import clip_grad_norm_
 from autoshard.runtime.corpus import VOCABULARY, Corpus
-from autoshard.runtime.host_optimizer import HostOptimizer
 from autoshard.runtime.microbatch import Batch
 from autoshard.runtime.module import ParallelModule
+from autoshard.runtime.optim.clip import clip_grad_norm_
+from autoshard.runtime.optim.host_optimizer import HostOptimizer
 
 
 @dataclass(frozen=True)

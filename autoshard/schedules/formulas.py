@@ -1,7 +1,7 @@
 """Bubbles known in closed form, for equal stages and sends that take no time.
 
 All are seconds that a rank is idle in a step from its global beginning to its global end, the same for all
-ranks, as `autoshard.simulate.pipeline.Timeline` counts. F, B, I, W are the seconds of a rank for one
+ranks, as `autoshard.schedules.timeline.Timeline` counts. F, B, I, W are the seconds of a rank for one
 microbatch, all its chunks together; p ranks, v chunks; B = I + W.
 """
 

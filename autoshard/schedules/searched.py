@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.schedules.listing import ROUNDING, ListScheduler, Rule
+from autoshard.schedules.list_scheduling import ROUNDING, ListScheduler, Rule
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import check_sizes, looped, v_shaped
 from autoshard.schedules.schedule import Schedule
-from autoshard.simulate.pipeline import StageCosts, makespan, peak_bytes
+from autoshard.schedules.timeline import StageCosts, makespan, peak_bytes
 
 PATIENCE = (0.0, 0.1, 0.5)
 

@@ -1,8 +1,8 @@
 """Search over pairwise cost networks. Knows no torch and no graph."""
 
-from autoshard.search.networks.brute import brute_force
-from autoshard.search.networks.marginals import min_marginals
-from autoshard.search.networks.network import (
+from autoshard.solver.brute_force import brute_force
+from autoshard.solver.min_marginals import min_marginals
+from autoshard.solver.network import (
     CostNetwork,
     InfeasibleNetwork,
     Limits,
@@ -11,7 +11,7 @@ from autoshard.search.networks.network import (
     SearchStats,
     Solution,
 )
-from autoshard.search.networks.solve import solve
+from autoshard.solver.solve import solve
 
 __all__ = [
     "CostNetwork",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autoshard.program.ends import ends_of
-from autoshard.program.hosted import hosted_values
-from autoshard.simulate.pipeline import in_flight_bytes
+from autoshard.ir.boundaries import ends_of
+from autoshard.program.host_values import hosted_values
+from autoshard.schedules.timeline import in_flight_bytes
 from autoshard.simulate.stage_costs import StagePrices
 
 

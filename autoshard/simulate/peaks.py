@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autoshard.simulate.kept import Held
-from autoshard.simulate.pipeline import in_flight_bytes
+from autoshard.schedules.timeline import in_flight_bytes
+from autoshard.simulate.saved_for_backward import Held
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.transients import Course, Transients
 

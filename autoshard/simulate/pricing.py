@@ -13,11 +13,11 @@ from autoshard.cost.stage_machines import Machine
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.comm import is_message, is_ring
 from autoshard.ir.lowered import Instruction, Placed
+from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
-from autoshard.placement import Layout
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import PRODUCTS, Ops, product_flops, product_of
+from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
 from autoshard.simulate.work import Message
 

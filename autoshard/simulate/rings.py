@@ -13,7 +13,7 @@ from autoshard.ir.rings import Ring, ring_of, together
 from autoshard.simulate.work import Message, Product, Traffic, Work
 
 if TYPE_CHECKING:
-    from autoshard.simulate.ops import Ops
+    from autoshard.simulate.op_work import Ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.simulate.pipeline import StageCosts
+from autoshard.schedules.timeline import StageCosts
 
 
 def in_slices(

@@ -16,21 +16,21 @@ from autoshard.cost.link import AxisLink, link_of
 from autoshard.cost.recipe import SUM_BYTES
 from autoshard.cost.stage_machines import Machine, stage_machines
 from autoshard.ir import DTYPES, Call, Port
+from autoshard.ir.boundaries import wires_of
 from autoshard.ir.lowered import Phase
-from autoshard.program.ends import wires_of
 from autoshard.program.holders import accumulated, holders_of
-from autoshard.program.hosted import hosted_values
+from autoshard.program.host_values import hosted_values
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.sharing import Sharing
+from autoshard.schedules.timeline import StageCosts
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.kept import Held, Kept, gathered_bytes, gathered_ports, kept_by
-from autoshard.simulate.of_segments import OfSegments
-from autoshard.simulate.parts import Parts
-from autoshard.simulate.pipeline import StageCosts
+from autoshard.simulate.part_times import Parts
 from autoshard.simulate.pricing import Pricer
-from autoshard.simulate.sharing import Sharing
-from autoshard.simulate.sheets import Sheets
+from autoshard.simulate.saved_for_backward import Held, Kept, gathered_bytes, gathered_ports, kept_by
+from autoshard.simulate.segment_cache import OfSegments
+from autoshard.simulate.segment_work import Sheets
 from autoshard.simulate.streams import NOTHING
 
 _HALF = ("bf16", "f16")
@@ -237,7 +237,7 @@ class StagePrices:
         """Seconds of the optimizer. touched: bytes that it reads and writes, on the device or in its host.
 
         In host memory beside parameters on the device, gradients come down and parameters go up while others
-        are updated (`runtime.host_optimizer`): the slowest of the three counts.
+        are updated (`runtime.optim.host_optimizer`): the slowest of the three counts.
         """
         away = self.program.offload
         if not away.states:

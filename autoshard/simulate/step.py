@@ -9,18 +9,18 @@ from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Node
+from autoshard.program.layers import layers_of_stages
 from autoshard.program.messages import phases_of
 from autoshard.program.program import Program
-from autoshard.report.layers import layers_of_stages
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.schedule import Action
+from autoshard.schedules.timeline import StageCosts, Timeline, simulate, step_seconds
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.host_bytes import HostHeld, host_bytes
-from autoshard.simulate.kept import Held
-from autoshard.simulate.ops import AGAIN
+from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.peaks import Peaks
-from autoshard.simulate.pipeline import StageCosts, Timeline, simulate, step_seconds
 from autoshard.simulate.pricing import Pricer
+from autoshard.simulate.saved_for_backward import Held
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import Played
 

@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from autoshard.ir import DTYPES, Call, Node, refs_of
+from autoshard.ir.boundaries import ends_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
 from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed, uses_of
-from autoshard.offload import STORE
-from autoshard.program.ends import ends_of
+from autoshard.ir.offload import STORE
+from autoshard.ir.views import view_roots
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
-from autoshard.simulate.alike import likeness
-from autoshard.simulate.keeping import Keeping, logits_of
-from autoshard.simulate.kept import Storage, kept_in_order, storages_of, view_roots
-from autoshard.simulate.on_the_way import Messages, OnTheWay, message_of, turn_of
-from autoshard.simulate.sheets import Sheets
+from autoshard.simulate.equivalent_parts import likeness
+from autoshard.simulate.framework_saved import Keeping, logits_of
+from autoshard.simulate.in_flight import Messages, OnTheWay, message_of, turn_of
+from autoshard.simulate.saved_for_backward import Storage, kept_in_order, storages_of
+from autoshard.simulate.segment_work import Sheets
 
 _PHASES = {"F": ("forward",), "B": ("backward", "weight"), "I": ("backward",), "W": ("weight",)}
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from autoshard.placement import Layout
-from autoshard.placement import Shard as OurShard
+from autoshard.ir.placement import Layout
+from autoshard.ir.placement import Shard as OurShard
 from autoshard.torch_adapters.blocks import described, refusing
 
 #: how a DTensor lies: mesh, placements, global shape, strides and type

@@ -8,12 +8,12 @@ from math import isclose
 
 import torch
 
-from autoshard.analysis import Analysis, analyse
+from autoshard.capture.capture import capture
 from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
-from autoshard.passes.capture import capture
+from autoshard.planner.analysis import Analysis, analyse
 from autoshard.rules.core import Factored
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.rebatch import NotRebatchable, rebatched
+from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
 from autoshard.validate.models import Architecture, on_meta
 
 #: sequences of the capture that stands for every batch but 1

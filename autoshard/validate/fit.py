@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.errors import UsageError
-from autoshard.simulate.pipeline import step_seconds
+from autoshard.schedules.timeline import step_seconds
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.validate.figures import SPREAD, Figures, applied, moved, names_of, value_of
 from autoshard.validate.rebuild import Rebuilt

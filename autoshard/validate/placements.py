@@ -18,10 +18,8 @@ import numpy as np
 
 from autoshard.ir import refs_of
 from autoshard.ir.flow import Place
-from autoshard.placement import Layout, Partial, R, Shard
-from autoshard.search.networks.network import Array
-from autoshard.search.problem.problem import Model
-from autoshard.search.problem.variables import (
+from autoshard.ir.placement import Layout, Partial, R, Shard
+from autoshard.search.problem.decisions import (
     NodeVar,
     ParamState,
     ParamVar,
@@ -30,7 +28,9 @@ from autoshard.search.problem.variables import (
     ValueVar,
     Variable,
 )
-from autoshard.search.solving.problems import Posed
+from autoshard.search.problem.problem import Model
+from autoshard.search.solve.formulate import Posed
+from autoshard.solver.network import Array
 from autoshard.validate.models import Architecture, Kind
 
 S = TypeVar("S")

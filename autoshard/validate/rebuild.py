@@ -14,25 +14,25 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.ir import DTYPES
-from autoshard.passes.batch_terms import averaged
 from autoshard.passes.pipeline import Lowering
-from autoshard.passes.scatter_sends import Saving
+from autoshard.passes.simplify.batch_terms import averaged
+from autoshard.passes.stages.scatter_sends import Saving
+from autoshard.planner.stage_link import in_parts, pipe_link
+from autoshard.planner.step_terms import trained_output
 from autoshard.program.build import build_program
+from autoshard.program.dumps import Dumps
 from autoshard.program.program import Program
-from autoshard.report.dumps import Dumps
 from autoshard.rules.local import MeshShape
-from autoshard.search.choosing.ask import Settled
-from autoshard.search.networks.network import NoFiniteAssignment
-from autoshard.search.plans.plan import Plan, Recompute
+from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
-from autoshard.search.solving.configuration import Configuration
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import Posed, layer_calls, pose
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import place
+from autoshard.search.select.request import Settled
+from autoshard.search.solve.configuration import Configuration
+from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.solve_placements import place
+from autoshard.search.solve.step_config import Setting
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.stage_link import in_parts, pipe_link
-from autoshard.step_terms import trained_output
+from autoshard.solver.network import NoFiniteAssignment
 from autoshard.validate.architecture import Known, architecture_of
 from autoshard.validate.captured import Captures, Scaled
 from autoshard.validate.frameworks import Framework, behaviour_of, framework_of

@@ -10,7 +10,7 @@ from autoshard.ir import Folded
 from autoshard.schedules.registry import lookup, make
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.zb_h2 import zb_h2
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
 from autoshard.validate.rows import Run
 
 #: words of a row's schedule, in small letters -> the schedule's name here

@@ -1,7 +1,7 @@
 """Which elements of a dim a rank holds, written out: the definition that placements stand for.
 
-Slow and plain on purpose: `autoshard.placement` and the runtime compute the same by formulas, and are checked
-against this.
+Slow and plain on purpose: `autoshard.ir.placement` and the runtime compute the same by formulas, and are
+checked against this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.placement import Layout, Shard
+from autoshard.ir.placement import Layout, Shard
 
 #: (placement, ranks of its axis), in the order of the mesh
 Splits = tuple[tuple[Shard, int], ...]

@@ -7,7 +7,7 @@ from functools import cached_property
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import VerificationError
 from autoshard.ir import Call
-from autoshard.program.ends import part_name
+from autoshard.ir.boundaries import part_name
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
 from autoshard.verify.result import At, Finding, Located

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from autoshard.cluster import Cluster, usable_memory
 from autoshard.cluster.cluster import host_of
-from autoshard.hosting import need_of
+from autoshard.ir.units import bytes_text
+from autoshard.planner.host_memory import need_of
 from autoshard.program.program import Program
-from autoshard.report.units import bytes_text
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.result import At, Finding

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.api import split_inputs
 from autoshard.errors import VerificationError
 from autoshard.interop.targets import build
-from autoshard.passes.batch_terms import NO_TERMS
-from autoshard.planning import Source
+from autoshard.passes.simplify.batch_terms import NO_TERMS
+from autoshard.planner.planning import Source
+from autoshard.planner.step_terms import step_terms
 from autoshard.program.names import port_names
 from autoshard.program.original import notes_of_original, original_of, original_text
 from autoshard.program.program import Program, Signature
 from autoshard.rules.user import Rules
-from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.runtime.arguments import split_inputs
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.problem.problem import batch_of
-from autoshard.step_terms import step_terms
 
 
 def same_model(program: Program, target: str, rules: Rules = None) -> None:

@@ -13,15 +13,15 @@ from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.comm import GATHER_WIRE
 from autoshard.ir.lowered import Placed
-from autoshard.offload import HOST_OPS
-from autoshard.passes.insert_collectives import collective_node
-from autoshard.placement import Layout, Partial, layout_ok
-from autoshard.program.known import QUANTISED
+from autoshard.ir.offload import HOST_OPS
+from autoshard.ir.placement import Layout, Partial, layout_ok
+from autoshard.passes.partition.insert_collectives import collective_node
+from autoshard.program.known_ops import QUANTISED
 from autoshard.rules.local import MeshShape
+from autoshard.rules.quantized_gather import wire_gather
+from autoshard.verify.hierarchical_collectives import wrong_precision, wrong_step
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
-from autoshard.verify.relaid import wrong_precision, wrong_step
 from autoshard.verify.result import Rule
-from autoshard.wires import wire_gather
 
 _KINDS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice")
 #: what changes where a value lies, and not what it is

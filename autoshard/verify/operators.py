@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import AutoshardError
-from autoshard.placement import Layout
+from autoshard.ir.placement import Layout
 from autoshard.rules.core import Factored, RuleFn, opaque
 from autoshard.rules.local import LocalCall, MeshShape
 from autoshard.verify.result import Rule
 from autoshard.verify.states import broken_state
-from autoshard.verify.terms import Pattern, spelled
+from autoshard.verify.value_numbering import Pattern, spelled
 
 #: layouts of inputs and of outputs
 Lies = tuple[tuple[Layout, ...], tuple["Layout | None", ...]]

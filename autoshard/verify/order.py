@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
+from autoshard.ir.boundaries import ends_of, wires_of
 from autoshard.ir.lowered import Ends, Lowered
-from autoshard.program.ends import ends_of, wires_of
 from autoshard.program.holders import holders_of
 from autoshard.program.messages import Message, Move, moves_of, phases_of
 from autoshard.program.program import Program

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from autoshard.analysis import fingerprint
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import AutoshardError
-from autoshard.ir.flow import flow_of
-from autoshard.program.original import folded_of
+from autoshard.planner.fingerprint import fingerprint_of
 from autoshard.program.program import Program
-from autoshard.rules.core import RuleFn
-from autoshard.rules.digits import find_digits
-from autoshard.rules.registry import RULES, rules_for
+from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules, rule_table
-from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.verify.result import At, Finding
 
 
@@ -41,18 +37,6 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
             yield Finding(
                 "plan", f"the {what} is {found!r}, the plan's {planned!r}", At(), "they are the same"
             )
-
-
-def fingerprint_of(program: Program, table: Mapping[str, RuleFn]) -> str:
-    """Of the model that is stored with a program, as `analysis.fingerprint` makes it of a captured one.
-
-    table: the rule of every op that has one.
-    """
-    assert program.original is not None
-    folded = folded_of(program.original, program.signature)
-    flow = flow_of(folded)
-    found, _ = rules_for(folded, replicate_unknown=True, table=table)
-    return fingerprint(folded, flow, found, find_digits(folded, flow, found))
 
 
 def can_be_compared(program: Program, rules: Rules = None) -> bool:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from autoshard.errors import VerificationError
 from autoshard.ir import Port, Result
 from autoshard.ir.lowered import Placed
-from autoshard.placement import Partial, Shard, layout_ok
+from autoshard.ir.placement import Partial, Shard, layout_ok
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.local import MeshShape
 from autoshard.verify.indices import cover, splits_of
 from autoshard.verify.result import At, Finding, Rule
-from autoshard.verify.terms import Terms
-from autoshard.verify.walk import LOST
+from autoshard.verify.translation_validation import LOST
+from autoshard.verify.value_numbering import Terms
 
 #: phases in which a value is summed over the microbatches
 _SUMMED = ("backward", "weight", "reduce")

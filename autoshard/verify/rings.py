@@ -12,8 +12,8 @@ from math import prod
 
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.lowered import Placed
+from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.rings import Ring, ring_of
-from autoshard.placement import P, Partial, Placement, R, Shard
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape, symbolic_shape
 

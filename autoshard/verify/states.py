@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from autoshard.ir import TensorType
-from autoshard.placement import Layout, P, Partial, Placement, R, Shard, layout_ok
+from autoshard.ir.placement import Layout, P, Partial, Placement, R, Shard, layout_ok
 from autoshard.rules.core import Dims, Factored
 from autoshard.rules.local import MeshShape
 from autoshard.rules.states import (

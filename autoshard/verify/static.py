@@ -10,23 +10,23 @@ from autoshard.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import VerificationError
 from autoshard.ir import Call
-from autoshard.program.ends import check_parts
+from autoshard.ir.boundaries import check_parts
+from autoshard.ir.units import bytes_text
 from autoshard.program.program import Program
-from autoshard.report.units import bytes_text
 from autoshard.rules.local import MeshShape
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules, rule_table
-from autoshard.verify.hosted import check_hosted, uses_host
+from autoshard.verify.host_values import check_hosted, uses_host
 from autoshard.verify.locate import Locator
 from autoshard.verify.memory import fit, fit_host
-from autoshard.verify.once import broken_steps
 from autoshard.verify.operators import Judge
 from autoshard.verify.order import Moves, check_order
 from autoshard.verify.plan import broken_plan, can_be_compared
 from autoshard.verify.ports import broken_results, broken_shards
 from autoshard.verify.result import At, Checked, Finding, Rule, StaticReport
-from autoshard.verify.terms import Terms
-from autoshard.verify.walk import Followed, Walk
+from autoshard.verify.step_scope import broken_steps
+from autoshard.verify.translation_validation import Followed, Walk
+from autoshard.verify.value_numbering import Terms
 
 #: more findings than this help nobody
 _MOST = 20

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autoshard.analysis import Analysis, analyse
-from autoshard.candidates import PipeAsk, given
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster, usable_memory
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import MIXED
-from autoshard.passes.capture import capture
 from autoshard.passes.pipeline import Lowering
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.candidates import PipeAsk, given
+from autoshard.planner.planning import Planned, plan_analysed
+from autoshard.planner.stage_partition import Staging, staged
 from autoshard.rules.local import MeshShape
-from autoshard.search.choosing.choose import Ask
-from autoshard.search.plans.plan import Pipeline
+from autoshard.search.plan.plan import Pipeline
 from autoshard.search.problem.problem import batch_of
 from autoshard.search.reasons.explain import explain
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import layer_calls
-from autoshard.staging import Staging, staged
+from autoshard.search.select.choose import Ask
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.models import Architecture, on_meta
 from benchmarks.cases import LLAMA3_8B
 from benchmarks.published import settle

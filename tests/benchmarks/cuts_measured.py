@@ -12,13 +12,13 @@ from pathlib import Path
 
 from torch import nn
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.errors import VerificationError
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import Planned
 from autoshard.program.store import save_program
-from autoshard.search.plans.plan import Cut
+from autoshard.search.plan.plan import Cut
 from benchmarks.cuts import CutRow, planned, row_of
 from benchmarks.models import bench_batch, bench_llama
 

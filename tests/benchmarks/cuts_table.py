@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.report.units import seconds_text
+from autoshard.ir.units import seconds_text
 from benchmarks import cuts, cuts_measured
 from benchmarks.cuts import CutRow, Interleaving
 from benchmarks.cuts_measured import CutMeasured

@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.plans.plan import Cut, Pipeline, Recompute
+from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from benchmarks.models import bench_batch, bench_llama
 
 RANKS = 4

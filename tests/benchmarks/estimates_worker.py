@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.cluster.write import write_all
 from autoshard.runtime.module import ParallelModule
-from autoshard.runtime.profile import Effort, measure
+from autoshard.runtime.profile.machine import Effort, measure
 from autoshard.runtime.train import accumulate
 from benchmarks.estimates import PROFILES, RESULTS, StepMeasured, cluster_file
 from benchmarks.estimates_cases import Inputs, cases

@@ -17,13 +17,13 @@ import torch
 
 from autoshard.api import plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
-from autoshard.emitting import Emission, laid_out
-from autoshard.hierarchies import Way
 from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, is_message
-from autoshard.passes.hierarchy import Levels
-from autoshard.passes.secondary_shards import NO_SECONDARY, Secondary
-from autoshard.planning import Planned
+from autoshard.passes.partition.hierarchy import Levels
+from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
+from autoshard.planner.hierarchy_choice import Way
+from autoshard.planner.lowering import Emission, laid_out
+from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.pricing import Pricer

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from torch import nn
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import VerificationError
-from autoshard.passes.capture import capture
-from autoshard.planning import Planned, plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.search.plans.plan import Cut, Pipeline
+from autoshard.search.plan.plan import Cut, Pipeline
 from benchmarks.models import bench_batch, bench_llama
 
 RANKS, MICROBATCHES = 4, 8

@@ -27,9 +27,9 @@ class PlanningRow:
     """What a process took and found.
 
     process_s: its whole life, seconds, imports of torch and transformers and building the model among it.
-    capture_s: of the trace; search_s: from there to the plan, rivals among it. peak_gib: of its resident memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival:
-    the best one by hand with its mesh, "" if none can be used, and then rivals_why says why; rival_ratio: its
-    step over the plan's.
+    capture_s: of the trace; search_s: from there to the plan, rivals among it. peak_gib: of its resident
+    memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival: the best one by hand with its mesh,
+    "" if none can be used, and then rivals_why says why; rival_ratio: its step over the plan's.
     """
 
     process_s: float
@@ -56,15 +56,15 @@ def plan_case(case: Case) -> PlanningRow:
 
     Raises what `autoshard.plan` raises.
     """
-    from autoshard.analysis import analyse
-    from autoshard.candidates import PipeAsk
+    from autoshard.capture.capture import capture
     from autoshard.cluster import Mesh, load_cluster, usable_memory
     from autoshard.cost.recipe import recipe_named
-    from autoshard.offload import NO_OFFLOAD
-    from autoshard.passes.capture import capture
-    from autoshard.planning import Question, Source
+    from autoshard.ir.offload import NO_OFFLOAD
+    from autoshard.planner.analysis import analyse
+    from autoshard.planner.candidates import PipeAsk
+    from autoshard.planner.planning import Question, Source
     from autoshard.report.summary import summarise
-    from autoshard.search.choosing.choose import Ask
+    from autoshard.search.select.choose import Ask
     from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)

@@ -9,7 +9,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.report.units import seconds_text
+from autoshard.ir.units import seconds_text
 from benchmarks.cases import CASES, DEPTH, DEPTH_GIVEN, DEPTH_GOAL, WIDTH, WIDTH_GOAL, Case
 from benchmarks.planning import PlanningRow, by_turns, measure, median_of
 
@@ -23,7 +23,20 @@ def print_planning(console: Console, run: Measure = median_of, cases: Sequence[C
         f"[bold]planning[/] (fresh processes, bf16 on h100-dgx, medians of {runs} unless said; "
         "whatever else the machine does counts, too)"
     )
-    table = Table("case", "GPUs", "s", "capture + search", "process s", "GiB", "plan", "step", "MFU", "gap", "best by hand", "goals")
+    table = Table(
+        "case",
+        "GPUs",
+        "s",
+        "capture + search",
+        "process s",
+        "GiB",
+        "plan",
+        "step",
+        "MFU",
+        "gap",
+        "best by hand",
+        "goals",
+    )
     measured = [(case, run(case)) for case in cases]
     for case, row in measured:
         table.add_row(
@@ -42,8 +55,8 @@ def print_planning(console: Console, run: Measure = median_of, cases: Sequence[C
         )
     console.print(table)
     console.print(
-        "s: from a model that was built to its plan, which the goals are for; process s: with importing torch "
-        "and transformers and building the model"
+        "s: from a model that was built to its plan, which the goals are for; process s: with imports of "
+        "torch and transformers and building the model"
     )
     console.print("best by hand: the fastest rival at its best, its step over the plan's; x: microbatches")
     for case, row in measured:

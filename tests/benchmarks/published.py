@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from autoshard.analysis import Analysis, analyse
-from autoshard.candidates import PipeAsk, searched
+from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
-from autoshard.passes.capture import capture
-from autoshard.planning import Source
-from autoshard.search.bounds.uneven import uneven_seconds
-from autoshard.search.choosing.choose import Ask, Settled, choose
-from autoshard.search.networks.network import InfeasibleNetwork
-from autoshard.search.plans.plan import Recompute
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.planner.planning import Source
+from autoshard.planner.stage_link import pipe_link
+from autoshard.search.bound.stage_imbalance import uneven_seconds
+from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.rebatch import NotRebatchable, rebatched
-from autoshard.search.solving.configuration import Configuration, Staged, data_ways
-from autoshard.search.solving.pipe import Pipe
-from autoshard.search.solving.problems import layer_calls, pose
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import place
-from autoshard.stage_link import pipe_link
+from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.solve.configuration import Configuration, Staged, data_ways
+from autoshard.search.solve.formulate import layer_calls, pose
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.solve_placements import place
+from autoshard.search.solve.step_config import Setting
+from autoshard.solver.network import InfeasibleNetwork
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
 from benchmarks.published_rows import Policy, Published, Skipped

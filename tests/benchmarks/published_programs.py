@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.candidates import PipeAsk
 from autoshard.cluster import Cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError
-from autoshard.fitting import Fitter, Peak
-from autoshard.offload import NO_OFFLOAD
-from autoshard.planning import Planned, Question
-from autoshard.search.choosing.choose import Ask
-from autoshard.search.problem.rebatch import NotRebatchable, rebatched
+from autoshard.ir.offload import NO_OFFLOAD
+from autoshard.planner.candidates import PipeAsk
+from autoshard.planner.memory_fit import Fitter, Peak
+from autoshard.planner.planning import Planned, Question
+from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.select.choose import Ask
 from benchmarks.published import SLOWER, Asked, machine, name_of, questions, settle
 from benchmarks.published_rows import Published, Skipped
 

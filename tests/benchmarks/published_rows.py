@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard.errors import UsageError
-from autoshard.search.solving.pipe import Pipe
+from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.machine import catalog_name
 from autoshard.validate.models import Architecture
 from autoshard.validate.rows import load_rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.report.units import seconds_text
+from autoshard.ir.units import seconds_text
 
 if TYPE_CHECKING:
     from benchmarks.published import Comparison

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
-from autoshard.analysis import Analysis, analyse
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.passes.capture import capture
-from autoshard.search.choosing.choose import Ask, Settled, choose
-from autoshard.search.networks.network import InfeasibleNetwork
-from autoshard.search.plans.plan import Recompute
-from autoshard.search.problem.rebatch import rebatched
-from autoshard.search.solving.configuration import data_ways, microbatch_sizes
-from autoshard.search.solving.problems import Posed, layer_calls, pose
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import place
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.search.plan.plan import Recompute
+from autoshard.search.problem.rescale_batch import rebatched
+from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.solve.configuration import data_ways, microbatch_sizes
+from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.solve_placements import place
+from autoshard.search.solve.step_config import Setting
+from autoshard.solver.network import InfeasibleNetwork
 from autoshard.validate.models import Architecture, on_meta
 
 

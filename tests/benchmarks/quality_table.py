@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.report.units import bytes_text, seconds_text
+from autoshard.ir.units import bytes_text, seconds_text
 from benchmarks.quality import Quality
 
 

@@ -2,7 +2,7 @@
 
 Simulated, on layers whose weights are divided as Megatron-LM does it (Shoeybi et al., 2019; along the
 sequence in between, Korthikanti et al., 2022). Both programs are of the same plan; rings are where the prices
-of their chunks say that a segment gets shorter (`passes/ring_products.py`).
+of their chunks say that a segment gets shorter (`passes/partition/ring_products.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_ring
 from autoshard.program.program import Program
-from autoshard.report.estimate import Estimator
+from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.step import estimate_step
 from autoshard.validate.models import Architecture, on_meta
 from benchmarks.cases import GPT3_175B, LLAMA3_8B

@@ -11,7 +11,7 @@ from rich.table import Table
 from autoshard.schedules.check import check, in_flight
 from autoshard.schedules.formulas import ideal_bubble_fraction
 from autoshard.schedules.registry import default_chunks, default_slices, make, names
-from autoshard.simulate.pipeline import StageCosts, simulate
+from autoshard.schedules.timeline import StageCosts, simulate
 
 RANKS, MICROBATCHES = 8, (8, 16, 32, 64)
 

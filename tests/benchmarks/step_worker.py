@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
-from autoshard.runtime.transports import VARIABLE
+from autoshard.runtime.transport.transport_choice import VARIABLE
 from benchmarks.by_hand import by_ddp, by_fsdp2, by_tensor_parallel
 from benchmarks.models import bench_batch, bench_llama
 

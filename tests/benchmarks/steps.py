@@ -47,7 +47,7 @@ def messages() -> Iterator[Messages]:
     """Collectives of small models on 4 ranks, without any optional pass and with all of them."""
     import autoshard
     from autoshard.cluster import load_cluster
-    from autoshard.report.estimate import Estimator
+    from autoshard.simulate.estimate import Estimator
     from benchmarks.models import small_model
     from benchmarks.step_worker import OFF
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.ir import LocalOffset, LocalSize
-from autoshard.placement import Partial, R, Shard
+from autoshard.ir.placement import Partial, R, Shard
 from autoshard.program.program import Program
 from faults.edits import (
     pairs_of,

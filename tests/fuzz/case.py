@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from lockstep_check import relative_error
 
-from autoshard.analysis import Analysis, analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
-from autoshard.passes.capture import capture
-from autoshard.planning import plan_analysed
-from autoshard.program.known import known_ops
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.planning import plan_analysed
+from autoshard.program.known_ops import known_ops
 from autoshard.program.parse import parse_program
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, program_text
-from autoshard.program.verify import Batch, Check, needs_one_rank, verify
-from autoshard.runtime.lockstep import Lockstep
-from autoshard.search.networks.network import NoFiniteAssignment
+from autoshard.runtime.lockstep.op_lockstep import Lockstep
+from autoshard.solver.network import NoFiniteAssignment
+from autoshard.verify.lockstep import Batch, Check, needs_one_rank, verify
 from fuzz.draw import recipe
 from fuzz.plans import random_plan
 from fuzz.recipe import Recipe

@@ -19,7 +19,7 @@ from typing import Any
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.search.plans.plan_json import plan_from_json
+from autoshard.search.plan.plan_json import plan_from_json
 from fuzz.case import Case, analysed
 from fuzz.draw import recipe
 from fuzz.recipe import Body, Recipe, Spec, Statement

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import AutoshardError
-from autoshard.passes.capture import capture
-from autoshard.program.verify import verify
-from autoshard.search.networks.network import NoFiniteAssignment
+from autoshard.planner.analysis import analyse
+from autoshard.solver.network import NoFiniteAssignment
+from autoshard.verify.lockstep import verify
 from fuzz.case import MESHES, Outcome, one_rank_of
 from fuzz.modules import FORMS, Model, drawn, smaller, systematic
 from fuzz.plans import random_plan

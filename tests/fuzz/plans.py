@@ -7,26 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.analysis import Analysis
-from autoshard.candidates import inner_mesh
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cost.on_mesh import cost_model
 from autoshard.errors import UsageError
-from autoshard.planning import Planned
-from autoshard.search.choosing.ask import Settled
-from autoshard.search.networks.network import CostNetwork, Limits, NoFiniteAssignment
-from autoshard.search.networks.solve import solve
-from autoshard.search.plans.plan import Cut, Pipeline, Recompute
-from autoshard.search.problem.axes import merged_axes, merged_mesh, plain_axes
+from autoshard.planner.analysis import Analysis
+from autoshard.planner.candidates import inner_mesh
+from autoshard.planner.planning import Planned
+from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.search.problem.build import build_problem
-from autoshard.search.problem.possible import possible
-from autoshard.search.problem.prices import Prices
+from autoshard.search.problem.feasible_states import possible
 from autoshard.search.problem.problem import Problem, batch_of
+from autoshard.search.problem.problem_prices import Prices
+from autoshard.search.problem.search_axes import merged_axes, merged_mesh, plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.solving.configuration import Configuration
-from autoshard.search.solving.problems import Posed, layer_calls
-from autoshard.search.solving.setting import Setting
-from autoshard.search.solving.settle import placed_at
+from autoshard.search.select.request import Settled
+from autoshard.search.solve.configuration import Configuration
+from autoshard.search.solve.formulate import Posed, layer_calls
+from autoshard.search.solve.solve_placements import placed_at
+from autoshard.search.solve.step_config import Setting
+from autoshard.solver.network import CostNetwork, Limits, NoFiniteAssignment
+from autoshard.solver.solve import solve
 
 #: the search only has to find a plan, not the best one for prices that mean nothing
 _LIMITS = Limits(table=200_000, total=2_000_000, mini=20_000, nodes=50, milp=0)

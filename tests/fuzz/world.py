@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 
-from autoshard.capture.changes import Elsewhere
+from autoshard.capture.python_state.changes import Elsewhere
 
 _NUMBERS = itertools.count()
 _PLAIN = (bool, int, float, str, type(None))

@@ -19,26 +19,26 @@ from planned import planned
 from torch import nn
 from typer.testing import CliRunner
 
-from autoshard.analysis import analyse
 from autoshard.api import compile_analysed
+from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
-from autoshard.passes.capture import capture
-from autoshard.passes.fuse_kernels import fuse_kernels
+from autoshard.ir.placement import Layout, P, R, Shard
+from autoshard.passes.fuse.fuse_kernels import fuse_kernels
 from autoshard.passes.pipeline import PASSES
-from autoshard.placement import Layout, P, R, Shard
-from autoshard.planning import plan_analysed
+from autoshard.planner.analysis import analyse
+from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.rules.local import MeshShape
+from autoshard.runtime.prepared_steps import PreparedSegment
 from autoshard.runtime.resolve import RankView
-from autoshard.runtime.steps import PreparedSegment
-from autoshard.search.plans.plan import Pipeline, Recompute
+from autoshard.search.plan.plan import Pipeline, Recompute
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.ops import Ops
+from autoshard.simulate.op_work import Ops
 from autoshard.simulate.work import Traffic
 from autoshard.verify.static import verify_static
 

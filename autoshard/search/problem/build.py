@@ -22,7 +22,7 @@ from autoshard.cluster.axes import AxisMeaning
 from autoshard.errors import UsageError
 from autoshard.ir import TensorType
 from autoshard.ir.flow import Place, PortClass
-from autoshard.placement import (
+from autoshard.ir.placement import (
     Layout,
     Partial,
     Placement,
@@ -33,10 +33,7 @@ from autoshard.placement import (
 )
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState, op_states
-from autoshard.search.networks.known import Known
-from autoshard.search.problem.axes import SearchAxes
-from autoshard.search.problem.buckets import Shares
-from autoshard.search.problem.entries import (
+from autoshard.search.problem.cost_entries import (
     Busy,
     Call,
     Entry,
@@ -48,14 +45,8 @@ from autoshard.search.problem.entries import (
     Pricing,
     Way,
 )
-from autoshard.search.problem.inline import reduce_chains
-from autoshard.search.problem.kinds import batch_dims
-from autoshard.search.problem.lives import SENT, Lives, lives_of
-from autoshard.search.problem.merge_entries import merged
-from autoshard.search.problem.prices import Prices
-from autoshard.search.problem.problem import MORE, Blueprint, Model, Problem, batch_of
-from autoshard.search.problem.terms import Bytes, Time
-from autoshard.search.problem.variables import (
+from autoshard.search.problem.cost_terms import Bytes, Time
+from autoshard.search.problem.decisions import (
     NodeVar,
     ParamVar,
     PortVar,
@@ -63,6 +54,15 @@ from autoshard.search.problem.variables import (
     ValueVar,
     Variable,
 )
+from autoshard.search.problem.exposed_collectives import reduce_chains
+from autoshard.search.problem.merge_entries import merged
+from autoshard.search.problem.op_classes import batch_dims
+from autoshard.search.problem.param_buckets import Shares
+from autoshard.search.problem.param_strategies import SENT, Lives, lives_of
+from autoshard.search.problem.problem import MORE, Blueprint, Model, Problem, batch_of
+from autoshard.search.problem.problem_prices import Prices
+from autoshard.search.problem.search_axes import SearchAxes
+from autoshard.solver.solution_cache import Known
 
 
 def build_problem(
@@ -532,7 +532,7 @@ class _Builder:
         whole = (R,) * len(self.sizes)
         given = [self.axes.to_mesh(g or whole) for g in self._source_layouts(maker, position)]
         stored = [life.stored for life in variable.states]
-        # a parameter may be stored in a larger shape than it is used in (see `search.problem.padded`)
+        # a parameter may be stored in a larger shape than it is used in (see `search.problem.padded_params`)
         type_ = replace(self._type(grad), shape=group.first.type.shape)
         share = self.model.shares[group.key].reduce
         table = self.prices.params.reshard.table(type_, list(dict.fromkeys([*given, *stored])), share)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from autoshard.search.problem.entries import Busy, Entry, Exchanged, Joined
+from autoshard.search.problem.cost_entries import Busy, Entry, Exchanged, Joined
 
 
 def merged(entries: Sequence[Entry]) -> list[Entry]:

@@ -13,12 +13,12 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import refs_of
 from autoshard.ir.flow import Place, PortClass
-from autoshard.placement import Layout, Placement, parse_placement
-from autoshard.search.networks.network import Array, NoFiniteAssignment
-from autoshard.search.networks.solve import solve
+from autoshard.ir.placement import Layout, Placement, parse_placement
+from autoshard.search.problem.cost_terms import compose
+from autoshard.search.problem.decisions import NodeVar, ParamVar, PortVar, Variable
 from autoshard.search.problem.problem import Model, Problem
-from autoshard.search.problem.terms import compose
-from autoshard.search.problem.variables import NodeVar, ParamVar, PortVar, Variable
+from autoshard.solver.network import Array, NoFiniteAssignment
+from autoshard.solver.solve import solve
 
 _FORM = "write GLOB=axis:placement, for instance 'model.layers.*.q_proj.weight=tp:S(0)' or '*.norm=tp:R'"
 

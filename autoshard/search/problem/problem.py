@@ -12,19 +12,19 @@ import numpy as np
 from autoshard.ir import Folded
 from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
-from autoshard.rules.digits import DigitTable
+from autoshard.rules.factor_splits import DigitTable
 from autoshard.rules.states import OpState
-from autoshard.search.networks.direct import Orders
-from autoshard.search.networks.known import Known
-from autoshard.search.networks.network import Array, Indices
-from autoshard.search.problem.alike import Alike
-from autoshard.search.problem.axes import SearchAxes
-from autoshard.search.problem.buckets import Shares, shares_of
-from autoshard.search.problem.entries import Entry, Pricing
-from autoshard.search.problem.kept import Kept, kept_activations
-from autoshard.search.problem.kinds import Kinds
-from autoshard.search.problem.terms import Terms
-from autoshard.search.problem.variables import NodeVar, ValueVar, Variable, with_states
+from autoshard.search.problem.cost_entries import Entry, Pricing
+from autoshard.search.problem.cost_terms import Terms
+from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable, with_states
+from autoshard.search.problem.op_classes import Kinds
+from autoshard.search.problem.param_buckets import Shares, shares_of
+from autoshard.search.problem.saved_for_backward import Kept, kept_activations
+from autoshard.search.problem.search_axes import SearchAxes
+from autoshard.search.problem.tied_decisions import Alike
+from autoshard.solver.network import Array, Indices
+from autoshard.solver.single_elimination import Orders
+from autoshard.solver.solution_cache import Known
 
 #: bytes that differ by less are the same, but for uneven parts
 MORE = 1.01
@@ -124,9 +124,9 @@ class Problem:
     """What there is to decide and what its costs are made of (see `compose` for the network).
 
     choices: states of all variables, those that turned out impossible among them (see
-    `search.problem.possible`). known: its solutions so far. kept: which states of a variable were possible,
-    where not all. others: what decides with a variable, whatever states they are written with (see
-    `search.problem.alike`).
+    `search.problem.feasible_states`). known: its solutions so far. kept: which states of a variable were
+    possible, where not all. others: what decides with a variable, whatever states they are written with (see
+    `search.problem.tied_decisions`).
     """
 
     axes: SearchAxes

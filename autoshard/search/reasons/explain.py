@@ -9,13 +9,10 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster, usable_memory
 from autoshard.cluster.mesh import Mesh
-from autoshard.placement import Layout
+from autoshard.ir.placement import Layout
 from autoshard.rules.states import OpState
-from autoshard.search.choosing.ask import Settled
-from autoshard.search.networks.marginals import min_marginals
-from autoshard.search.plans.plan import Pipeline, Plan, Proof, Why, why_key
-from autoshard.search.problem.axes import SearchAxes
-from autoshard.search.problem.variables import (
+from autoshard.search.plan.plan import Pipeline, Plan, Proof, Why, why_key
+from autoshard.search.problem.decisions import (
     NodeVar,
     ParamState,
     ParamVar,
@@ -24,8 +21,11 @@ from autoshard.search.problem.variables import (
     ValueVar,
     Variable,
 )
-from autoshard.search.solving.amounts import bytes_up
-from autoshard.search.solving.pipe import Pipe
+from autoshard.search.problem.search_axes import SearchAxes
+from autoshard.search.select.request import Settled
+from autoshard.search.solve.memory_text import bytes_up
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.solver.min_marginals import min_marginals
 
 
 def explain(

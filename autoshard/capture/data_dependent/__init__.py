@@ -1,0 +1,1 @@
+"""Model code that asks tensors for values: followed, evaluated or refused while it is traced."""

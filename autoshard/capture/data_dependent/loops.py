@@ -1,0 +1,128 @@
+"""Loops in the code of a model whose turns leave nothing behind in names of Python: no counters, no flags."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from types import FrameType
+
+from autoshard.capture.data_dependent.value_checks import Span, position, span, within
+from autoshard.capture.origins import is_library
+
+_PLAIN = ast.Assign | ast.AnnAssign | ast.Expr | ast.Continue | ast.Assert | ast.Pass
+_LEAVING = ast.Global | ast.Nonlocal | ast.Return | ast.Break | ast.Yield | ast.YieldFrom
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+class Loops:
+    """Finds the loops in source files; a file is parsed once."""
+
+    def __init__(self) -> None:
+        self._trees: dict[str, ast.Module | None] = {}
+
+    def keeps_to_itself(self, frame: FrameType | None) -> bool:
+        """Whether the innermost code of a model stands at the head of a ``for`` over the tensor itself.
+
+        Its body may only store names that it sets before it reads them, and that nothing outside of it reads.
+        """
+        while frame is not None and _between(frame):
+            frame = frame.f_back
+        here = position(frame)
+        tree = self._of(frame) if frame is not None else None
+        if here is None or tree is None:
+            return False
+        found = [
+            (function, loop)
+            for function in ast.walk(tree)
+            if isinstance(function, _FUNCTIONS)
+            for loop in ast.walk(function)
+            if isinstance(loop, ast.For) and _same(here, span(loop.iter))
+        ]
+        if not found:
+            return False
+        function, loop = max(found, key=lambda pair: pair[0].lineno)
+        return not loop.orelse and _direct(loop.iter) and _closed(function, loop)
+
+    def _of(self, frame: FrameType) -> ast.Module | None:
+        path = frame.f_code.co_filename
+        if path not in self._trees:
+            try:
+                self._trees[path] = ast.parse("".join(linecache.getlines(path, frame.f_globals)))
+            except SyntaxError:  # not the text that was compiled
+                self._trees[path] = None
+        return self._trees[path]
+
+
+def _between(frame: FrameType) -> bool:
+    code = frame.f_code
+    return code.co_name == "__torch_function__" or is_library(code.co_filename)
+
+
+def _same(here: Span, wanted: Span) -> bool:
+    return within(here, wanted) or within(wanted, here)
+
+
+def _direct(iterated: ast.expr) -> bool:
+    """Whether a loop goes over a tensor itself, not over something (enumerate, zip) that counts its turns."""
+    return not isinstance(iterated, ast.Call) or isinstance(iterated.func, ast.Attribute)
+
+
+def _closed(function: ast.AST, loop: ast.For) -> bool:
+    inside = {id(node) for node in ast.walk(loop)}
+    stored = _stored(loop)
+    for node in ast.walk(function):
+        if id(node) in inside:
+            if isinstance(node, _LEAVING):
+                return False
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                return False
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in stored:
+            return False
+    known = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    return all(_set_first(statement, known, stored) for statement in loop.body)
+
+
+def _set_first(statement: ast.stmt, known: set[str], stored: set[str]) -> bool:
+    """Whether a statement reads no name of ``stored`` before it is set; adds what it sets to ``known``.
+
+    A name that only one branch of an ``if`` sets counts as not set.
+    """
+    if isinstance(statement, ast.If):
+        if not _reads_known(statement.test, known, stored):
+            return False
+        after = []
+        for branch in (statement.body, statement.orelse):
+            names = set(known)
+            if not all(_set_first(s, names, stored) for s in branch):
+                return False
+            if not (branch and isinstance(branch[-1], ast.Continue | ast.Raise)):
+                after.append(names)
+        known |= set.intersection(*after) if after else stored
+        return True
+    if isinstance(statement, ast.With):
+        return all(_reads_known(i.context_expr, known, stored) for i in statement.items) and all(
+            _set_first(s, known, stored) for s in statement.body
+        )
+    if isinstance(statement, ast.AugAssign):
+        target = statement.target
+        fine = not isinstance(target, ast.Name) or target.id in known
+        return fine and _reads_known(statement, known, stored)
+    if not isinstance(statement, _PLAIN) or not _reads_known(statement, known, stored):
+        return False
+    known |= _stored(statement)
+    return True
+
+
+def _reads_known(tree: ast.AST, known: set[str], stored: set[str]) -> bool:
+    return all(n in known or n not in stored for n in _read(tree))
+
+
+def _stored(tree: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _read(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id

@@ -1,0 +1,363 @@
+"""Follows the rows that a mask chooses through the code of a model, while it is traced.
+
+The loop over experts that many models share::
+
+    for expert in (mask.sum((-1, -2)) > 0).nonzero():
+        choice, token = torch.where(mask[expert].squeeze(0))
+        out.index_add_(0, token, experts[expert](x[token]) * weights[token, choice, None])
+
+runs over all experts and, for each, over all rows (see ``autoshard.ops.chosen``). That is the same only if
+nothing mixes rows, and if a turn of the loop that would not take place leaves nothing behind but rows that do
+not count. Whatever is not known to be so is refused, as a shape that depends on values.
+
+Leans on the exceptions of ``torch._subclasses.fake_tensor`` and on the frames of a ``TorchFunctionMode``. Run
+with torch 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.data_dependent.constant_eval import changed_by
+from autoshard.capture.data_dependent.loops import Loops
+from autoshard.ops.chosen import Selection, moved, places
+from autoshard.torch_adapters.replaced import replaced
+
+#: what is computed element by element; all of it gives new tensors
+_POINTWISE = frozenset(
+    """
+    __rsub__ __rpow__ abs add add_ celu clamp clamp_max clamp_min cos div div_ dropout elu exp expm1 gelu
+    hardsigmoid hardswish hardtanh leaky_relu log log1p logsigmoid masked_fill maximum minimum mish mul mul_
+    neg pow reciprocal relu relu6 rsqrt rsub selu sigmoid sign silu sin softplus softsign sqrt square sub sub_
+    tanh threshold true_divide where
+    """.split()  # noqa: SIM905 - a table reads better than quoted names
+)
+#: element by element as well, and perhaps the tensor itself
+_SAME = frozenset(
+    ("to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach")
+)
+_RESHAPES = frozenset(("view", "reshape", "squeeze", "unsqueeze", "flatten"))
+_ABOUT = frozenset(("dim", "ndimension", "is_floating_point", "element_size", "is_complex"))
+_ATTRIBUTES = frozenset(("dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_nested"))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A tensor whose dim ``dim`` are the rows of a selection; axis: it is their index along that axis."""
+
+    tensor: torch.Tensor
+    selection: Selection
+    dim: int
+    axis: int | None = None
+
+
+class _Count:
+    """How many rows there are: known only to be compared with none."""
+
+    def __init__(self, refuse: Callable[[], Exception]) -> None:
+        self._refuse = refuse
+
+    def __eq__(self, other: object) -> bool:
+        return self._with_none(other, False)
+
+    def __ne__(self, other: object) -> bool:
+        return self._with_none(other, True)
+
+    def __gt__(self, other: object) -> bool:
+        return self._with_none(other, True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _with_none(self, other: object, answer: bool) -> bool:
+        if type(other) is not int or other != 0:
+            raise self._refuse()
+        return answer
+
+
+class TurnRaisesError(Exception):
+    """A turn of a loop raises, so that it counts as one that is never taken: the trace starts again."""
+
+
+class ChosenRows(TorchFunctionMode):
+    """Answers ``torch.where(mask)`` and ``mask.nonzero()`` with all places, and watches what they become.
+
+    raising: (number of a loop, place) of the turns that are left out, as the model itself raises in them.
+    """
+
+    def __init__(self, raising: set[tuple[int, int]]) -> None:
+        super().__init__()
+        self._raising = raising
+        self._loop = 0
+        self._number = 0
+        self._rows: dict[int, _Rows] = {}
+        self._loops = Loops()
+        # of the turn of a loop that is going on
+        self._turn: torch.Tensor | None = None
+        self._made: dict[int, torch.Tensor] = {}
+        self._fresh: set[int] = set()
+        # of turns that are over
+        self._gone: dict[int, torch.Tensor] = {}
+        self._left = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").partition(".")[0]
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(id(t) in self._gone for t in given):
+            raise _refused(func)
+        rows = [self._rows[id(t)] for t in given if id(t) in self._rows]
+        if rows:
+            out = self._on_rows(func, name, args, kwargs, rows)
+        elif _finds_places(name, args, kwargs):
+            out = self._places(func, name, args, kwargs)
+        else:
+            changed = changed_by(name, args, kwargs)
+            if self._turn is not None and any(id(t) not in self._fresh for t in changed):
+                raise _refused(func)
+            out = self._called(func, args, kwargs)
+        if self._turn is not None:
+            for t in pytree.tree_leaves(out):
+                if isinstance(t, torch.Tensor) and all(t is not g for g in given):
+                    self._made[id(t)] = t
+                    if name in _POINTWISE:
+                        self._fresh.add(id(t))
+        return out
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except IndexError as error:
+            if self._turn is None:
+                raise
+            self._raising.add((self._loop, self._number))
+            raise TurnRaisesError from error
+
+    # -- where rows come from ---------------------------------------------------------------------------
+
+    def _places(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All places of a mask, unless which of them hold is known."""
+        try:
+            return func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            mask = args[0]
+            if mask.dim() == 0 or mask.numel() < 2 or (name == "nonzero" and mask.dim() != 1 and not kwargs):
+                raise
+        counts = (mask != 0).reshape(-1)
+        if self._turn is not None:
+            counts = counts & self._turn
+        selection = Selection(tuple(mask.shape), counts)
+        found = tuple(self._tag(selection.index(axis), selection, 0, axis) for axis in range(mask.dim()))
+        if name == "where" or kwargs.get("as_tuple"):
+            return found
+        return self._tag(found[0].unsqueeze(1), selection, 0, 0)
+
+    def _tag(
+        self, tensor: torch.Tensor, selection: Selection, dim: int, axis: int | None = None
+    ) -> torch.Tensor:
+        self._rows[id(tensor)] = _Rows(tensor, selection, dim, axis)
+        return tensor
+
+    # -- what becomes of them ---------------------------------------------------------------------------
+
+    def _on_rows(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[_Rows]
+    ) -> Any:
+        first, selection = rows[0], rows[0].selection
+        own = bool(args) and args[0] is first.tensor
+        if any(r.selection is not selection for r in rows):
+            raise _refused(func)
+        if name in _ABOUT:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            return self._attribute(func, args, first)
+        if name in ("numel", "__len__") or (name == "size" and len(args) == 2 and own):
+            return self._size(func, name, args, first)
+        if name in ("index_add_", "index_add"):
+            return self._add(func, name, args, kwargs)
+        if name == "__getitem__" and not own:
+            return self._pick(func, args)
+        if name == "unbind" and own and first.axis is not None and args[1:] in ((), (0,)):
+            return self._turns(func, first)
+        if name in _RESHAPES and own:
+            return self._reshaped(func, args, kwargs, first)
+        dims = self._dims(name, args, kwargs, rows)
+        if dims is None:
+            raise _refused(func)
+        out = func(*args, **kwargs)
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if not isinstance(t, torch.Tensor) or t.shape[dims + t.dim()] != selection.rows:
+                raise _refused(func)
+            if id(t) not in self._rows:
+                self._tag(t, selection, dims + t.dim(), first.axis if name in _SAME else None)
+        return out
+
+    def _dims(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rows: list[_Rows]
+    ) -> int | None:
+        """The dim of the rows in the result, counted from the last; None if the function may mix them."""
+        first = rows[0]
+        back = first.dim - first.tensor.dim()
+        own = args[0] is first.tensor if args else False
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        others = [t for t in tensors if id(t) not in self._rows]
+        if name in _POINTWISE or name in _SAME:
+            if any(id(t) not in self._fresh for t in changed_by(name, args, kwargs)):
+                return None
+            same = all(r.dim - r.tensor.dim() == back for r in rows)
+            once = all(t.dim() < -back or t.shape[back] == 1 for t in others)
+            return back if same and once and "out" not in kwargs else None
+        if name == "linear" or (name in ("matmul", "mm", "__matmul__") and args[1].dim() == 2):
+            return back if own and len(rows) == 1 and back < -1 else None
+        if name in ("chunk", "split", "softmax", "log_softmax") and own and len(rows) == 1:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 and name in ("chunk", "split") else None)
+            if dim is None and name in ("softmax", "log_softmax") and len(args) > 1:
+                dim = args[1]
+            apart = isinstance(dim, int) and dim % first.tensor.dim() != first.dim
+            return back if apart else None
+        if name in ("layer_norm", "rms_norm") and own and len(rows) == 1:
+            shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+            return back if 0 < len(shape) < -back else None
+        return None
+
+    def _attribute(self, func: Any, args: tuple[Any, ...], rows: _Rows) -> Any:
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute in _ATTRIBUTES:
+            return func(*args)
+        if attribute == "shape":
+            known: list[Any] = list(func(*args))
+            known[rows.dim] = _Count(lambda: _refused(func))
+            return tuple(known)
+        raise _refused(func)
+
+    def _size(self, func: Any, name: str, args: tuple[Any, ...], rows: _Rows) -> Any:
+        if name == "size" and args[1] % rows.tensor.dim() != rows.dim:
+            return func(*args)
+        if name == "__len__":  # Python takes nothing but a number
+            raise _refused(func)
+        return _Count(lambda: _refused(func))
+
+    def _pick(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
+        """``x[None, token]``, ``x[token, choice, None]``: the rows of another tensor."""
+        x, index = args[0], places(args[1])
+        found = [self._rows.get(id(i)) if isinstance(i, torch.Tensor) else None for i in index]
+        at = [k for k, f in enumerate(found) if f is not None]
+        rest = [i for i, f in zip(index, found, strict=True) if f is None]
+        plain = all(i is None or (isinstance(i, slice) and i == slice(None)) for i in rest)
+        apart = at != list(range(at[0], at[0] + len(at))) if at else True
+        axes = [f.axis for f in found if f is not None and f.tensor.dim() == 1]
+        if apart or not plain or len(axes) < len(at) or None in axes or id(x) in self._rows:
+            raise _refused(func)
+        selection = next(f.selection for f in found if f is not None)
+        dim = sum(i is not None for i in index[: at[0]])
+        made = selection.gather(x, dim, [a for a in axes if a is not None])
+        if made is None:
+            raise _refused(func)
+        out = made[(*index[: at[0]], slice(None), *index[at[-1] + 1 :])]
+        return self._tag(out, selection, at[0])
+
+    def _reshaped(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows: _Rows
+    ) -> torch.Tensor:
+        out: torch.Tensor = func(*args, **kwargs)
+        dim = moved(rows.tensor.shape, rows.dim, out.shape)
+        if dim is None:
+            raise _refused(func)
+        return self._tag(out, rows.selection, dim, rows.axis)
+
+    def _add(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """``out.index_add_(0, token, rows)``, without the rows that do not count."""
+        if kwargs or len(args) != 4 or args[1] != 0:
+            raise _refused(func)
+        out, _, index, source = args
+        at, rows = self._rows.get(id(index)), self._rows.get(id(source))
+        if at is None or rows is None or id(out) in self._rows or at.axis is None:
+            raise _refused(func)
+        selection = rows.selection
+        if index.dim() != 1 or rows.dim != 0 or out.shape[0] != selection.shape[at.axis]:
+            raise _refused(func)
+        if out.dtype != source.dtype or out.shape[1:] != source.shape[1:]:
+            raise _refused(func)
+        more = selection.added(source, at.axis)
+        return out.add_(more) if name == "index_add_" else out + more
+
+    # -- loops over places ------------------------------------------------------------------------------
+
+    def _turns(self, func: Any, rows: _Rows) -> Iterator[torch.Tensor]:
+        """A turn for each place; what a turn makes is not used by another, nor after them."""
+        if self._turn is not None or not self._loops.keeps_to_itself(sys._getframe(1)):
+            raise _refused(func)
+        return self._each(func, rows)
+
+    def _each(self, func: Any, rows: _Rows) -> Iterator[torch.Tensor]:
+        whole = rows.tensor.dim() > 1
+        self._left = True
+        self._loop += 1
+        try:
+            for number in range(rows.selection.rows):
+                self._number = number
+                if (self._loop, number) in self._raising:
+                    continue
+                self._turn = rows.selection.counts[number]
+                yield torch.full((1,), number) if whole else torch.full((), number)
+                self._end_turn()
+            self._left = False
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        self._turn = None
+        self._gone.update(self._made)
+        self._made, self._fresh = {}, set()
+
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An autograd function of the user, whose backward nobody has looked at."""
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if self._turn is not None or any(id(t) in self._rows or id(t) in self._gone for t in given):
+            raise _refused(function)
+        return function(*args, **kwargs)
+
+    def finish(self) -> None:
+        """Raises if a loop was left before its last turn: which turn comes first depends on values."""
+        if self._left:
+            raise _refused(None)
+
+
+@contextmanager
+def chosen_rows(raising: set[tuple[int, int]]) -> Iterator[None]:
+    """Follow chosen rows through all code that runs inside.
+
+    raising: of the model's code, kept from trace to trace.
+    """
+    mode = ChosenRows(raising)
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return mode.apply(lambda *a, **k: original(cls, *a, **k), args, kwargs)
+
+    with mode, replaced(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+        mode.finish()
+
+
+def _finds_places(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if len(args) != 1 or not isinstance(args[0], torch.Tensor):
+        return False
+    return (name == "where" and not kwargs) or (name == "nonzero" and not set(kwargs) - {"as_tuple"})
+
+
+def _refused(func: Any) -> DynamicOutputShapeException:
+    return DynamicOutputShapeException(func)

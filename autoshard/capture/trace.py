@@ -1,0 +1,114 @@
+"""Trace the function of a model, and say what went wrong at which line of the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+
+from autoshard.capture import tracing
+from autoshard.capture.data_dependent.masked_rows import TurnRaisesError
+from autoshard.capture.host_random import no_host_random
+from autoshard.capture.joint_trace import Traced
+from autoshard.capture.meta_args import AbsentUsedError
+from autoshard.capture.origins import user_line
+from autoshard.capture.repeats import NotRepeated
+from autoshard.capture.traced_function import Function, call_model
+from autoshard.errors import AutoshardError, CaptureError
+
+
+def trace(function: Function, tensors: Sequence[torch.Tensor]) -> Traced:
+    """The graph of a function on tensors like these; raises CaptureError with the user's line."""
+    try:
+        return _traced(function, tensors, compiling=True)
+    except (AutoshardError, NotRepeated, AbsentUsedError):
+        raise
+    except Exception as error:
+        explained = _explained(error)
+        if isinstance(explained, NeedsValuesError):
+            raise explained from error
+        try:
+            # some models take shorter ways when they are compiled, which fail for some inputs
+            return _traced(function, tensors, compiling=False)
+        except Exception as other:
+            asked = _explained(other)
+            if isinstance(asked, NeedsValuesError) and not function.with_values:
+                raise asked from explained  # the values may be found
+            raise explained from error
+
+
+def _traced(function: Function, tensors: Sequence[torch.Tensor], *, compiling: bool) -> Traced:
+    mode = tracing.fake_mode()
+    flag = tracing.compiling() if compiling else nullcontext()
+    # the first call of a model may be one for inference, the next one for training
+    with torch.inference_mode(False), torch.enable_grad(), flag, _no_garbage_collection(), no_host_random():
+        while True:
+            try:
+                fakes = [tracing.fake_like(t, mode) for t in tensors]
+                return tracing.trace_joint(partial(_known, function), fakes, mode)
+            except (_ReplacedError, TurnRaisesError):
+                # one more buffer is known to be replaced, or turn to raise, and there are only so many
+                continue
+
+
+class _ReplacedError(Exception):
+    """The run found a buffer that the model assigns anew: it has to be given as a copy from the start."""
+
+
+def _known(function: Function, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    before = len(function.replaced)
+    outputs = function(*tensors)
+    if len(function.replaced) > before:
+        raise _ReplacedError
+    return outputs
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A trace makes many small objects that all stay: looking through them again and again is wasted."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+class NeedsValuesError(CaptureError):
+    """Python code of the model asks for values of tensors, or shapes depend on them."""
+
+
+def _explained(error: Exception) -> CaptureError:
+    """What went wrong, at which line of the model, and the usual way out."""
+    line, text = user_line(error.__traceback__, call_model.__code__)
+    where = f"{line}: {text}" if text else line
+    if tracing.is_data_dependent(error):
+        return NeedsValuesError(
+            "the model's Python code asks for the value of a tensor",
+            where=where,
+            why="values are known only when a program runs, but Python runs now (an if, a while, .item(), "
+            "int() or a print on a tensor)",
+            hint="torch.where(condition, a, b) or a mask instead of a branch; a number passed as an argument "
+            "instead of .item()",
+        )
+    if isinstance(error, tracing.DYNAMIC_SHAPE):
+        return NeedsValuesError(
+            "the shape of a tensor depends on values",
+            where=where,
+            why="all shapes in a program are fixed (nonzero, unique, boolean indexing and repeats given by a "
+            "tensor have shapes that are not)",
+            hint="torch.where(mask, x, 0) or x * mask instead of x[mask]; a buffer of the largest size "
+            "with a mask",
+        )
+    reason = str(error).strip().splitlines()
+    return CaptureError(
+        "the model fails while it is traced" if line else "tracing failed",
+        where=where,
+        why=f"{type(error).__name__}: {reason[0] if reason else ''}",
+        hint="run the model once on real inputs of these shapes; if that works, the statement needs the data "
+        "of a tensor",
+    )

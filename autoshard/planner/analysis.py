@@ -1,0 +1,72 @@
+"""A model looked at once: captured, simplified, with its rules; shared by planning and compiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.ir import Folded, Joint
+from autoshard.ir.flow import Flow, flow_of
+from autoshard.passes.pipeline import simplify
+from autoshard.planner.fingerprint import fingerprint
+from autoshard.program.dumps import Dumps, Shot
+from autoshard.rules.core import Factored, RuleFn
+from autoshard.rules.factor_splits import DigitTable, find_digits
+from autoshard.rules.registry import RULES, rules_for
+from autoshard.rules.user import Rules, rule_table
+from autoshard.search.problem.problem import Model
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What does not depend on the mesh.
+
+    fingerprint: of the simplified graph; a plan only fits the graph it was made for. dumps: texts of
+    the passes before the search. replicated: ops without a rule that run on whole tensors. table: the
+    rule of every op that has one, those of the user among them.
+    """
+
+    folded: Folded
+    flow: Flow
+    rules: dict[tuple[str, int], Factored]
+    digits: DigitTable
+    fingerprint: str
+    replicated: tuple[str, ...]
+    dumps: Dumps = field(default_factory=Dumps)
+    table: Mapping[str, RuleFn] = field(default_factory=lambda: RULES, repr=False)
+
+    @property
+    def model(self) -> Model:
+        return Model(self.folded, self.flow, self.rules, self.digits)
+
+
+def analyse(
+    joint: Joint,
+    *,
+    replicate_unknown: bool = False,
+    rules: Rules = None,
+    progress: Callable[[str], None] | None = None,
+) -> Analysis:
+    """Simplify a captured model and find its rules. Raises NoRuleError naming all ops without one.
+
+    rules: the user's own, beside those that come with autoshard.
+    """
+    say = progress or (lambda _: None)
+    table = rule_table(RULES, rules)
+    say("folding")
+    shots: dict[str, Shot] = {}
+    folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")))
+    flow = flow_of(folded)
+    say("finding rules")
+    found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)
+    digits = find_digits(folded, flow, found)
+    return Analysis(
+        folded,
+        flow,
+        found,
+        digits,
+        fingerprint(folded, flow, found, digits),
+        replicated,
+        Dumps(shots),
+        table,
+    )

@@ -1,0 +1,164 @@
+"""Which meshes and pipelines are looked at for a model on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh_candidates
+from autoshard.cost.collective import AxisLink, seconds
+from autoshard.cost.on_mesh import laid_roughly
+from autoshard.cost.stage_machines import (
+    across_nodes,
+    boundary_links,
+    bounding_machine,
+    inner_candidates,
+    limits,
+    stage_machines,
+    whole_mesh,
+)
+from autoshard.errors import UsageError
+from autoshard.planner.stage_link import pipe_link
+from autoshard.schedules.registry import check_slices, default_slices, lookup
+from autoshard.search.solve.configuration import Staged, data_ways
+from autoshard.search.solve.pipeline_model import Pipe, pipes_of
+
+#: bytes of a message by which links are compared
+_MESSAGE = 2.0**20
+
+
+@dataclass(frozen=True)
+class PipeAsk:
+    """What is decided about a pipeline already.
+
+    schedule: by name, "" for the best. chunks, microbatches: None for the best. slices: of the sequence, None
+    for what is usual with the schedule.
+    """
+
+    schedule: str = ""
+    chunks: int | None = None
+    microbatches: int | None = None
+    slices: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule:
+            lookup(self.schedule)
+        for name in ("chunks", "microbatches", "slices"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} is {value}", hint="give 1 or more")
+        if self.slices is not None and not self.schedule:
+            raise UsageError(
+                f"slices={self.slices} was asked for and no schedule", hint='give schedule="seq1f1b" as well'
+            )
+        if self.slices is not None:
+            check_slices(self.schedule, self.slices)
+
+    def sliced(self) -> int:
+        """Slices of the sequence of a microbatch."""
+        return (self.slices or default_slices(self.schedule)) if self.schedule else 1
+
+
+def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
+    """(the mesh of one stage's ranks, size of pp, its place among the axes); pp is 1 where there is none."""
+    found = [k for k, axis in enumerate(mesh.axes) if axis.name == "pp"]
+    if not found:
+        return mesh, 1, 0
+    at = found[0]
+    rest = tuple(axis for axis in mesh.axes if axis.name != "pp")
+    return Mesh(rest or (Axis("dp", 1),)), mesh.axes[at].size, at
+
+
+def given(mesh: Mesh, machine: Cluster, layers: int, total: int, ask: PipeAsk) -> Staged:
+    """The one mesh that was asked for. total: sequences per step."""
+    inner, ranks, at = inner_mesh(mesh)
+    if ranks > 1 and at != 0:
+        raise UsageError(
+            "pp is not the first axis of the mesh",
+            where=f"mesh {mesh}",
+            why="neighbouring ranks then belong to different stages, and the inner axes are priced as if "
+            "they did not",
+            hint=f"write pp={ranks},{inner}",
+        )
+    pipes, batches = _pipes(ranks, layers, ask), _batches(inner, total, ask)
+    return _Machines(machine).staged(inner, ranks, pipes, batches)
+
+
+def searched(
+    machine: Cluster, world: int, layers: int, total: int, ask: PipeAsk, experts: int = 0
+) -> list[Staged]:
+    """Every mesh that fits the wiring of a cluster, alone and as one of several pipeline ranks.
+
+    experts: that a model has, over which an axis of its own may divide ranks; not within pipelines.
+
+    Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
+    """
+    meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
+    plain = [Staged(m, batches=_batches(m, total, ask)) for m in meshes]
+    if total < 2:
+        return plain
+    found = [] if ask.schedule else plain
+    machines = _Machines(machine)
+    for ranks in divisors(world)[1:]:
+        if ranks > max(1, layers):
+            continue
+        pipes = _pipes(ranks, layers, ask)
+        for mesh in inner_candidates(machine, world // ranks, ranks):
+            if total % data_ways(mesh) == 0:
+                found.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, ask)))
+    return found
+
+
+class _Machines:
+    """What the ranks of pipelines run on and are joined by."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        #: ranks -> their links, which depend on how many they are alone
+        self._links: dict[int, tuple[AxisLink, ...]] = {}
+
+    def staged(self, mesh: Mesh, ranks: int, pipes: tuple[Pipe, ...], batches: tuple[int, ...]) -> Staged:
+        """A mesh for every one of so many ranks."""
+        if ranks == 1:
+            return Staged(mesh, pipes, batches)
+        used = self._cluster.used_by(ranks * mesh.world_size)
+        if used.alike:  # as far as it is used: one group of several may be enough
+            across = across_nodes(used, mesh, ranks)
+            return Staged(mesh, pipes, batches, pipe_link(used, mesh, ranks), across=across)
+        laid = laid_roughly(self._cluster, whole_mesh(mesh, ranks))
+        links = self._between(laid, mesh, ranks)
+        slowest = max(links[:-1], key=lambda link: seconds("send", _MESSAGE, link))
+        machines = stage_machines(laid, mesh, ranks)
+        bound, devices = bounding_machine(laid, mesh, ranks), tuple(m.device for m in machines)
+        devices = () if all(device == bound.device for device in devices) else devices
+        return Staged(mesh, pipes, batches, slowest, links, devices, limits(bound, machines, mesh))
+
+    def _between(self, laid: Cluster, mesh: Mesh, ranks: int) -> tuple[AxisLink, ...]:
+        if laid.links is not None:
+            return boundary_links(laid, mesh.world_size, ranks)
+        if ranks not in self._links:
+            self._links[ranks] = boundary_links(laid, mesh.world_size, ranks)
+        return self._links[ranks]
+
+
+def _pipes(ranks: int, layers: int, ask: PipeAsk) -> tuple[Pipe, ...]:
+    if ranks == 1 and (ask.slices or 1) > 1:
+        raise UsageError(
+            f"slices={ask.slices} was asked for, and the mesh has no pipeline",
+            hint="give the mesh a pp axis, as in pp=4,dp=2",
+        )
+    return tuple(pipes_of(ranks, layers, ask.schedule, ask.chunks, ask.sliced()))
+
+
+def _batches(mesh: Mesh, total: int, ask: PipeAsk) -> tuple[int, ...]:
+    """The microbatch that is asked for, in sequences over the mesh."""
+    if ask.microbatches is None:
+        return ()
+    if total % (ask.microbatches * data_ways(mesh)):
+        raise UsageError(
+            f"{total} sequences do not divide into {ask.microbatches} microbatches",
+            where=f"mesh {mesh}",
+            why=f"each is split over {data_ways(mesh)} data ranks",
+            hint="choose another number of microbatches, or another batch",
+        )
+    return (total // ask.microbatches,)

@@ -1,0 +1,105 @@
+"""Whether what is offloaded fits the memory of a node, and how much goes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoshard.cluster.cluster import host_of
+from autoshard.cluster.mesh import Mesh
+from autoshard.errors import InfeasibleError
+from autoshard.program.program import Program
+from autoshard.search.solve.memory_text import bytes_up
+from autoshard.simulate.host_bytes import HostHeld, host_bytes
+from autoshard.simulate.peaks import Peaks
+from autoshard.simulate.stage_costs import StagePrices
+
+#: how often the share of activations that are stored is halved
+_HALVINGS = 4
+
+
+@dataclass(frozen=True)
+class HostNeed:
+    """The node that holds most. held: bytes of its fullest rank. devices: ranks on the node."""
+
+    held: HostHeld
+    devices: int
+
+    @property
+    def bytes(self) -> float:
+        """Of the node; every rank counts as the fullest."""
+        return self.held.total * self.devices
+
+
+def need_of(prices: StagePrices) -> HostNeed:
+    """What a program takes of the memory of a node."""
+    world = Mesh.parse(prices.program.whole_mesh).world_size
+    fullest = max(host_bytes(prices), key=lambda held: held.total)
+    return HostNeed(fullest, min(host_of(prices.cluster.device).devices, world))
+
+
+def check_host(prices: StagePrices) -> None:
+    """InfeasibleError if what is offloaded does not fit the memory of a node."""
+    if not prices.program.offload:
+        return
+    need, room = need_of(prices), host_of(prices.cluster.device).memory_bytes
+    if need.bytes <= room:
+        return
+    held = need.held
+    failure = InfeasibleError(
+        f"what is offloaded takes {bytes_up(need.bytes)} of host memory, a node has {bytes_up(room)}",
+        where=f"{need.devices} ranks on a node, each with parameters {bytes_up(held.parameters)}, gradients "
+        f"{bytes_up(held.gradients)}, optimizer {bytes_up(held.optimizer)}, activations "
+        f"{bytes_up(held.activations)}",
+        hint="offload less, or use more ranks on fsdp or tp",
+    )
+    failure.smallest_bytes = need.bytes
+    raise failure
+
+
+def peak_of(prices: StagePrices) -> float:
+    """Bytes of the fullest rank of a program on its device."""
+    return max(most for _, most in Peaks(prices).all)
+
+
+def least(
+    build: Callable[[float], Program], prices_of: Callable[[Program], StagePrices], budget: int | None
+) -> Program:
+    """The program whose activations wait in host memory where the device need not wait for them, and beyond
+    that as few of them as fit the memory; all of them, if not even that fits.
+
+    build: the program, given what share is stored of the activations that the device has to wait for. Raises
+    InfeasibleError if the host has too little memory.
+    """
+    program = build(0.0)
+    if not program.offload:
+        return program
+    prices = prices_of(program)
+    if budget is not None and program.offload.activations and (peak := peak_of(prices)) > budget:
+        program, prices = _fewest(build, prices_of, budget, (program, prices), peak)
+    check_host(prices)
+    return program
+
+
+def _fewest(
+    build: Callable[[float], Program],
+    prices_of: Callable[[Program], StagePrices],
+    budget: int,
+    none: tuple[Program, StagePrices],
+    peak: float,
+) -> tuple[Program, StagePrices]:
+    """The smallest share that fits, by halving. none: with none of them, and its peak in bytes."""
+    low, high = 0.0, 1.0
+    most = build(high)
+    best = most, prices_of(most)
+    if (least_peak := peak_of(best[1])) > budget:
+        return best if least_peak < peak else none
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        tried = build(share)
+        found = prices_of(tried)
+        if peak_of(found) <= budget:
+            high, best = share, (tried, found)
+        else:
+            low = share
+    return best

@@ -1,0 +1,417 @@
+"""What a solution of the search holds as a program: stages cut, passes run, peaks simulated, until it fits.
+
+The search counts bytes by what they are (`search/problem/cost_terms.py`), not what lives inside a part for a
+moment, nor what a pipeline's schedule piles up on one rank. So whatever would be taken is lowered and its
+memory simulated, and solved again with less room as long as it does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from math import inf
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.recipe import hosted
+from autoshard.cost.stage_machines import rooms
+from autoshard.errors import InfeasibleError
+from autoshard.ir import Folded
+from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.passes.pipeline import Lowering, lower
+from autoshard.planner.analysis import Analysis
+from autoshard.planner.depth_extrapolation import Look, Step, look_at_deep
+from autoshard.planner.host_memory import HostNeed, least, need_of
+from autoshard.planner.lowering import Emission, laid_for, lowering_of, saving_of, schedule_of
+from autoshard.planner.stage_partition import (
+    Cutting,
+    Schedules,
+    Staging,
+    bare_seconds,
+    microbatch_seconds,
+)
+from autoshard.program.program import Program, Signature, Stages
+from autoshard.schedules.timeline import step_seconds
+from autoshard.search.plan.plan import Plan
+from autoshard.search.reasons.explain import explain
+from autoshard.search.select.choose import retuned
+from autoshard.search.select.request import Ask, Settled
+from autoshard.search.solve.configuration import Configuration, alike
+from autoshard.search.solve.memory_text import bytes_up
+from autoshard.search.solve.step_config import Setting
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.peaks import Peaks
+from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.segment_cache import OfSegments
+from autoshard.simulate.stage_costs import StagePrices
+from autoshard.simulate.step import estimate_step
+
+#: how often a solution is solved again with less room
+_ROUNDS = 4
+#: share of the memory that may be left over without looking for something faster
+_LEFT = 0.06
+#: a peak that moves by less, as a share, is the same
+_SAME = 1e-3
+#: shares that are so near one another are as good as the same
+_NEAR = 0.02
+#: less room than what is missing, since what is solved again is not what was measured
+_MORE = 1.03
+#: share of the room that is left when no stages can be cut that fit
+_SMALLER = 0.88
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
+    in the memory of its node, None if nothing is. waits: seconds of a step in which ranks wait for it. step:
+    seconds of the simulated step of all ranks; None if what they hold does not fit. over: bytes that it, or
+    one that has less room, holds too much, less than 0 if none does."""
+
+    rank: int
+    held: Held
+    bytes: float
+    host: HostNeed | None = None
+    waits: float = 0.0
+    step: float | None = None
+    over: float = -inf
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A solution that fits. staging: None without a pipeline. peak: None where no limit was set."""
+
+    settled: Settled
+    staging: Staging | None = None
+    peak: Peak | None = None
+
+
+class Fitter:
+    """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
+
+    ask: with the recipe of everything that is kept, in whichever memory. fixed: whether the schedule of a
+    pipeline is decided. offload: what lives in host memory.
+    """
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        cluster: Cluster,
+        ask: Ask,
+        *,
+        fixed: bool,
+        progress: Callable[[str], None],
+        offload: Offload = NO_OFFLOAD,
+    ) -> None:
+        self.analysis, self.cluster, self.ask, self.fixed = analysis, cluster, ask, fixed
+        self.offload = offload
+        self.progress = progress
+        self._schedules = Schedules()
+        self._cuttings: list[tuple[Settled, Cutting]] = []
+        self._fitted: list[tuple[Settled, Fitted]] = []
+        #: kind of solution -> bytes that one held beyond what the search counts, the least
+        self._more: dict[Hashable, float] = {}
+
+    def seconds(self, found: Settled) -> float:
+        """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
+        try:
+            return self.cutting(found).seconds(fixed=self.fixed) + bare_seconds(found.placed)
+        except InfeasibleError:
+            return inf
+
+    def fit(self, found: Settled, limit: float = inf) -> Settled:
+        """The solution, or one of the same configuration that holds less. Raises InfeasibleError.
+
+        limit: seconds of a step that fits; what cannot be faster comes back slower than that, unmeasured.
+        """
+        return self.fitted(found, limit).settled
+
+    def fitted(self, found: Settled, limit: float = inf) -> Fitted:
+        """The same with its stages and its peak."""
+        for other, known in self._fitted:
+            if _same(known.settled, found):
+                return replace(known, settled=found)
+            if _same(other, found):
+                return replace(known, settled=replace(found, placed=known.settled.placed))
+        made = self._made(found, limit)
+        if made.peak is not None or self.ask.budget is None:
+            self._fitted.append((found, made))
+        return made
+
+    def _made(self, found: Settled, limit: float) -> Fitted:
+        over, made = self._over(found)
+        if made is not None and over <= 0:
+            return made
+        first, budget = made, self.ask.budget
+        assert budget is not None
+        best: Fitted | None = None
+        slower: Settled | None = None
+        measured = [(found, over)]
+        # shares of the memory that the search is given, more than all of it if what it counts may be in host
+        # memory: with the least known the program is too large, with the most that is known to be too little
+        # nothing is found
+        start = max(1.0, found.placed.bytes / budget) if self.offload.activations else 1.0
+        high, low = start, 0.0
+        room = self._less(start, over, found)
+        too_large: Hashable = None
+        for _ in range(_ROUNDS):
+            if high - low <= _NEAR:
+                break
+            room = room if low < room < high else (low + high) / 2
+            tried = retuned(found, self.ask, room)
+            if tried is None:
+                if self._leaves_no_less(room, measured[-1][0]):
+                    too_large = _kind_of(measured[-1][0])
+                low, room = room, (room + high) / 2
+                continue
+            if _kind_of(tried) == too_large:
+                break  # what runs the same again never holds as little as it would have to
+            if best is None and limit <= self._seconds(tried) < inf:
+                if _kind_of(tried) == _kind_of(measured[-1][0]):
+                    return Fitted(tried)  # with more room it does not fit
+                slower, low, room = tried, room, (room + high) / 2
+                continue
+            known = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
+            if known is None:
+                over, made = self._over(tried)
+                first = first or made
+                measured.append((tried, over))
+            else:
+                over, made = known, None
+            if over > 0:
+                before = measured[-2][1] if len(measured) > 1 else inf
+                if best is None and abs(before - over) < _SAME * budget and known is None and over < inf:
+                    break  # what does not fit is not what the search can change
+                high, room = room, self._less(room, over, tried)
+                continue
+            if made is not None and (best is None or tried.placed.seconds < best.settled.placed.seconds):
+                best = made
+            if -over <= _LEFT * budget:
+                break
+            low, room = room, (room + high) / 2
+        if best is not None:
+            return best
+        if slower is not None:
+            return Fitted(slower)
+        raise self._failure(found, first)
+
+    def _less(self, room: float, over: float, tried: Settled) -> float:
+        """The share of the memory to try after one with which so many bytes are missing."""
+        assert self.ask.budget is not None
+        if over == inf:
+            return room * _SMALLER
+        less = room - _MORE * over / self.ask.budget
+        more = self._known_more(tried)
+        return less if more is None else min(less, 1.0 - more / self.ask.budget)
+
+    def _leaves_no_less(self, room: float, tried: Settled) -> bool:
+        """Whether a share of the memory is about what one like this may be given at most."""
+        more = self._known_more(tried)
+        return more is not None and self.ask.budget is not None and room > 1 - more / self.ask.budget - _NEAR
+
+    def measured(self, found: Settled) -> float | None:
+        """Seconds of the simulated step of a solution that was made a program, None of others."""
+        known = next((made for _, made in self._fitted if _same(made.settled, found)), None)
+        return None if known is None or known.peak is None else known.peak.step
+
+    def whole_seconds(self, found: Settled) -> float:
+        """Of a step of a solution that fits, with what it waits for its host."""
+        peak = self.fitted(found).peak
+        return self._seconds(found) + (peak.waits if peak is not None else 0.0)
+
+    def _seconds(self, tried: Settled) -> float:
+        return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
+
+    def _over(self, tried: Settled) -> tuple[float, Fitted | None]:
+        """(bytes beyond the budget, the solution with its stages); None for one that no cut fits, or of which
+        solutions like it say that it does not."""
+        expected = self._expected(tried)
+        if expected is not None and expected > 0:
+            return expected, None
+        staging = None
+        if tried.configuration.pipe.ranks > 1:
+            self.progress("cutting the pipeline")
+            self.cutting(tried).check_stages()
+            try:
+                staging = self.cutting(tried).best(fixed=self.fixed)
+            except InfeasibleError:
+                if self.ask.budget is None:
+                    raise
+                return inf, None
+        if self.ask.budget is None:
+            return 0.0, Fitted(tried, staging)
+        peak = self.peak(tried, staging)
+        if staging is not None and peak.over > 0:
+            staging, peak = self._recut(tried, staging, peak)
+        kind, more = _kind_of(tried), peak.bytes - tried.placed.bytes
+        self._more[kind] = min(more, self._more.get(kind, inf))
+        return peak.over, Fitted(tried, staging, peak)
+
+    def _recut(self, tried: Settled, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
+        """Stages that leave room for what the first ones held too much, if there are any about as fast."""
+        cutting = self.cutting(tried)
+        cutting.spare(_MORE * peak.over)
+        try:
+            other = cutting.best(fixed=self.fixed)
+        except InfeasibleError:
+            other = staging
+        if other.seconds <= (1 + _NEAR) * staging.seconds and other.pipeline != staging.pipeline:
+            found = self.peak(tried, other)
+            if found.over <= 0:
+                return other, found
+        cutting.spare(0.0)
+        return staging, peak
+
+    def _expected(self, tried: Settled) -> float | None:
+        """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
+        if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
+        memory, of which what is missing decides."""
+        more = None if self.offload.activations else self._known_more(tried)
+        return (
+            None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
+        )
+
+    def _known_more(self, tried: Settled) -> float | None:
+        """Bytes that one like it held beyond what the search counts; None with a pipeline."""
+        return self._more_like(tried.configuration, tried.placed.setting)
+
+    def _more_like(self, where: Configuration, setting: Setting) -> float | None:
+        return self._more.get(_kind(where, setting)) if where.pipe.ranks == 1 else None
+
+    def beyond(self, where: Configuration, setting: Setting) -> float:
+        """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
+        more = None if self.offload.activations else self._more_like(where, setting)
+        return max(0.0, more or 0.0)
+
+    def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
+        name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
+        if made is None or made.peak is None:
+            why = "no stages of it fit, however they are cut"
+            failure = InfeasibleError(f"no plan for {name} fits {budget} per rank", why=why)
+        else:
+            held = made.peak.held
+            inside = made.peak.bytes - held.total
+            failure = InfeasibleError(
+                f"no plan for {name} fits {budget} per rank: the one that was found holds "
+                f"{bytes_up(made.peak.bytes)} at its simulated peak",
+                why=f"parameters {bytes_up(held.parameters)}, gradients {bytes_up(held.gradients)}, "
+                f"optimizer {bytes_up(held.optimizer)}, activations {bytes_up(held.activations)}, "
+                f"inside a part {bytes_up(inside)}, on pipeline rank {made.peak.rank}",
+                hint="use more ranks on fsdp or tp, smaller microbatches, or a larger --memory",
+            )
+            failure.smallest_bytes = made.peak.bytes
+        return failure
+
+    def peak(self, settled: Settled, staging: Staging | None) -> Peak:
+        """The simulated peak of the program that a solution becomes."""
+        self.progress("simulating its memory")
+        plan, how = self.lowering(settled)
+        if staging is None and not self.offload and self.ask.budget is not None:
+            deep = look_at_deep(settled.posed.model.folded, how, self._look(settled), self.ask.budget)
+            if deep is not None:
+                return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.ask.budget)
+        schedule = uncut = None
+        if staging is not None:
+            # slices are cut out of what is not localised yet, which a cutting does not keep
+            uncut = self.cutting(settled).uncut if staging.pipeline.slices == 1 else None
+            plan = replace(plan, pipeline=staging.pipeline)
+            schedule = schedule_of(plan)
+            splits = schedule is not None and schedule.splits_backward
+            saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
+            how = replace(how, plan=plan, split_backward=splits, saving=saving)
+        folded = settled.posed.model.folded
+
+        def build(share: float) -> Program:
+            hosting = how.hosting and replace(how.hosting, share=share)
+            return Program(
+                plan.mesh,
+                lower(folded, replace(how, hosting=hosting), uncut=uncut),
+                Signature.of(folded.joint),
+                {},
+                microbatches=plan.microbatches,
+                stages=None if schedule is None else Stages(schedule, 0),
+                offload=self.offload,
+            )
+
+        budget, prices_of = self.ask.budget, self._pricing(settled)
+        prices = prices_of(least(build, prices_of, budget))
+        peaks = Peaks(prices)
+        rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
+        over = -inf
+        if budget is not None:
+            room = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
+            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, room, strict=True))
+        fits = over <= 0
+        if not self.offload:
+            behaviour = prices.behaviour
+            seconds = step_seconds(prices.schedule, prices.costs, behaviour.steps_overlap) if fits else None
+            return Peak(rank, held, most, step=seconds, over=over)
+        step = estimate_step(prices.program, prices.cluster, behaviour=prices.behaviour)
+        waits = step.spent.axes.get("host", 0.0)
+        return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
+
+    def _pricing(self, settled: Settled) -> Callable[[Program], StagePrices]:
+        """Prices programs of a solution."""
+        machine, known = self.cluster.laid(settled.posed.order), OfSegments()
+        behaviour = Behaviour(recipe=self.ask.recipe)
+        return lambda program: StagePrices(program, machine, behaviour=behaviour, known=known)
+
+    def _look(self, settled: Settled) -> Callable[[Folded, Lowering], Look]:
+        """Looks at programs of a solution without a pipeline."""
+        prices_of = self._pricing(settled)
+
+        def look(folded: Folded, how: Lowering) -> Look:
+            plan = how.plan
+            lowered, signature = lower(folded, how), Signature.of(folded.joint)
+            program = Program(plan.mesh, lowered, signature, {}, microbatches=plan.microbatches)
+            prices = prices_of(program)
+            peaks = Peaks(prices)
+
+            def step() -> Step:
+                seconds = step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap)
+                parts = prices.parts.all.values()
+                return Step(seconds, tuple((p.seconds, p.talk + p.hidden) for p in parts))
+
+            return Look(*peaks.of(0), tuple(peaks.along(0)), step)
+
+        return look
+
+    def cutting(self, settled: Settled) -> Cutting:
+        """The model at the microbatch of a solution, placed by it and not cut yet."""
+        for other, cutting in self._cuttings:
+            if _same(other, settled):
+                return cutting
+        made = Cutting(
+            settled.posed.model.folded,
+            self.lowering(settled)[1],
+            self.cluster.laid(settled.posed.order),
+            hosted(self.ask.recipe, self.offload, self.cluster.device),
+            # what activations take of a device is only known once some of them are stored
+            None if self.offload.activations else self.ask.budget,
+            microbatch=microbatch_seconds(settled.placed),
+            schedules=self._schedules,
+        )
+        self._cuttings.append((settled, made))
+        return made
+
+    def lowering(self, settled: Settled) -> tuple[Plan, Lowering]:
+        """The plan of a solution, and how the passes place its model."""
+        budget, print_ = self.ask.budget, self.analysis.fingerprint
+        plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
+        wanted = Emission(offload=str(self.offload))
+        return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
+
+
+def _kind_of(found: Settled) -> Hashable:
+    return _kind(found.configuration, found.placed.setting)
+
+
+def _kind(where: Configuration, setting: Setting) -> Hashable:
+    """What decides how much a program holds beyond what the search counts: what lives inside a part."""
+    again = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
+    return frozenset(again), alike(where)
+
+
+def _same(a: Settled, b: Settled) -> bool:
+    """Whether two solutions place and run everything alike."""
+    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
+    return a.posed is b.posed and a.configuration == b.configuration and states

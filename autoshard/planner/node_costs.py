@@ -1,0 +1,48 @@
+"""Seconds of the nodes of a program, for the passes that decide by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.collective import link_of
+from autoshard.ir import Node, refs_of
+from autoshard.ir.comm import is_ring
+from autoshard.ir.lowered import Placed
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.op_work import Ops
+from autoshard.simulate.rings import alone
+from autoshard.simulate.streams import pricer
+
+
+class NodePrices:
+    """Called with a node and the values of its segment: seconds on the fullest rank of a mesh.
+
+    Several passes ask for the same nodes, some of them once for each way that they try: each is priced once
+    for what it takes and makes.
+    """
+
+    def __init__(self, cluster: Cluster, mesh: Mesh, whole: Mesh) -> None:
+        """whole: the mesh with the pipeline, as the cluster is wired."""
+        used = cluster.used_by(whole.world_size)
+        self.ops, self.overlap = Ops(mesh, mesh.coords(0), Behaviour()), cluster.device.overlap
+        self.price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
+        #: by identity of a node -> (the node, names of its values, what they are, seconds)
+        self._known: dict[int, tuple[Node, tuple[str, ...], list[Placed | None], float]] = {}
+
+    def __call__(self, node: Node, values: Mapping[str, Placed]) -> float:
+        known = self._known.get(id(node))
+        if known is not None:
+            _, names, placed, seconds = known
+            if placed == [values.get(n) for n in names]:
+                return seconds
+        names = (*refs_of(node), *node.outs)
+        seconds = self._seconds(node, values)
+        self._known[id(node)] = node, names, [values.get(n) for n in names], seconds
+        return seconds
+
+    def _seconds(self, node: Node, values: Mapping[str, Placed]) -> float:
+        if is_ring(node):
+            return alone(self.ops.in_order(node, values), self.price, self.overlap)
+        return sum(self.price(work) for work in self.ops.work(node, values))

@@ -1,0 +1,290 @@
+"""From a captured model and machines to a plan: the search, its solution as a program, the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.capture import capture
+from autoshard.capture.traced_function import Differentiate
+from autoshard.cluster import Cluster, Mesh
+from autoshard.cost.recipe import hosted
+from autoshard.errors import BatchError, CaptureError, InfeasibleError
+from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.passes.pipeline import check_slices
+from autoshard.planner.analysis import Analysis, analyse
+from autoshard.planner.candidates import PipeAsk, given, searched
+from autoshard.planner.memory_fit import Fitter, Peak
+from autoshard.planner.stage_partition import Staging
+from autoshard.rules.user import Rules
+from autoshard.search.plan.plan import Plan
+from autoshard.search.problem.problem import batch_of, experts_of
+from autoshard.search.problem.rescale_batch import unlike_batch
+from autoshard.search.reasons.explain import explain
+from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.solve.configuration import Staged, microbatch_sizes
+from autoshard.search.solve.formulate import layer_calls
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with the arguments and rules it was captured with. differentiate: see `capture.capture`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    replicate_unknown: bool = False
+    rules: Rules = None
+    differentiate: Differentiate = "auto"
+
+    def analysed(self, say: Progress) -> Analysis:
+        """Capture the model and find its rules."""
+        say("capturing")
+        joint = capture(self.model, self.args, self.kwargs, differentiate=self.differentiate)
+        return analyse(joint, replicate_unknown=self.replicate_unknown, rules=self.rules, progress=say)
+
+    def with_batch(self, analysis: Analysis, batch: int) -> Source:
+        """The same with inputs of ``batch`` sequences; values do not matter to a capture."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        cut = {int(t) for t in analysis.folded.joint.batch_inputs}
+        resized = [
+            x.new_zeros((batch, *x.shape[1:])) if k in cut and isinstance(x, torch.Tensor) else x
+            for k, x in enumerate(leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(resized, spec)
+        return replace(self, args=args, kwargs=kwargs)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the analysed model it is for.
+
+    The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
+    saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
+    thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
+    staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
+    where no limit was set.
+    """
+
+    plan: Plan
+    analysis: Analysis = field(repr=False)
+    cluster: Cluster = field(repr=False)
+    settled: Settled | None = field(default=None, repr=False)
+    source: Source | None = field(default=None, repr=False)
+    staging: Staging | None = field(default=None, repr=False)
+    peak: Peak | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is to be planned for.
+
+    where: a mesh, or a cluster whose meshes are searched. machine: the cluster, with its prices. ranks: in
+    all. batch: sequences of a step, None for those that the model is captured with. pipes, ask: what is
+    decided already, and what else is asked of the search. memory: bytes per rank, None for no limit. target:
+    what the plan is called. offload: what lives in host memory.
+    """
+
+    where: Mesh | Cluster
+    machine: Cluster
+    ranks: int
+    batch: int | None
+    pipes: PipeAsk
+    ask: Ask
+    memory: int | None
+    target: str
+    offload: Offload
+    progress: Progress
+
+    def planned(self, source: Source) -> Planned:
+        """The best plan. Raises what the search raises."""
+        return self.planned_from(source, source.analysed(self.progress))
+
+    def planned_from(self, source: Source, analysis: Analysis) -> Planned:
+        """The same, of a source that was captured and analysed already."""
+        try:
+            return self._planned(source, analysis)
+        except BatchError as error:
+            if self.batch is None:
+                raise
+            # a batch of the same size as something else, or of one, cannot be followed; another one may be
+            batch = unlike_batch(analysis.folded)
+            self.progress(f"capturing again, with {batch} sequences")
+            try:
+                return self._planned(source, source.with_batch(analysis, batch).analysed(self.progress))
+            except (BatchError, CaptureError):
+                raise error from None
+
+    def _planned(self, source: Source, analysis: Analysis) -> Planned:
+        meshes = self._candidates(analysis)
+        found = self._searched(source, analysis, meshes, self.ask)
+        if found.plan.batch != 1 or batch_of(analysis.folded) == 1:
+            return found
+        # a graph of one sequence is not quite one of more of them: the program's own graph is placed
+        self.progress("capturing again, with one sequence")
+        alone = source.with_batch(analysis, 1).analysed(self.progress)
+        ask = replace(self.ask, batch=found.plan.microbatches, rivals=False)
+        try:
+            return self._searched(source, alone, _alone(meshes, found), ask, found.settled)
+        except InfeasibleError:
+            # what was about to fill the memory fills it now
+            larger = _of_more(meshes, found.plan.microbatches)
+            if not larger:
+                raise
+            self.progress("one sequence alone does not fit: looking among larger microbatches")
+            return self._searched(source, analysis, larger, self.ask)
+
+    def _searched(
+        self,
+        source: Source,
+        analysis: Analysis,
+        meshes: Sequence[Staged],
+        ask: Ask,
+        among: Settled | None = None,
+    ) -> Planned:
+        found = plan_analysed(
+            analysis,
+            meshes,
+            self.machine,
+            memory=self.memory,
+            ask=ask,
+            target=self.target,
+            fixed=bool(self.pipes.schedule),
+            offload=self.offload,
+            progress=self.progress,
+            among=among,
+        )
+        return replace(found, source=source)
+
+    def _candidates(self, analysis: Analysis) -> list[Staged]:
+        layers = sum(layer_calls(analysis.folded).values())
+        if isinstance(self.where, Mesh):
+            total = self.batch or batch_of(analysis.folded)
+            return [given(self.where, self.machine, layers, total, self.pipes)]
+        experts = experts_of(analysis.model)
+        return searched(self.machine, self.ranks, layers, self.batch or 1, self.pipes, experts)
+
+
+def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
+    """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
+    assert found.settled is not None
+    where = found.settled.configuration
+    same = [s for s in meshes if s.mesh == where.mesh and s.ranks == where.pipe.ranks]
+    # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
+    return [replace(s, batches=(1,)) for s in (*same, Staged(where.mesh))[:1]]
+
+
+def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
+    """The same without microbatches of a single sequence. total: sequences of a step."""
+    larger = [[b for b in s.batches or microbatch_sizes(s.mesh, total) if b > 1] for s in meshes]
+    return [replace(s, batches=tuple(b)) for s, b in zip(meshes, larger, strict=True) if b]
+
+
+def _among(again: Settled, all_: Settled) -> Settled:
+    """A configuration that was solved again, with what the search that led to it says of all others."""
+    return replace(
+        again,
+        bound=min(all_.bound, again.bound),
+        rejected=all_.rejected,
+        rivals=all_.rivals,
+        interrupted=all_.interrupted or again.interrupted,
+    )
+
+
+def plan_analysed(
+    analysis: Analysis,
+    meshes: Sequence[Mesh | Staged],
+    cluster: Cluster,
+    *,
+    memory: int | None = None,
+    ask: Ask | None = None,
+    target: str = "",
+    fixed: bool = False,
+    offload: Offload = NO_OFFLOAD,
+    progress: Progress | None = None,
+    reasons: bool = True,
+    among: Settled | None = None,
+) -> Planned:
+    """The best plan over candidate meshes for a model that was analysed already.
+
+    ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
+    is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
+    for the decisions alone, which takes less time than to say what every other choice would cost. among: what
+    a search over more meshes found, if these are what it led to.
+    """
+    ask = replace(ask or Ask(), budget=memory)
+
+    say = progress or (lambda _: None)
+
+    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
+    settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
+    slices = settled.configuration.pipe.slices
+    if slices > 1:
+        check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
+    fitted = fitter.fitted(settled)
+    settled, staging = fitted.settled, fitted.staging
+    if among is not None:
+        settled = _among(settled, among)
+    best = explain(
+        settled,
+        cluster,
+        analysis.fingerprint,
+        budget=memory,
+        replicated=analysis.replicated,
+        target=target,
+        reasons=reasons,
+    )
+    best = replace(best, offload=str(offload))
+    if staging is not None:
+        best = replace(best, pipeline=staging.pipeline)
+    return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
+
+
+#: times the memory of a device that the search may fill, one after the other, with activations that then go
+#: to host memory
+_WIDER = (1, 2, 4, 16)
+
+
+def _chosen(
+    analysis: Analysis,
+    meshes: Sequence[Mesh | Staged],
+    cluster: Cluster,
+    ask: Ask,
+    say: Progress,
+    fitter: Fitter,
+) -> Settled:
+    """The best solution that fits, as the fitter sees it.
+
+    The search counts activations on the device, wherever they then wait. So it is given more room than there
+    is, as long as what then fits, with activations in host memory, takes less time.
+    """
+    wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
+    ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
+    failure: InfeasibleError | None = None
+    best: Settled | None = None
+    for times in wider:
+        # nobody stores activations by hand: rivals are only looked for in the room that there is
+        rivals = ask.rivals and times == 1
+        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
+        try:
+            found = choose(analysis.model, meshes, cluster, wide, say, fitter)
+        except InfeasibleError as error:
+            failure = failure or error
+            continue
+        if len(wider) == 1 or found.interrupted:
+            return best or found
+        if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
+            break
+        # what others do by hand is only told where it was looked for
+        best = found if best is None else replace(found, rivals=best.rivals)
+    if best is not None:
+        return best
+    assert failure is not None
+    raise failure

@@ -1,0 +1,242 @@
+"""Cut a planned model into pipeline stages and choose their schedule, by the simulated step.
+
+What is priced is the placed program, op by op: the search says how every op runs, this where the stages
+end. Every schedule gets the cuts that are best for it, and the one with the shortest simulated step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import rooms, stage_machines
+from autoshard.errors import InfeasibleError
+from autoshard.ir import Folded
+from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.planner.slot_costs import slots_of
+from autoshard.planner.stage_slots import Trial
+from autoshard.schedules.check import in_flight_of_stages
+from autoshard.schedules.registry import make
+from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.timeline import (
+    StageCosts,
+    Timeline,
+    makespan,
+    simulate,
+)
+from autoshard.search.plan.plan import Pipeline
+from autoshard.search.solve.formulate import layer_calls
+from autoshard.search.solve.memory_text import bytes_up
+from autoshard.search.solve.pipeline_model import TRIED
+from autoshard.search.solve.solve_placements import Placed as Placement
+from autoshard.search.solve.stage_cuts import Ask
+
+#: schedule -> chunks, also tried where some ranks are joined by a slower link than others: their microbatches
+#: are under way before anyone waits for one, at the price of memory
+AHEAD: dict[str, tuple[int, ...]] = {"gpipe": (1,), "breadth-first": (2,)}
+#: by more than this share a simulated step never differs from another for rounding alone
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A pipeline, cut.
+
+    schedule: of the whole step. costs: of its stages. seconds: of its simulated step, collectives of
+    parameters left out. tried: schedule -> seconds of a step with the best cuts for it, None where nothing
+    fits. layers: costs of stages with the same number of layers in each, None where there are too few layers.
+    """
+
+    pipeline: Pipeline
+    schedule: Schedule
+    costs: StageCosts
+    seconds: float
+    tried: dict[str, float | None]
+    layers: StageCosts | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of the simulated step."""
+        return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def equal(self) -> float | None:
+        """Seconds with the same number of layers in every stage, None where there are too few layers."""
+        return None if self.layers is None else makespan(self.schedule, self.layers)
+
+
+def bare_seconds(placed: Placement) -> float:
+    """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
+    sums, setting = placed.setting.sums(placed.taken), placed.setting
+    talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
+    return max(0.0, placed.step.exposed - talk)
+
+
+def microbatch_seconds(placed: Placement) -> float:
+    """Seconds of computing and talking in one microbatch of the whole model, as the search counts them."""
+    return placed.setting.sums(placed.taken).microbatch
+
+
+class Schedules:
+    """Schedules by what they are made of, each made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, int, int, int], Schedule] = {}
+        #: identity of one of them -> most microbatches in flight, by stage
+        self._flying: dict[int, tuple[int, ...]] = {}
+
+    def of(self, name: str, ranks: int, microbatches: int, chunks: int, slices: int = 1) -> Schedule:
+        key = (name, ranks, microbatches, chunks, slices)
+        if key not in self._known:
+            made = self._known[key] = make(*key)
+            self._flying[id(made)] = tuple(-(-n // slices) for n in in_flight_of_stages(made))
+        return self._known[key]
+
+    def flying(self, schedule: Schedule) -> tuple[int, ...]:
+        """The most microbatches that each stage of one of them holds at once."""
+        return self._flying[id(schedule)]
+
+
+class Cutting:
+    """The stages of a plan whose pipeline is not cut yet; every schedule is cut once.
+
+    microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
+    the ops, which are priced one by one here, are scaled to that, so that plans with and without a pipeline
+    are compared by one measure. budget: bytes per rank; unlike ranks may have more (`stage_machines.rooms`).
+    """
+
+    def __init__(
+        self,
+        folded: Folded,
+        how: Lowering,
+        cluster: Cluster,
+        recipe: Recipe,
+        budget: float | None,
+        *,
+        microbatch: float | None = None,
+        schedules: Schedules | None = None,
+    ) -> None:
+        assert how.plan.pipeline is not None
+        self.pipeline, self.microbatches, self.budget = how.plan.pipeline, how.plan.microbatches, budget
+        self.schedules = schedules or Schedules()
+        self._layers = sum(layer_calls(folded).values())
+        self._folded, self.how = folded, how
+        mesh, ranks = Mesh.parse(how.plan.mesh), self.pipeline.ranks
+        used = cluster.used_by(mesh.world_size * ranks)
+        slots = slots_of(folded, how, used, recipe, ranks)
+        #: bytes of every rank, () if all have as many
+        self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
+        #: the ops of forward, between which it is cut
+        self.slots = slots if microbatch is None else slots.scaled(microbatch)
+        self._trials: dict[tuple[str, int], Trial | None] = {}
+        #: bytes that are not to be used, of those of the budget
+        self._spare = 0.0
+
+    @cached_property
+    def uncut(self) -> Uncut:
+        """Placed, for whoever goes on to lower it with its cuts."""
+        return Uncut.of(place(self._folded, self.how))
+
+    def seconds(self, *, fixed: bool = False) -> float:
+        """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
+        fits the own one, by the best other one.
+
+        Raises InfeasibleError if no cut fits any.
+        """
+        self._trial(self.pipeline.schedule, self.pipeline.chunks)
+        if self.slots.of and not fixed:
+            for kind in self._kinds():
+                self._trial(*kind)
+        found = _shortest(self._trials.values())
+        if found is None and not fixed:
+            found = _shortest(self._trial(*kind) for kind in self._kinds())
+        if found is None:
+            raise self._no_room()
+        return found.seconds
+
+    def spare(self, nbytes: float) -> None:
+        """Cut so that at least so many bytes of the budget stay free: what stages hold for a moment inside
+        their ops is not in their costs."""
+        self._spare = nbytes
+        self._trials.clear()
+
+    def _kinds(self) -> list[tuple[str, int]]:
+        """(schedule, chunks) that may be tried."""
+        ranks = self.pipeline.ranks
+        tried = {**TRIED, **AHEAD} if self.slots.of else TRIED
+        kinds = [(n, v) for n, vs in tried.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
+
+    def best(self, *, fixed: bool) -> Staging:
+        """The stages. fixed: whether the schedule was asked for, or others may be tried, too.
+
+        Raises InfeasibleError if no cut fits the memory.
+        """
+        kinds = self._kinds()
+        found = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
+        best = _shortest(found.values())
+        if best is None:
+            raise self._no_room()
+        tried = {
+            f"{name} x {chunks}" if chunks > 1 else name: None if trial is None else trial.seconds
+            for (name, chunks), trial in found.items()
+        }
+        pipeline, layers = self.slots.pipeline(best), self.slots.equal(best.schedule)
+        return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers)
+
+    def _trial(self, name: str, chunks: int) -> Trial | None:
+        """The best cuts for one schedule; None if nothing fits."""
+        if (name, chunks) not in self._trials:
+            found = None
+            if self.pipeline.ranks * chunks <= self.slots.most_stages:
+                asked = self.pipeline
+                schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
+                budget = None if self.budget is None else self.budget - self._spare
+                flying = self.schedules.flying(schedule)
+                budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
+                ask = Ask(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
+                found = self.slots.cut(schedule, ask)
+            self._trials[name, chunks] = found
+        return self._trials[name, chunks]
+
+    def check_stages(self) -> None:
+        """InfeasibleError if there are too few places to cut, whatever the memory."""
+        ranks, most = self.pipeline.ranks, self.slots.most_stages
+        if most < ranks:
+            raise InfeasibleError(
+                f"the model cannot be cut into pp={ranks} stages with parameters in each",
+                why=f"there are {most} such stages at most",
+                hint="use a smaller pp axis",
+            )
+
+    def _no_room(self) -> InfeasibleError:
+        ranks = self.pipeline.ranks
+        least = float(self.slots.costs_of.state.sum()) / ranks
+        return InfeasibleError(
+            f"no stages of pp={ranks} fit {bytes_up(self.budget or 0.0)} per rank",
+            why=f"parameters and optimizer state alone are {bytes_up(least)} per rank on average",
+            hint="use more pipeline ranks, more tp or fsdp, smaller microbatches, or a larger --memory",
+        )
+
+
+def _shortest(trials: Iterable[Trial | None]) -> Trial | None:
+    return min((t for t in trials if t is not None), key=lambda t: t.seconds, default=None)
+
+
+def staged(
+    folded: Folded,
+    how: Lowering,
+    cluster: Cluster,
+    recipe: Recipe,
+    budget: float | None,
+    *,
+    fixed: bool,
+    microbatch: float | None = None,
+) -> Staging:
+    """The stages of a plan whose pipeline is not cut yet; see `Cutting`."""
+    return Cutting(folded, how, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)

@@ -1,0 +1,52 @@
+"""The ops that a program may call: what has a rule, what lowering makes of it, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoshard.ir.comm import GATHER_MM, GATHER_Q, GATHER_WIRE, MM_SCATTER, SCATTER_Q
+from autoshard.ir.offload import HOST_OPS
+from autoshard.rules.registry import RULES
+
+_LOWERED = (
+    "aten.addmm.default",
+    "aten.alias.default",
+    "autoshard.add_layer_norm.default",
+    "autoshard.add_layer_norm_quantise.default",
+    "autoshard.add_rms_norm.default",
+    "autoshard.add_rms_norm_quantise.default",
+    "autoshard.embedding_part.default",
+    "autoshard.embedding_part_backward.default",
+    "autoshard.expert_mm_part.default",
+    "autoshard.expert_outer_part.default",
+    "autoshard.index_add_part.default",
+    "autoshard.layer_norm.default",
+    "autoshard.layer_norm_backward.default",
+    "autoshard.layer_norm_quantise.default",
+    "autoshard.rms_norm.default",
+    "autoshard.rms_norm_backward.default",
+    "autoshard.rms_norm_quantise.default",
+    "autoshard.scatter_add_part.default",
+)
+#: with fewer bits than the values have
+QUANTISED = (GATHER_Q, SCATTER_Q, GATHER_WIRE)
+COLLECTIVES = (
+    "comm.all_gather.default",
+    "comm.all_reduce.default",
+    "comm.reduce_scatter.default",
+    "comm.all_to_all.default",
+    "comm.slice.default",
+    "comm.all_gather_bucket.default",
+    "comm.reduce_scatter_bucket.default",
+    "comm.all_reduce_bucket.default",
+    *QUANTISED,
+    "comm.expert_mm.default",
+    "comm.expert_outer.default",
+    GATHER_MM,
+    MM_SCATTER,
+)
+
+
+def known_ops(more: Iterable[str] = ()) -> frozenset[str]:
+    """``more``: ops that the user brings rules for."""
+    return frozenset((*RULES, *_LOWERED, *COLLECTIVES, *HOST_OPS, *more))

@@ -1,0 +1,1 @@
+"""Checks while a program runs: calls, ranks, collectives."""

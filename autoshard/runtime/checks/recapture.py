@@ -1,0 +1,78 @@
+"""Whether a model, as it is now, is still captured as the graph that its program was made of."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard.capture.capture import capture
+from autoshard.capture.python_state.captured_state import CapturedState
+from autoshard.capture.traced_function import Differentiate
+from autoshard.errors import CaptureError
+from autoshard.program.program import Program, Signature
+from autoshard.runtime.checks.call_guard import Captured
+from autoshard.torch_adapters.dtypes import torch_dtype
+
+#: elements of an integer tensor that a capture may look at
+_SMALL = 1024
+
+
+def captured_of(
+    state: CapturedState,
+    inputs: tuple[Any, Any],
+    differentiate: Differentiate,
+    compiled: Callable[[nn.Module, tuple[Any, Any]], Program],
+) -> Captured:
+    """What calls are compared with: a capture, which was made with these inputs, kept without their data.
+
+    compiled: the program for the gradients of all outputs of a model, given its example inputs.
+    """
+    args, kwargs = pytree.tree_map(_without_data, inputs)
+
+    def same_graph(module: nn.Module) -> bool:
+        try:
+            now = capture(module, args, kwargs, differentiate=differentiate)
+        except CaptureError:
+            return False  # what cannot be captured is no graph that was
+        return now.captured_state.digest == state.digest
+
+    return Captured(state, same_graph, lambda module: compiled(module, (args, kwargs)))
+
+
+def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:
+    """Whether a model is captured as the graph of a stored program, with inputs of its types."""
+
+    def same_graph(module: nn.Module) -> bool:
+        try:
+            args, kwargs = _example_of(program.signature)
+            return capture(module, args, kwargs).captured_state.digest == program.state.graph
+        except (CaptureError, ValueError, SyntaxError):
+            return False  # what cannot be captured, or takes an argument that has no literal
+
+    return same_graph
+
+
+def _example_of(signature: Signature) -> tuple[Any, Any]:
+    types = {int(p.target): p.type for p in signature.ports if p.kind == "input" and p.target != "seed"}
+    leaves = []
+    for position, (kind, text) in enumerate(signature.in_leaves):
+        if kind == "static":
+            leaves.append(ast.literal_eval(text))
+        elif position in types:
+            type_ = types[position]
+            leaves.append(torch.empty(type_.shape, dtype=torch_dtype(type_.dtype), device="meta"))
+        else:
+            raise ValueError(f"nothing is known of argument {signature.input_names[position]}")
+    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(signature.in_tree))
+    return args, kwargs
+
+
+def _without_data(leaf: object) -> object:
+    if not isinstance(leaf, torch.Tensor) or (not leaf.is_floating_point() and leaf.numel() <= _SMALL):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").requires_grad_(leaf.requires_grad)

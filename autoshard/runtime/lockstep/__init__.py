@@ -1,0 +1,1 @@
+"""All ranks of a program in one process."""

@@ -1,0 +1,79 @@
+"""What quantising does to the values of a program, measured while it runs in lockstep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.ir import Node
+from autoshard.ir.comm import GATHER_Q, sent_bits
+from autoshard.kernels.quant import dequantise
+from autoshard.rules.quantized_gather import BITS, NORMS, WIRED
+from autoshard.runtime.resolve import find_op
+from autoshard.runtime.shard_utils import join_parts, reduce_parts, take_part
+
+_PLAIN = {wired: norm for norm, wired in WIRED.items()}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What quantising did to a value: |changed - exact| / |exact|, both in the 2-norm.
+
+    name: of the value. bits: 8 or 4, the fewest that anything in the message has. kind: all_gather or
+    reduce_scatter. segment: that the value is in, "" for main.
+    """
+
+    kind: str
+    name: str
+    bits: int
+    error: float
+    segment: str = ""
+
+
+def of_message(node: Node, outs: Sequence[Any], exact: Sequence[Any], segment: str) -> list[Rounding]:
+    """Per quantised tensor of a bucket, over the ranks of a group.
+
+    outs, exact: per rank what the message gave, and what it would have given with all bits.
+    """
+    found = []
+    for t, (name, bits) in enumerate(zip(node.outs, sent_bits(node), strict=True)):
+        if bits:
+            pairs = [(a[t], b[t]) for a, b in zip(outs, exact, strict=True)]
+            kind = node.op.split(".")[1].removesuffix("_q_bucket")
+            found.append(Rounding(kind, name, bits, _error(pairs), segment))
+    return found
+
+
+def exact_message(node: Node, given: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """What a quantised message would give a group's ranks with all bits. given: the tensors of each."""
+    ways, rows = len(given), list(zip(*given, strict=True))
+    wheres = list(zip(rows, node.args[2], strict=True))
+    if node.op == GATHER_Q:
+        joined = [join_parts(parts, dim, outer) for parts, (dim, outer, _, _) in wheres]
+        return [joined] * ways
+    sums = [(reduce_parts(parts, "sum"), where) for parts, where in wheres]
+    return [[take_part(x, w[0], ways, k, w[1], w[2]) for x, w in sums] for k in range(ways)]
+
+
+def of_norm(
+    node: Node, given: Sequence[Sequence[Any]], wires: Sequence[torch.Tensor], segment: str
+) -> Rounding:
+    """Of a norm that gives its rows as a wire, over all ranks. given: its arguments per rank."""
+    norm = find_op(_PLAIN[node.op])
+    place, last = NORMS[node.op]
+    pairs = []
+    for args, wire in zip(given, wires, strict=True):
+        exact = norm(*args[:last])[place]
+        changed = dequantise(wire, exact.numel(), BITS, args[last], exact.dtype)
+        pairs.append((changed.view_as(exact), exact))
+    return Rounding("all_gather", node.outs[place], BITS, _error(pairs), segment)
+
+
+def _error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    wide = [(a.double(), b.double()) for a, b in pairs]
+    lost = sum(float((a - b).square().sum()) for a, b in wide)
+    whole = sum(float(b.square().sum()) for _, b in wide)
+    return float((lost / whole) ** 0.5) if whole else 0.0

@@ -1,0 +1,1 @@
+"""Optimizers of parallel models: AdamW on shards, clipping, loss scaling, dropout steps."""

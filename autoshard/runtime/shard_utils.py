@@ -1,0 +1,78 @@
+"""Cutting tensors into the parts of a mesh axis and joining them again, by definition of Shard.
+
+A dim is seen as (outer, middle, inner) and the middle is cut into ``ways`` like torch.chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autoshard.ir.placement import Layout, Shard, chunk, local_outer
+from autoshard.kernels.vocab_ce import merge_stats
+from autoshard.runtime.transport.transport import reduced
+
+
+def take_part(
+    x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
+) -> torch.Tensor:
+    """Part ``index`` of ``ways`` of a dim; a view where the memory allows it."""
+    return _side_by_side(part_in_blocks(x, dim, ways, index, outer, inner), dim, outer)
+
+
+def part_in_blocks(
+    x: torch.Tensor, dim: int, ways: int, index: int, outer: int = 1, inner: int = 1
+) -> torch.Tensor:
+    """The same elements in the same order, with a dim for ``outer`` if it is not 1: a view of what is
+    contiguous."""
+    start, size = chunk(x.shape[dim] // (outer * inner), ways, index)
+    return _apart(x, dim, outer).narrow(dim if outer == 1 else dim + 1, start * inner, size * inner)
+
+
+def join_parts(parts: Sequence[torch.Tensor], dim: int, outer: int = 1) -> torch.Tensor:
+    """The whole from all parts, in order of the axis coordinate."""
+    apart = [_apart(part, dim, outer) for part in parts]
+    return _side_by_side(torch.cat(apart, dim if outer == 1 else dim + 1), dim, outer)
+
+
+def _apart(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """With a dim for ``outer`` before a dim, if it is not 1; also where there are no elements."""
+    if outer == 1:
+        return x
+    return x.reshape(*x.shape[:dim], outer, x.shape[dim] // outer, *x.shape[dim + 1 :])
+
+
+def _side_by_side(x: torch.Tensor, dim: int, outer: int) -> torch.Tensor:
+    """The inverse of `_apart`."""
+    if outer == 1:
+        return x
+    return x.reshape(*x.shape[:dim], outer * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+def shard_tensor(
+    x: torch.Tensor, layout: Layout, sizes: Sequence[int], coords: Sequence[int]
+) -> torch.Tensor:
+    """What a rank holds of a global tensor (without partial placements)."""
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for placed, ways, index in zip(layout, sizes, coords, strict=True):
+        if isinstance(placed, Shard):
+            before = taken.setdefault(placed.dim, [])
+            outer = local_outer(placed, before)
+            x = take_part(x, placed.dim, ways, index, outer, placed.inner)
+            before.append((placed.outer, ways))
+    return x
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of the values of all ranks of an axis."""
+    return merge_stats(parts) if op == "lse" else reduced(parts, op)
+
+
+def part_shapes(
+    shape: Sequence[int], dim: int, size: int, ways: int, outer: int = 1, inner: int = 1
+) -> list[tuple[int, ...]]:
+    """The shapes of all parts of a tensor of which a dim, of this size, is split."""
+    middle = size // (outer * inner)
+    lengths = [outer * chunk(middle, ways, k)[1] * inner for k in range(ways)]
+    return [(*shape[:dim], n, *shape[dim + 1 :]) for n in lengths]

@@ -1,0 +1,1 @@
+"""How data moves between ranks: process groups, shared memory, point to point."""

@@ -1,0 +1,122 @@
+"""One microbatch on one mesh, solved exactly, and what else is asked of that problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.search.bound.dual_function import Regime, floors
+from autoshard.search.bound.stage_imbalance import chain_of
+from autoshard.search.problem.cost_terms import Bytes, Profile, compose
+from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.param_costs import Parameters, least_parameters, parameters_of
+from autoshard.search.solve.shared_collectives import shared_seconds
+from autoshard.search.solve.solve_placements import Placed, priced
+from autoshard.search.solve.step_config import OF_STATE, Setting
+from autoshard.search.solve.tune import ROUGH
+from autoshard.solver.network import Array
+from autoshard.solver.solve import least_cost
+
+
+@dataclass(frozen=True)
+class Way:
+    """Placements of everything: what they take, and how they use the parameters."""
+
+    taken: Profile
+    parameters: Parameters
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """A microbatch.
+
+    batch: sequences per data rank. posed: its problem. setting: of a step of one microbatch. recompute:
+    whether anything may run again. find_smallest: poses the smallest microbatch of more than one sequence.
+    """
+
+    batch: int
+    posed: Posed
+    setting: Setting
+    recompute: bool
+    find_smallest: Callable[[], Posed]
+
+    @cached_property
+    def free(self) -> Way:
+        """The fastest placements."""
+        return way_of(self.posed, self.posed.free)
+
+    @cached_property
+    def seconds(self) -> float:
+        """That computing and talking take at least."""
+        return _least_seconds(self.posed)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.posed.mesh
+
+    @property
+    def proven(self) -> float:
+        """Seconds that no step of a single microbatch on it goes below."""
+        return self.posed.free.lower_bound
+
+    @cached_property
+    def shared(self) -> float:
+        """Seconds that data ranks take at most to share what holds no batch, which one alone does not."""
+        return shared_seconds(self.find_smallest())
+
+    @cached_property
+    def least(self) -> Parameters:
+        """What parameters take at least, however they are used."""
+        return least_parameters(self.posed)
+
+    @cached_property
+    def lean(self) -> Way:
+        """Placements to which half the activations are worth half the time, as without a pipeline.
+
+        What parameters hold depends on the data ranks, which the mesh that is solved need not have.
+        """
+        posed, free = self.posed, self.posed.free
+        setting = replace(self.setting, sending=True)
+        held = replace(free.setting, sending=True).held(free.taken).activations
+        price = free.seconds / held if held else 0.0
+        return way_of(posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=ROUGH))
+
+    @cached_property
+    def bytes(self) -> float:
+        """Bytes that no placements go below, with everything computed again, but for what belongs to
+        parameters, which depends on the data ranks."""
+        setting = replace(self.setting, optimistic=self.recompute)
+
+        def weight(key: Bytes) -> float:
+            return 0.0 if key.kind in OF_STATE else setting.bytes_weight(key)
+
+        problem = self.posed.problem
+        network = compose(problem.terms, lambda key: 0.0, weight, self.posed.allowed)
+        return least_cost(network.at_price(1.0), ROUGH, problem.known.orders)
+
+    @cached_property
+    def chain(self) -> tuple[float, ...]:
+        """Seconds of the ops of forward, in order."""
+        return chain_of(self.posed, self.posed.free)
+
+    def floors(self, prices: Sequence[float], regimes: Sequence[Regime]) -> Array | None:
+        """See `search.bound.dual_function.floors`."""
+        return floors(self.posed, self.setting, prices, regimes, recompute=self.recompute)
+
+
+def way_of(posed: Posed, placed: Placed) -> Way:
+    """What is worth knowing of placements."""
+    return Way(placed.taken, parameters_of(posed, placed))
+
+
+def _least_seconds(posed: Posed) -> float:
+    """Seconds of computing and talking that no placements go below, for one microbatch."""
+    network = compose(
+        posed.problem.terms,
+        lambda key: float(key.kind in ("work", "talk")),
+        lambda key: 0.0,
+        posed.allowed,
+    )
+    return least_cost(network, ROUGH, posed.problem.known.orders)

@@ -1,0 +1,94 @@
+"""The best lower bound on the step for one number of microbatches on one mesh, whatever runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.cost.step_time import Exposure, between
+from autoshard.search.bound.joint_dual_bound import Way, whole_floors
+from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.recompute import marginal_price
+from autoshard.search.solve.recompute_bound import dual_bound
+from autoshard.search.solve.solve_placements import Placed
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import FINAL
+from autoshard.solver.network import Array
+
+#: how far beyond what a byte is thought to be worth a price is looked for, at how many, and how many near the
+#: best of those
+_AROUND, _COARSE, _FINE = 4.0, 8, 9
+_NONE = Exposure(0.0, 0.0, 0.0, 0.0)
+
+
+def proven(posed: Posed, placed: Placed, budget: float | None) -> Placed:
+    """The same placements with the best lower bound over all placements and all recomputation."""
+    prices = prices_of(placed)
+    if budget is None or not prices[1]:
+        return placed
+    bare = replace(placed.setting, recompute={})
+    shown = placed.setting.exposure(placed.taken)
+    best = best_price(posed, bare, prices, tuple(dict.fromkeys((shown, between(shown, _NONE)))), budget)
+    price, exposure = best or (prices[1], shown)
+    bound = dual_bound(
+        posed.problem,
+        bare,
+        budget,
+        price,
+        exposure,
+        allowed=posed.allowed,
+        limits=FINAL,
+        moves=best is None,
+    )
+    return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
+
+
+def prices_of(placed: Placed) -> tuple[float, float]:
+    """Seconds per byte between which the last byte is worth something: to what runs again, and to placements;
+    (0.0, 0.0) if there is room for all."""
+    worth = placed.solution.multiplier, marginal_price(placed.taken, placed.setting)
+    found = [price for price in worth if price]
+    return (min(found), max(found)) if found else (0.0, 0.0)
+
+
+def best_price(
+    posed: Posed,
+    setting: Setting,
+    near: tuple[float, float],
+    exposures: Sequence[Exposure],
+    budget: float,
+) -> tuple[float, Exposure] | None:
+    """The price per byte in about that range, and the exposure, at which the bound for a budget is best; None
+    where the network is too wide to look at many of them at once."""
+    low, high = near
+    prices = np.geomspace(low / _AROUND, high * _AROUND, _COARSE) if low else np.zeros(1)
+    best = _best(posed, setting, prices, exposures, budget)
+    if best is None or not low:
+        return best and (float(prices[best[0]]), exposures[best[1]])
+    at, which = best
+    step = prices[1] / prices[0]
+    prices = np.geomspace(prices[at] / step, prices[at] * step, _FINE)
+    # more prices than before, and of fewer ties there may be no order as narrow: the middle is the one known
+    finer = _best(posed, setting, prices, exposures[which : which + 1], budget, in_parts=True)
+    return float(prices[finer[0] if finer else _FINE // 2]), exposures[which]
+
+
+def _best(
+    posed: Posed,
+    setting: Setting,
+    prices: Array,
+    exposures: Sequence[Exposure],
+    budget: float,
+    *,
+    in_parts: bool = False,
+) -> tuple[int, int] | None:
+    """Numbers of the best price and exposure; None where the network is too wide, see `floor.least_of`."""
+    way = Way(setting, tuple(prices.tolist()))
+    made = whole_floors(posed, [way], exposures, recompute=True, in_parts=in_parts)
+    if made is None:
+        return None
+    found = made[0] - prices * budget
+    which, at = np.unravel_index(int(found.argmax()), found.shape)
+    return int(at), int(which)

@@ -1,0 +1,524 @@
+"""Which configurations are worth solving exactly: an estimate for each, and a bound that no plan beats.
+
+A few exact solutions per shape of the mesh give everything else by interpolation (see
+`search.bound.mesh_families`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf, prod
+from typing import TypeVar
+
+import numpy as np
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.on_mesh import CostModels
+from autoshard.cost.recipe import Recipe
+from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
+from autoshard.search.bound.anchor import End
+from autoshard.search.bound.decomposed_dual_bound import Bound, Lives
+from autoshard.search.bound.dual_function import Regime
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.bound.joint_dual_bound import ways_of, whole_bounds
+from autoshard.search.bound.mesh_families import Shape, between
+from autoshard.search.bound.stage_imbalance import busiest
+from autoshard.search.problem.cost_terms import Profile
+from autoshard.search.solve.configuration import Configuration, Staged, data_ways, microbatch_sizes
+from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.param_costs import Parameters, Zero
+from autoshard.search.solve.pipeline_model import Pipe
+from autoshard.search.solve.recompute import Filling
+from autoshard.search.solve.step_config import Setting
+from autoshard.solver.network import Array
+
+K = TypeVar("K")
+V = TypeVar("V")
+#: placements that hold less may store so much less of the parameters, as a factor
+_LEANER = 1.05
+#: sums of the same seconds in another order differ by less than this share
+_ROUNDING = 1e-9
+
+
+def rank(
+    shape: Shape,
+    total: int,
+    prices: CostModels,
+    setting: Setting,
+    budget: float | None,
+    recipe: Recipe,
+) -> list[Estimated]:
+    """All configurations of a shape, for a global batch of ``total`` sequences, by their bounds alone.
+
+    Each can be looked at more closely: first at what the fastest placements take without a memory limit, then
+    at what fits; where they do not fit as they are, those that hold less are looked at, too. One that seems
+    not to fit, without that being proven, has infinite estimated seconds.
+    """
+    return [
+        Estimated(
+            one.where(one.ways[0]),
+            one.ways[0],
+            one.bound,
+            one.bound,
+            choices=shape.choices,
+            proof=one,
+            view=one,
+        )
+        for one in _candidates(shape, total, prices, setting, budget, recipe)
+    ]
+
+
+def _candidates(
+    shape: Shape, total: int, prices: CostModels, setting: Setting, budget: float | None, recipe: Recipe
+) -> Iterator[_Bounded]:
+    """Every mesh of a shape with every microbatch that divides the global one."""
+    lives: dict[Mesh, _Lives] = {}
+    bare: dict[int, _Bare] = {}
+    uneven: dict[tuple[Pipe, ...], tuple[float, ...]] = {}
+    zeros = _Zeros(prices, recipe, setting.overlap)
+    for staged in shape.meshes:
+        mesh, ways = staged.mesh, data_ways(staged.mesh)
+        cut = staged.ranks > 1
+        state = shape.state / prod(a.size for a in mesh.axes if a.meaning.may_store_sharded)
+        if mesh not in lives:
+            lives[mesh] = _Lives(shape, mesh, zeros)
+        if staged.pipes not in uneven:
+            # alike for any microbatch
+            uneven[staged.pipes] = tuple(
+                busiest(shape.ends[0].chain, p) if cut else 1.0 for p in staged.pipes
+            )
+        for batch in staged.batches or microbatch_sizes(mesh, total):
+            each = batch // ways
+            if not shape.covers(each):
+                continue
+            count = max(1, total // batch)
+            if each not in bare:
+                bare[each] = _Bare(shape, each, setting)
+            ways_to_run = _Ways(setting, count, staged, shape.between * each, shape.common)
+            # alone, a data rank has not even scalars to share
+            shared = shape.shared(each) if ways == 1 else 0.0
+            bound = staged.runs(count) * max(0.0, shape.seconds(each) - shared) / staged.ranks
+            proven = shape.proven(mesh, total // ways) if staged.ranks == 1 else 0.0
+            yield _Bounded(
+                mesh,
+                batch,
+                bare[each],
+                lives[mesh],
+                ways_to_run,
+                uneven[staged.pipes],
+                bound,
+                state,
+                budget,
+                shared,
+                max(bound, proven),
+            )
+
+
+class _Bare:
+    """A microbatch of ``each`` sequences per data rank, on any mesh of a shape.
+
+    free_sums, lean_sums: seconds that it takes, with nothing computed again.
+    """
+
+    def __init__(self, shape: Shape, each: int, setting: Setting) -> None:
+        self._shape, self.each, self._setting = shape, each, setting
+        self._floors: dict[tuple[Regime, int], Array] = {}
+
+    @cached_property
+    def free(self) -> Filling:
+        return Filling(self._shape.free(self.each), self._setting.calls)
+
+    @cached_property
+    def lean(self) -> Filling:
+        return Filling(self._shape.lean(self.each), self._setting.calls)
+
+    def floors(self, regime: Regime, looks: int) -> Array:
+        """Seconds that it takes at least with what it holds, by the price of a byte; looks: see `Shape`."""
+        key = (regime, looks)
+        if key not in self._floors:
+            self._floors[key] = self._shape.floors(self.each, regime, looks)
+        return self._floors[key]
+
+    def posed_on(self, mesh: Mesh, look: int) -> tuple[Posed, float] | None:
+        """See `Shape`."""
+        return self._shape.posed_on(mesh, self.each, look)
+
+    def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
+        """The same by regime, solved anew; None if it cannot be."""
+        return self._shape.floors_of(mesh, self.each)
+
+    @property
+    def recompute(self) -> bool:
+        """Whether anything may run again."""
+        return self._shape.ends[0].recompute
+
+    @property
+    def is_end(self) -> bool:
+        """Whether it was solved, rather than found between two that were."""
+        return self._shape.is_end(self.each)
+
+    @property
+    def looks(self) -> int:
+        """How many ends say something of what it takes at least."""
+        return self._shape.looks(self.each)
+
+    @property
+    def prices(self) -> Array:
+        """Of a byte, in seconds."""
+        return np.array(self._shape.prices)
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes that the whole model holds at least, but for what belongs to parameters."""
+        return self._shape.bytes(self.each)
+
+    @cached_property
+    def free_sums(self) -> Sums:
+        return self._setting.sums(self.free.taken)
+
+    @cached_property
+    def lean_sums(self) -> Sums:
+        return self._setting.sums(self.lean.taken)
+
+
+class _Ways:
+    """The pipelines that a microbatch may run through, ``count`` times a step.
+
+    between, common: see `Staged.sending`.
+    """
+
+    def __init__(self, setting: Setting, count: int, staged: Staged, between: float, common: float) -> None:
+        self._setting, self.count, self._staged = setting, count, staged
+        self._bytes = between, common
+        self._made: dict[int, Setting] = {}
+
+    @cached_property
+    def _pipes(self) -> list[Pipe]:
+        return [self._staged.sending(pipe, *self._bytes) for pipe in self._staged.pipes]
+
+    def __getitem__(self, k: int) -> Setting:
+        if k not in self._made:
+            self._made[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
+        return self._made[k]
+
+    @property
+    def ranks(self) -> int:
+        """Of each of the pipelines."""
+        return self._staged.ranks
+
+    def totals(self, plain: Sequence[Sums]) -> list[list[float]]:
+        """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].
+
+        All that a schedule says of them is how long ranks wait.
+        """
+        how = self[0].how
+        busy = [(sums, busy_seconds(sums, how)) for sums in plain]
+        waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
+        once = [sums.microbatch / how.stages for sums in plain]
+        return [
+            [
+                pipe.delayed(b + bubble_seconds(sums, how.stages, *wait), stage, self.count)
+                for (sums, b), stage in zip(busy, once, strict=True)
+            ]
+            for pipe, *wait in waits
+        ]
+
+
+@dataclass(frozen=True)
+class _Bounded:
+    """A microbatch on one mesh. batch: its sequences. uneven: seconds of a step over those with equal stages,
+    by pipeline. bound: in seconds, of any placements. state: bytes that parameters take at least on the ranks
+    of a pipeline together. shared: seconds of a microbatch that it takes less at most than on the mesh that
+    was solved. proven: the bound, or what is known of a step of a single microbatch."""
+
+    mesh: Mesh
+    batch: int
+    bare: _Bare
+    lives: _Lives
+    ways: _Ways
+    uneven: tuple[float, ...]
+    bound: float
+    state: float
+    budget: float | None
+    shared: float
+    proven: float
+
+    def _sums(self, how: Setting, *, lean: bool) -> list[Sums]:
+        """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
+        key = (how.apart, how.sums_up, lean)
+        if key not in self._known:
+            found = self.lives.sums(self.bare.each, how, lean=lean)
+            plain = self.bare.lean_sums if lean else self.bare.free_sums
+            self._known[key] = [plain + extra for extra in found]
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[tuple[str, ...], int, bool], list[Sums]]:
+        return {}
+
+    @cached_property
+    def _steps(self) -> list[list[float]]:
+        """Seconds that the fastest placements take if nothing is computed again; [pipes, lives].
+
+        Where something else fits, inf for what parameters do not fit in.
+        """
+        each, how = self.bare.each, self.ways[0]
+        totals = self.ways.totals(self._sums(how, lean=False))
+        if self.budget is None:
+            return totals
+        room = _LEANER * self.budget
+        over = [self.bare.free.state_bytes(how, extra) > room for extra in self.lives.at(each, lean=False)]
+        if all(over):
+            return totals
+        return [[inf if out else t for t, out in zip(row, over, strict=True)] for row in totals]
+
+    @cached_property
+    def _floors(self) -> list[tuple[float, int]]:
+        """(the least of these, number of the pipeline), the fastest first."""
+        return sorted((self.uneven[k] * min(row, default=inf), k) for k, row in enumerate(self._steps))
+
+    def bounds(self) -> Iterator[float]:
+        """Seconds that no placements which fit go below, in any of the pipelines."""
+        known = self.proven
+        yield known
+        if self.budget is None or self.ways[0].pipe.speeds:
+            # how fast unlike ranks are is an estimate, which says nothing of what they take at least
+            return
+        for looks in range(1, self.bare.looks + 1):
+            for bound in self._looked(self.budget, looks, known):
+                known = max(known, bound)
+                yield known
+        if self.shared or not self.bare.is_end:
+            # what all sequences share is little between two ends, and a single data rank may share nothing
+            own = self.bare.floors_of(self.mesh)
+            if own is not None:
+                yield max(known, self._least(self.budget, own, known))
+
+    def of(self, posed: Posed) -> Iterator[float]:
+        """The same by its own problem."""
+        yield self.proven
+        if self.budget is not None and not self.ways[0].pipe.speeds:
+            yield from self._whole(posed, self.budget, 1.0)
+
+    def _whole(self, posed: Posed, budget: float, share: float) -> Iterator[float]:
+        """Parameters and activations together; share: see `whole_bounds`."""
+        ways = [way for k in range(len(self.uneven)) for way in ways_of(self.ways[k], self.bare.prices, k)]
+        return whole_bounds(posed, ways, budget, recompute=self.bare.recompute, share=share)
+
+    def _looked(self, budget: float, looks: int, known: float) -> Iterator[float]:
+        """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
+        own = self.bare.posed_on(self.mesh, looks - 1)
+        found = None
+        if own is not None:
+            for found in self._whole(own[0], budget, own[1]):
+                yield found
+        if found is None:
+            yield self._least(
+                budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
+            )
+
+    def _least(self, budget: float, least: Callable[[Regime], Array], known: float) -> float:
+        """least: seconds of a microbatch at least with what it holds, by the price of a byte. known: a bound
+        that was found already; one that is not above it says nothing, whatever it is."""
+        found = inf
+        for k in range(len(self.uneven)):
+            for bound in self._lower(k):
+                found = min(found, bound.least(self.bare.prices, least, budget))
+            if found <= known:
+                break
+        return found
+
+    def _lower(self, k: int) -> list[Bound]:
+        """What each of the pipelines takes at least of what parameters do."""
+        if k not in self._bounds:
+            self._bounds[k] = [Bound.of(self.ways[k], lives) for lives in self.lives.least(self.bare.each)]
+        return self._bounds[k]
+
+    @cached_property
+    def _bounds(self) -> dict[int, list[Bound]]:
+        return {}
+
+    def where(self, how: Setting) -> Configuration:
+        """The configuration that runs in a setting."""
+        return Configuration(self.mesh, self.batch, self.ways.count, how.pipe)
+
+    def closer(self, seen: Estimated) -> Estimated | None:
+        """With the seconds of the fastest pipeline that has room for parameters, however little else fits."""
+        if not self.may_fit():
+            return None
+        floor, k = self._floors[0]
+        how = self.ways[k]
+        return replace(
+            seen,
+            configuration=self.where(how),
+            setting=how,
+            seconds=max(seen.seconds, floor),
+            view=_Unlimited(self),
+            floor=floor,
+        )
+
+    def may_fit(self) -> bool:
+        if self.budget is None:
+            return True
+        room = self.ways.ranks * self.budget
+        # the fullest rank of a pipeline holds no less than the mean
+        return self.state <= room and self.state + self.bare.least_bytes <= room
+
+    def best(self) -> tuple[float | None, Setting]:
+        """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
+        ways, of_lean = self.ways, None
+        steps, floors = self._steps, self._floors
+        best: tuple[float, Setting] | None = None
+        for floor, k in floors:
+            if best is not None and floor >= best[0]:
+                break
+            filled = self._best(ways[k], steps[k], lean=False)
+            if self.budget is not None and (filled is None or filled[0].recompute):
+                if of_lean is None:
+                    of_lean = ways.totals(self._sums(ways[k], lean=True))
+                other = self._best(ways[k], of_lean[k], lean=True)
+                filled = min((b for b in (filled, other) if b is not None), key=lambda b: b[1], default=None)
+            if filled is not None and (best is None or self.uneven[k] * filled[1] < best[0]):
+                best = (self.uneven[k] * filled[1], filled[0])
+        return (None, ways[floors[0][1]]) if best is None else best
+
+    def _best(self, how: Setting, floors: Sequence[float], *, lean: bool) -> tuple[Setting, float] | None:
+        """(setting, seconds of a step) of the fastest that fits, or None.
+
+        floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
+        """
+        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(how, lean=lean)
+        best: tuple[Setting, float] | None = None
+        for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
+            # computing again only adds, but for rounding
+            if best is not None and floor > (1 + _ROUNDING) * best[1]:
+                continue
+            found = (how, floor) if self.budget is None else filling.best(how, self.budget, extra, plain)
+            if found is not None and (best is None or found[1] < best[1]):
+                best = found
+        return best
+
+    def leaving(self, bytes_: float) -> tuple[float, Setting]:
+        """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
+        less = self if self.budget is None else replace(self, budget=self.budget - bytes_)
+        seconds, how = less.best()
+        return inf if seconds is None else seconds, how
+
+    def leaves_room(self) -> bool:
+        """Whether parameters alone fit, in any of the placements."""
+        how, each = self.ways[0], self.bare.each
+        ways = ((self.bare.free, False), (self.bare.lean, True))
+        return self.budget is None or any(
+            filling.state_bytes(how, extra) <= self.budget
+            for filling, lean in ways
+            for extra in self.lives.at(each, lean=lean)
+        )
+
+
+@dataclass(frozen=True)
+class _Unlimited:
+    """A microbatch on one mesh of which it is known what it takes without a memory limit."""
+
+    bounded: _Bounded
+
+    def closer(self, seen: Estimated) -> Estimated | None:
+        """The fastest that fits."""
+        best, how = self.bounded.best()
+        if best is None and not self.bounded.may_fit():
+            return None
+        return replace(
+            seen,
+            configuration=self.bounded.where(how),
+            setting=how,
+            seconds=inf if best is None else best,
+            bound=seen.bound if best is None else min(seen.bound, best),
+            hopeless=best is None and not self.bounded.leaves_room(),
+            view=None,
+        )
+
+    def may_fit(self) -> bool:
+        return self.bounded.may_fit()
+
+
+class _Lives:
+    """What the parameters of a shape may take on one mesh, by the sequences of a data rank.
+
+    Placements of different microbatches may use parameters differently (experts are gathered for many
+    sequences, and exchange rows for few), so what they take is interpolated as everything else is.
+    """
+
+    def __init__(self, shape: Shape, mesh: Mesh, zeros: _Zeros) -> None:
+        self._shape, self._mesh, self._zeros = shape, mesh, zeros
+        self._links = zeros.prices.roughly(mesh).reshard.links
+        self._used: dict[str, list[Profile]] = {}
+        self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
+        self._at: dict[tuple[int, bool], list[Profile]] = {}
+        self._least: dict[str, Lives] = {}
+
+    def at(self, each: int, *, lean: bool) -> list[Profile]:
+        """By stages of ZeRO. lean: of placements that hold less."""
+        if (each, lean) not in self._at:
+            low, high, t = self._shape.place(each)
+            low_stages, high_stages = _paired(self._of(low, lean)[1], self._of(high, lean)[1], t)
+            self._at[each, lean] = [
+                a if a is b else between(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)
+            ]
+        return self._at[each, lean]
+
+    def sums(self, each: int, how: Setting, *, lean: bool) -> list[Sums]:
+        """The seconds among it, in a setting of which only matters whether there are several microbatches,
+        and a pipeline."""
+        low, high, t = self._shape.place(each)
+        low_stages, high_stages = _paired(self._seconds(low, how, lean), self._seconds(high, how, lean), t)
+        return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
+
+    def least(self, each: int) -> list[Lives]:
+        """What they take at least, however they are used by the one end or the other."""
+        low, high, _ = self._shape.place(each)
+        found = []
+        for used in {end.least.likeness: end.least for end in (low, high)}.values():
+            if used.likeness not in self._least:
+                zero = self._zeros.of(used)
+                tied = zero.ties(self._mesh, self._links, 1 - self._zeros.overlap)
+                self._least[used.likeness] = Lives.of(zero.lived(self._mesh, self._links), tied=tied)
+            found.append(self._least[used.likeness])
+        return found
+
+    def _seconds(self, end: End, how: Setting, lean: bool) -> list[Sums]:
+        likeness, found = self._of(end, lean)
+        key = (likeness, how.apart, how.sums_up)
+        if key not in self._sums:
+            self._sums[key] = [how.sums(extra) for extra in found]
+        return self._sums[key]
+
+    def _of(self, end: End, lean: bool) -> tuple[str, list[Profile]]:
+        used = (end.lean if lean else end.free).parameters
+        if used.likeness not in self._used:
+            self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)
+        return used.likeness, self._used[used.likeness]
+
+
+class _Zeros:
+    """What parameters take, each use of them worked out once for all meshes."""
+
+    def __init__(self, prices: CostModels, recipe: Recipe, overlap: float) -> None:
+        self.prices, self.recipe, self.overlap = prices, recipe, overlap
+        self._made: dict[str, Zero] = {}
+
+    def of(self, used: Parameters) -> Zero:
+        if used.likeness not in self._made:
+            self._made[used.likeness] = Zero(used, self.prices.cluster, self.recipe)
+        return self._made[used.likeness]
+
+
+def _paired(low: list[V], high: list[V], t: float) -> tuple[list[V], list[V]]:
+    """What is interpolated between two ends, stage by stage; that of one where the other has none."""
+    if t == 0.0 or not high or low is high:
+        return low, low
+    if t == 1.0 or not low:
+        return high, high
+    most = max(len(low), len(high))
+    # where nothing is gathered all stages are the same
+    return (low * most if len(low) == 1 else low), (high * most if len(high) == 1 else high)

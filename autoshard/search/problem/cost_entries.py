@@ -1,0 +1,184 @@
+"""What the terms of a problem are made of, so that they can be priced for a larger batch, too.
+
+With more sequences in a microbatch all decisions stay the same ones; values that hold the batch grow, and
+what touches them takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from autoshard.cost.model import CostModel
+from autoshard.ir import TensorType
+from autoshard.ir.placement import Layout
+from autoshard.rules.core import Factored
+from autoshard.rules.states import OpState
+from autoshard.search.problem.cost_terms import Bytes, Terms, Time
+from autoshard.solver.network import Array
+
+
+@dataclass(frozen=True, eq=False)
+class Laid:
+    """Layouts of a value in every state of a variable; there is one for all that are alike."""
+
+    layouts: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Calls that are alike, in their states. grow: which of all values, ins first, hold the batch; grows:
+    whether there is more to compute with more of it. turned: see `Kind`."""
+
+    rule: Factored
+    ins: tuple[TensorType, ...]
+    outs: tuple[TensorType | None, ...]
+    states: tuple[OpState, ...]
+    grow: tuple[bool, ...]
+    grows: bool
+    turned: tuple[bool, bool] = (False, False)
+
+
+@dataclass(frozen=True, eq=False)
+class Way:
+    """From some layouts of a value to others. grows: whether it holds the batch."""
+
+    type: TensorType
+    grows: bool
+    given: Laid
+    wanted: Laid
+
+
+class Pricing:
+    """Prices with ``scale`` times the sequences; what is alike is priced once.
+
+    sizes: of the axes. fixed: prices at another scale, of which those that do not depend on it are taken.
+    """
+
+    def __init__(
+        self, cost: CostModel, sizes: Sequence[int], scale: float = 1.0, fixed: Pricing | None = None
+    ) -> None:
+        self.cost, self.sizes, self.scale, self._fixed = cost, tuple(sizes), scale, fixed
+        self._busy: dict[Call, Array] = {}
+        self._ways: dict[Way, Array] = {}
+
+    def busy(self, call: Call) -> Array:
+        """Seconds of computing of a call in each of its states."""
+        found = self._busy.get(call)
+        if found is None:
+            if self._fixed is not None and not call.grows and not any(call.grow):
+                found = self._fixed.busy(call)
+            else:
+                scale = self.scale if call.grows else 1.0
+                grow = [self.scale if g else 1.0 for g in call.grow]
+                found = self.cost.op_seconds(
+                    call.rule, call.ins, call.outs, call.states, self.sizes, scale, grow, call.turned
+                )
+            self._busy[call] = found
+        return found
+
+    def way(self, way: Way) -> Array:
+        """Seconds between layouts, [given, wanted]."""
+        found = self._ways.get(way)
+        if found is None:
+            found = self._fixed.way(way) if self._fixed is not None and not way.grows else self._reshard(way)
+            self._ways[way] = found
+        return found
+
+    def _reshard(self, way: Way) -> Array:
+        given, wanted = way.given.layouts, way.wanted.layouts
+        table = self.cost.reshard.table(
+            way.type,
+            [lay for lay in (*given, *wanted) if lay is not None],
+            scale=self.scale if way.grows else 1.0,
+        )
+        rows = [0 if lay is None else table.index[lay] for lay in given]
+        cols = [table.index[lay] for lay in wanted if lay is not None]
+        return table.seconds.take(rows, axis=0).take(cols, axis=1)
+
+
+class Entry(Protocol):
+    """A part of the terms."""
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        """Add it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Computing of a call, ``count`` times."""
+
+    key: Time
+    variable: int
+    count: int
+    call: Call
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        terms.add(self.key, self.variable, prices.busy(self.call) * self.count)
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Rows that a call exchanges with their owners, ``count`` times."""
+
+    key: Time
+    variable: int
+    count: int
+    call: Call
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        call, cost = self.call, prices.cost
+        sent = [
+            cost.exchange_seconds(call.rule, call.ins, call.outs, s, prices.sizes, prices.scale)
+            for s in call.states
+        ]
+        terms.add(self.key, self.variable, np.array(sent) * self.count)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The reshard between two variables, ``count`` times."""
+
+    key: Time
+    source: int
+    target: int
+    count: int
+    way: Way
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        terms.join(self.key, self.source, self.target, self.count * prices.way(self.way))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of a value. grows: whether it holds the batch."""
+
+    key: Bytes
+    variable: int
+    held: Array
+    grows: bool
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        terms.hold(self.key, self.variable, prices.scale * self.held if self.grows else self.held)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What has nothing to do with the batch. target: None where one variable alone decides."""
+
+    key: Time | Bytes
+    source: int
+    target: int | None
+    costs: Array
+
+    def put(self, terms: Terms, prices: Pricing) -> None:
+        if isinstance(self.key, Bytes):
+            terms.hold(self.key, self.source, self.costs)
+        elif self.target is None:
+            terms.add(self.key, self.source, self.costs)
+        else:
+            terms.join(self.key, self.source, self.target, self.costs)

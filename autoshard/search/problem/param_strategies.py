@@ -1,0 +1,165 @@
+"""The lives that a parameter may lead: how it is stored, gathered and reduced, and what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from autoshard.cost.recipe import added_bytes
+from autoshard.cost.reshard import Share
+from autoshard.ir import DTYPES, TensorType
+from autoshard.ir.flow import PortClass
+from autoshard.ir.placement import Layout, Shard, is_even
+from autoshard.search.problem.cost_terms import Bytes, Time
+from autoshard.search.problem.decisions import ParamState
+from autoshard.search.problem.exposed_collectives import bare_gather, gather_copies, is_reduced, reduce_copies
+from autoshard.search.problem.problem_prices import Prices
+from autoshard.search.problem.search_axes import SearchAxes
+from autoshard.solver.network import Array
+
+#: a shard that needs padding or a copy to gather is as fast, but simpler is better
+TIE = 1e-10
+#: layers whose parameters are gathered at once: the one that computes and the one that is fetched
+GATHERED = 2
+#: copies of a layer's gradients while they are reduced: as they were made, and packed as they are sent
+SENT = 2
+
+
+@dataclass(frozen=True)
+class Lives:
+    """States of one class of parameters with their seconds and bytes, over all its members."""
+
+    states: tuple[ParamState, ...]
+    seconds: dict[Time, Array]
+    held: dict[Bytes, Array]
+
+
+def lives_of(
+    group: PortClass,
+    stored: Sequence[Layout],
+    uses: Sequence[Layout],
+    phases: Collection[bool],
+    axes: SearchAxes,
+    prices: Prices,
+    share: Share,
+) -> Lives:
+    """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
+
+    phases: whether forward, backward or both use it. share: of a member in the messages that gather it.
+    """
+    type_ = group.first.type
+    trained = group.first.kind == "param" and bool(group.grads)
+    table = prices.params.reshard.table(type_, [*stored, *(axes.to_mesh(u) for u in uses)], share)
+    states: list[ParamState] = []
+    gathers: list[float] = []
+    inline: list[float] = []
+    packed: list[float] = []
+    held: list[float] = []
+    windows: list[float] = []
+    sums: list[float] = []
+    adding: list[float] = []
+    updates: list[float] = []
+    used = [(u, axes.to_mesh(u), prices.ops.local_bytes(type_, u, axes.sizes)) for u in uses]
+    sizes, meanings, bandwidth = axes.mesh_sizes, axes.mesh_meanings, prices.params.device.traffic
+    for s in stored:
+        own = prices.params.local_bytes(type_, s, axes.mesh_sizes)
+        row = table.seconds[table.index[s]]
+        for u, on_mesh, whole in used:
+            once = row.item(table.index[on_mesh])
+            if not isfinite(once):
+                continue
+            bare = bare_gather(s, on_mesh, row, table, meanings)
+            # what travels alone is copied if its own layouts need it, which the table has
+            copies = gather_copies(own, whole, bandwidth) if whole > own and share.other < 1 else 0.0
+            sums_up = trained and (whole > own or is_reduced(on_mesh, sizes, meanings))
+            packs = reduce_copies(whole, bandwidth) if sums_up else 0.0
+            for keep, late in _ways(gathered=whole > own, trained=trained):
+                states.append(ParamState(s, u, keep, late))
+                gathers.append(once - bare)
+                inline.append(bare + copies)
+                packed.append(packs)
+                held.append(_bytes(type_, own, whole * keep, trained, len(group.ports), prices))
+                windows.append(min(len(group.ports), GATHERED) * whole * (whole > own and not keep))
+                sums.append(_sums(type_, own, whole, keep and late, len(group.ports), prices))
+                adding.append(_adding(type_, whole if keep and late else own, trained) / bandwidth)
+                updates.append(_update(type_, own, trained, prices) + _tie(type_, s, axes, whole > own))
+    count = len(group.ports)
+    costs, waits, packing = (count * np.array(taken) for taken in (gathers, inline, packed))
+    keeps = np.array([s.keep for s in states], dtype=bool)
+    lates = np.array([s.late for s in states], dtype=bool)
+    times = {Time("update"): count * np.array(updates), Time("first"): np.where(keeps, costs, 0.0)}
+    times |= {Time("gather", phase): np.where(keeps, 0.0, costs) for phase in phases}
+    each = {phase: np.where(keeps, 0.0, waits) for phase in phases}
+    each[True] = each.get(True, np.zeros(len(states))) + np.where(lates, 0.0, packing)
+    times |= {Time("inline", phase): taken for phase, taken in each.items() if taken.any()}
+    alone = np.where(keeps, waits, 0.0) + np.where(lates, packing, 0.0)
+    if alone.any():
+        times[Time("once")] = alone
+    bytes_ = {Bytes("state"): np.array(held)}
+    if any(windows):
+        bytes_[Bytes("window")] = np.array(windows)
+    if trained:
+        bytes_[Bytes("sums")] = np.array(sums)
+        times[Time("sum")] = count * np.array(adding)
+    return Lives(tuple(states), times, bytes_)
+
+
+def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:
+    """(keep, late): ZeRO-3, ZeRO-2 and ZeRO-1 where there is something to gather."""
+    if not gathered:
+        return ((False, True), (False, False)) if trained else ((False, True),)
+    return ((False, False), (True, False), (True, True)) if trained else ((False, False), (True, False))
+
+
+def _bytes(
+    type_: TensorType,
+    own: float,
+    copy: float,
+    trained: bool,
+    count: int,
+    prices: Prices,
+) -> float:
+    """Bytes of all members of a class: shards, gradients, optimizer, and gathered copies that are kept.
+
+    copy: of one member, if it is larger than what is stored.
+    """
+    width = DTYPES[type_.dtype][1]
+    held = count * own if prices.recipe.resident or not trained else 0.0
+    if trained:
+        per_element = prices.recipe.gradient_bytes(width) + prices.recipe.optimizer_bytes(width)
+        held += count * own / width * per_element
+    return held + (count * copy if copy > own else 0.0)
+
+
+def _sums(type_: TensorType, own: float, whole: float, late: bool, count: int, prices: Prices) -> float:
+    """Bytes that the gradients of a class hold beyond their shards while microbatches are summed up."""
+    width = DTYPES[type_.dtype][1]
+    most = max(own, whole) if late else own
+    summed, alone = prices.recipe.sum_bytes(width), prices.recipe.gradient_bytes(width)
+    return count * (most * summed - own * alone) / width
+
+
+def _adding(type_: TensorType, gradient: float, trained: bool) -> float:
+    """Bytes moved to add a gradient of so many bytes to those of the microbatches before."""
+    width = DTYPES[type_.dtype][1]
+    return gradient / width * added_bytes(width) if trained else 0.0
+
+
+def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> float:
+    """Seconds of the optimizer: it is bound by memory."""
+    if not trained:
+        return 0.0
+    width = DTYPES[type_.dtype][1]
+    return own / width * prices.recipe.update_bytes(width) / prices.params.device.traffic
+
+
+def _tie(type_: TensorType, stored: Layout, axes: SearchAxes, gathered: bool) -> float:
+    score = 10.0 * gathered
+    for placed, size in zip(stored, axes.mesh_sizes, strict=True):
+        if isinstance(placed, Shard):
+            score += 0.01 * placed.dim + 0.1 * (placed.outer > 1)
+            score += 1.0 * (not is_even(type_.shape[placed.dim], placed, size))
+    return TIE * score

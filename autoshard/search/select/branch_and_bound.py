@@ -1,0 +1,245 @@
+"""Which configurations are solved, and which of their solutions becomes a program next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.select.request import Settled
+from autoshard.search.solve.configuration import Configuration, alike
+
+#: configurations solved exactly, and those among them that only divide the data ranks otherwise
+_MOST, _ALIKE = 3, 2
+#: the same of those with a pipeline, each of which is cut as well: before and after one of them is a program
+_PIPED, _PIPED_LATER, _PIPED_ALIKE = 3, 2, 1
+#: states of solved configurations together after which no other is solved but those with so many times fewer
+_WORK, _CHEAP = 8_000, 4
+#: configurations whose estimate is this much over that of one that was solved are not solved: by the formula
+#: for pipelines, and by placements, which says more
+_MARGIN, _CLOSE = 1.03, 1.015
+#: an estimate may be wrong by so much, and then what is expected of it is as good as what was solved; by no
+#: more than that do estimates err otherwise where there are data ranks alone, divided otherwise
+_SAME = 1.001
+#: the first with a pipeline, and the first without, is solved if its estimate is not more over the best
+_FAR = 1.2
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A configuration that was solved, or that is proven to be slower than the best.
+
+    estimated, seconds, judged: of a step, by the estimate, by the search and with its stages cut; at least,
+    where that is all that is known. choices: states of all variables that were solved.
+    """
+
+    where: Configuration
+    estimated: float
+    seconds: float
+    judged: float
+    choices: int = 0
+
+    @property
+    def limit(self) -> float:
+        """Estimates beyond this are not worth a solution.
+
+        Estimates err alike, so they are compared with each other, unless this one was far off.
+        """
+        if not isfinite(self.estimated):
+            return inf
+        margin = _MARGIN if _piped(self.where) else _CLOSE
+        far = _MARGIN * self.estimated < self.seconds
+        return self.seconds / _MARGIN if far else margin * self.estimated
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A solution that is no program yet."""
+
+    found: Settled
+    judged: float
+
+
+class Race:
+    """Configurations that were solved, best first.
+
+    one_kind: whether one solution will do, with a pipeline or without. best: the fastest that fits, and
+    reached, its seconds: of its simulated step where there is a program. seconds: as judged, of every
+    configuration that was entered and solved, inf where nothing fits.
+    """
+
+    def __init__(self, *, one_kind: bool) -> None:
+        self.one_kind = one_kind
+        self.best: Settled | None = None
+        self.reached = inf
+        self.seconds: dict[Configuration, float] = {}
+        self._alike: Counter[object] = Counter()
+        self._standing: dict[Configuration, _Known] = {}
+        self._waiting: list[_Waiting] = []
+        #: with a pipeline or without -> simulated seconds of a program over what it was judged to take
+        self._off: dict[bool, float] = {}
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was solved that fits, or may."""
+        return self.best is not None or bool(self._waiting)
+
+    def needed(self, where: Configuration) -> float:
+        """Seconds that a configuration has to be judged to take less than to be the best, by what was
+        measured of others: with a pipeline and without, judgements err alike. Of those with a pipeline, what
+        was measured of one without says little, nor the other way round: they may be judged right."""
+        least = min((1.0, *self._off.values()))
+        return self.reached / self._off.get(_piped(where), least)
+
+    def ahead(self, where: Configuration) -> float:
+        """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
+        return min(self.needed(where), *(s.judged for s in self._waiting), inf)
+
+    def worth(self, where: Configuration) -> float:
+        """Seconds of the search that a configuration has to be able to get below for its solution to be worth
+        all work: what is judged otherwise, with its stages cut, may be a little over the best."""
+        return self.ahead(where) * (_MARGIN if _piped(where) else 1.0)
+
+    def leaves_out(self, estimated: Estimated) -> bool:
+        """Whether a configuration is ruled out, far behind, or much like others that were solved."""
+        where = estimated.configuration
+        most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
+        dear = _piped(where) or self.one_kind
+        reached = self.needed(where)
+        slow = estimated.hopeless or estimated.floor >= reached
+        if self.best is not None and not isfinite(estimated.seconds) and (dear or slow):
+            return True  # seems not to fit: looked at only where that takes a moment
+        if estimated.bound >= reached or self._alike[alike(where)] >= most_alike:
+            return True
+        if any(_piped(s.found.configuration) == _piped(where) for s in self._waiting):
+            return True  # one like it has to be made a program first
+        if self._would_be_far_behind(estimated):
+            return True
+        # estimates with and without pipelines do not err alike: one of each is solved
+        kinds = {_piped(c) for c in self._standing}
+        if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * reached:
+            return False
+        limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
+        work = sum(s.choices for s in self._standing.values())
+        return (
+            (isfinite(estimated.seconds) and estimated.seconds > limit)
+            or self._like(where) >= self._most(where)
+            or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
+        )
+
+    def wants(self, estimated: Estimated) -> bool:
+        """Whether a configuration will be solved however the one that waits to be a program turns out: the
+        first of its kind, expected to be about as fast."""
+        where = estimated.configuration
+        if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(where) for c in self.seconds):
+            return False
+        reached = self.ahead(where)
+        return estimated.seconds <= _FAR * reached and estimated.bound < reached
+
+    def _most(self, where: Configuration) -> int:
+        """How many are solved that have a pipeline, or none, as this one."""
+        if not _piped(where):
+            return _MOST
+        return _PIPED_LATER if True in self._off else _PIPED
+
+    def _limit(self, other: _Known, where: Configuration) -> float:
+        """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
+        one_kind = _piped(other.where) == _piped(where)
+        return other.limit if one_kind else _MARGIN * self.needed(where)
+
+    def _far_ahead(self, estimated: Estimated) -> bool:
+        """Whether one is expected to be so much faster than what was reached that it is worth any work, given
+        by how much the estimates of those like it were wrong."""
+        where = estimated.configuration
+        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, where)]
+        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(where)
+
+    def _err_alike(self, other: _Known, where: Configuration) -> bool:
+        """Whether what an estimate missed of one says anything of the other."""
+        known = other.where
+        return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
+
+    def _would_be_far_behind(self, estimated: Estimated) -> bool:
+        """Whether those whose estimates err as this one's were all so much slower than estimated: those much
+        like it if there are any, or else estimates with a pipeline err alike, and those without, as long as
+        both split tensors or neither does."""
+        where = estimated.configuration
+        known = [s for s in self._standing.values() if self._err_alike(s, where)]
+        near = [s for s in known if alike(s.where) == alike(where)]
+        if not known or not isfinite(estimated.seconds):
+            return False
+        slower = min(s.judged / s.estimated for s in near or known)
+        far = (_MARGIN if _splits(where) or _piped(where) else _SAME) if near else _FAR
+        return slower * estimated.seconds > far * self.needed(where)
+
+    def _like(self, where: Configuration) -> int:
+        """How many were solved that have a pipeline, or none, as this one; two failures are free."""
+        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(where)]
+        return max(sum(fit), len(fit) - 2)
+
+    def enter(self, where: Configuration) -> None:
+        """One is about to be solved."""
+        self._alike[alike(where)] += 1
+
+    def solve(self, estimated: Estimated, found: Settled, judged: float) -> None:
+        """One was solved; judged: seconds of its step if it fits."""
+        where, choices = found.configuration, found.posed.problem.choices
+        self.seconds[where] = judged
+        self._standing[where] = _Known(where, estimated.seconds, found.placed.seconds, judged, choices)
+        self._waiting.append(_Waiting(found, judged))
+
+    def rule_out(self, estimated: Estimated) -> None:
+        """One is proven not to be the best, by its bound. It is as good as solved for what it says of others
+        like it, whose estimates err alike."""
+        where, bound = estimated.configuration, estimated.bound
+        self._standing[where] = _Known(where, estimated.seconds, bound, bound)
+
+    def next(self, expected: float) -> tuple[Settled, float] | None:
+        """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
+        what is not solved yet.
+
+        One without a pipeline goes before one with that is about as fast: it is a program sooner, and what a
+        schedule piles up, which may not fit, is not in the judgement.
+        """
+        first = min(self._waiting, key=_turn, default=None)
+        if first is None or _turn(first) > _SAME * expected:
+            return None
+        self._waiting.remove(first)
+        return first.found, first.judged
+
+    def fail(self, where: Configuration) -> None:
+        """Nothing of it fits."""
+        self.seconds[where] = inf
+        self._standing.pop(where, None)
+
+    def finish(self, found: Settled, judged: float, measured: float | None = None) -> None:
+        """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
+        if it was made a program."""
+        where = found.configuration
+        self.seconds[where] = judged
+        standing = self._standing.get(where)
+        if standing is not None:  # what had to hold less may have become far slower than its estimate
+            more = judged / standing.judged
+            estimated = standing.estimated * (more if _piped(where) and more > _MARGIN else 1.0)
+            self._standing[where] = replace(
+                standing, estimated=estimated, seconds=found.placed.seconds, judged=judged
+            )
+        if measured is not None:
+            self._off[_piped(where)] = measured / judged
+        if self.best is None or judged < self.needed(where):
+            self.best = found
+            self.reached = judged * self._off.get(_piped(where), 1.0)
+
+
+def _turn(waiting: _Waiting) -> float:
+    return waiting.judged * (_CLOSE if _piped(waiting.found.configuration) else 1.0)
+
+
+def _piped(where: Configuration) -> bool:
+    return where.pipe.ranks > 1
+
+
+def _splits(where: Configuration) -> bool:
+    """Whether an axis splits anything but the batch and what is stored."""
+    return any(not axis.meaning.splits_batch for axis in where.mesh.axes)

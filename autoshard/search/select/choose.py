@@ -1,0 +1,293 @@
+"""The best plan over meshes, microbatches, recomputation and placements, under a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cost.on_mesh import CostModels
+from autoshard.errors import InfeasibleError, UsageError
+from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.bound.mesh_families import Shape
+from autoshard.search.problem.padded_params import padded
+from autoshard.search.problem.problem import Model, batch_of, experts_of
+from autoshard.search.select.baselines import Pricing, Rival, Room, rivals
+from autoshard.search.select.mesh_shapes import Shapes
+from autoshard.search.select.rank_speed import Pace
+from autoshard.search.select.refine import Exact, Judge, name_of
+from autoshard.search.select.request import Ask, Rejected, Settled
+from autoshard.search.select.tactics import run_tactics
+from autoshard.search.solve.configuration import Configuration, Staged, data_ways, inside, shapes_of
+from autoshard.search.solve.formulate import Posed, layer_calls
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.solve_placements import Placed, place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import tune
+from autoshard.solver.network import InfeasibleNetwork
+
+__all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
+
+#: shapes with pipelines that are solved for models with experts
+_PIPELINES = 1
+
+
+def choose(
+    model: Model,
+    meshes: Sequence[Mesh | Staged],
+    cluster: Cluster,
+    ask: Ask | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    judge: Judge | None = None,
+) -> Settled:
+    """The best plan over all meshes, and over microbatches if a global batch is asked for.
+
+    Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
+    fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
+    judge: of solved configurations, once they are programs.
+    """
+    ask = ask or Ask()
+    if not meshes:
+        raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
+    given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
+    world = given[0].world_size
+    search = _Search(model, cluster.used_by(world), ask, progress, judge, world)
+    if any(s.devices for s in given):
+        pace = Pace(model, search.cluster, search.setting)
+        given = [pace.of(s) for s in given]
+    if ask.tactics:
+        found = search.by_tactics([s.mesh for s in given])
+    elif len(given) == 1 and ask.batch is None and given[0].ranks == 1:
+        found = search.one(given[0].mesh)
+    else:
+        found = search.many(given)
+    if not ask.rivals or found.interrupted:
+        return found
+    try:
+        told = search.rivals(world, found)
+    except KeyboardInterrupt:
+        return replace(found, interrupted=True)
+    return replace(search.better(found, given), rivals=told)
+
+
+def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
+    """The same configuration with a share ``room`` of the memory, None if nothing fits that."""
+    if ask.budget is None:
+        return None
+    posed = settled.posed
+    try:
+        placed = tune(
+            posed.problem,
+            settled.placed.setting,
+            int(room * ask.budget),
+            recompute=ask.recompute,
+            allowed=posed.allowed,
+        )
+    except InfeasibleNetwork:
+        return None
+    return replace(settled, placed=replace(placed, lower_bound=settled.placed.lower_bound))
+
+
+class _Search:
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        ask: Ask,
+        progress: Callable[[str], None],
+        judge: Judge | None,
+        world: int = 0,
+    ) -> None:
+        self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
+        overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
+        self.setting = Setting(1, layer_calls(model.folded), overlap=overlap)
+        self.total = ask.batch or batch_of(model.folded)
+        self.poses = Poses(model, cluster, self.setting, ask.recipe, progress, world, self.total)
+        self.shapes = Shapes(self.poses, ask, self.setting, self.total, progress)
+        self.exact = Exact(self.poses, ask, self.setting, progress, judge)
+        self.solved: list[Shape] = []
+        self.fitted: list[Settled] = []
+
+    def one(self, mesh: Mesh) -> Settled:
+        """A mesh that was given, the batch in one piece."""
+        self.progress(f"searching {mesh}")
+        posed = self.poses.of(mesh, self.poses.captured, self.ask.pins, merge=False)
+        placed = self.exact.proven(posed, self.exact.tuned(posed, self.setting))
+        where = Configuration(mesh, self.poses.captured, 1)
+        return Settled(posed, placed, where, self.cluster, placed.lower_bound)
+
+    def by_tactics(self, meshes: Sequence[Mesh]) -> Settled:
+        """Axis by axis on a mesh that was given, the batch in one piece."""
+        if len(meshes) != 1 or self.ask.batch is not None:
+            raise UsageError(
+                "tactics decide the axes of one mesh and one batch",
+                hint="give --mesh and --batch in place of --cluster alone and --global-batch",
+            )
+        mesh = meshes[0]
+
+        def solve(posed: Posed, last: bool) -> Placed:
+            self.progress(f"searching {posed.mesh}")
+            if last:
+                return self.exact.tuned(posed, self.setting)
+            return place(posed.problem, self.setting, None, allowed=posed.allowed)
+
+        posed, placed, stages = run_tactics(
+            self.model,
+            mesh,
+            CostModels(self.cluster),
+            self.setting,
+            self.ask.tactics,
+            self.ask.recipe,
+            solve,
+            pins=self.ask.pins,
+            order=self.poses.order(mesh),
+        )
+        where = Configuration(mesh, self.poses.captured, 1)
+        return Settled(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
+
+    def many(self, given: Sequence[Staged]) -> Settled:
+        """The best of all shapes, microbatches and recomputation."""
+        ranked = Nearest()
+        try:
+            groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
+            later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
+            apart = [g for g in groups if len(given) > 1 and _divides_experts(g[0].mesh)]
+            for group in (g for g in groups if g not in later and g not in apart):
+                ranked.extend(self._ranked(group))
+            ranked.extend(self._best_division(apart))
+            # experts make every size of the data axes a problem of its own: pipelines of the best layout only
+            for group in _few(later, ranked):
+                ranked.extend(self._ranked(group))
+        except KeyboardInterrupt:
+            if not self.solved:
+                raise
+            self.exact.interrupted = True  # what is known by now still gives a plan
+        return self.exact.best(ranked) or self.exact.nothing(self.solved, self.total)
+
+    def _best_division(self, groups: Sequence[tuple[Staged, ...]]) -> list[Estimated]:
+        """Configurations that divide experts over an axis of their own: a middling one, then wider or
+        narrower ones as long as that helps.
+
+        Wide ones exchange rows among more ranks, narrow ones gather more.
+        """
+        groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
+        found: dict[int, Nearest] = {}
+
+        def seconds(k: int) -> float:
+            if k not in found:
+                found[k] = Nearest(self._ranked(groups[k]))
+            first = found[k].first()
+            return inf if first is None else first.seconds
+
+        at, todo = len(groups) // 2, range(len(groups))
+        for way in (1, -1):
+            while at + way in todo and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
+                at += way
+        return [e for each in found.values() for e in each]
+
+    def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
+        """The configurations of one shape."""
+        try:
+            shape = self.shapes.solved(group)
+        except UsageError as error:
+            self.exact.failures.append(error)
+            return []
+        self.solved.append(shape)
+        return self.shapes.ranked(shape)
+
+    def rivals(self, devices: int, found: Settled) -> tuple[Rival, ...]:
+        """What a user would have picked on as many devices, beside what was found."""
+        self.progress("pricing the rivals")
+        # by hand nothing is pinned
+        ask, setting = replace(self.ask, pins=()), self.setting
+        known = [] if self.ask.pins else self.solved
+
+        def pricing(poses: Poses, known: Sequence[Shape]) -> Pricing:
+            shapes = Shapes(poses, ask, setting, self.total, self.progress)
+
+            def ranked(alone: Staged) -> Nearest:
+                shape = next((s for s in known if _has(s, alone)), None) or shapes.solved((alone,))
+                return Nearest(shapes.ranked(replace(shape, meshes=(alone,))))
+
+            return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
+
+        plain = sharded = pricing(self.poses, known)
+        stored = padded(self.model, devices)
+        if stored is not self.model:
+            of_stored = Poses(stored, self.cluster, setting, ask.recipe, self.progress, devices, self.total)
+            sharded = pricing(of_stored, ())
+        seen = [staged for shape in self.solved for staged in shape.meshes]
+        reached = self.exact.judged(found)
+        return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached)
+
+    def _room(self, where: Configuration, setting: Setting) -> Room | None:
+        """What a plan of ours holds on the mesh of a rival if it is to fit; that plan is kept.
+
+        Where the search finds none, that says nothing of what others store in another way.
+        """
+        try:
+            posed = self.poses.of(where.mesh, where.batch)
+            tuned = self.exact.tuned(posed, setting)
+        except (InfeasibleError, UsageError):
+            return Room(setting, self.ask.budget)
+        fits = Settled(posed, tuned, where, self.cluster, tuned.lower_bound)
+        if self.exact.judge is not None:
+            try:
+                fits = self.exact.judge.fit(fits, inf)
+            except (InfeasibleError, UsageError):
+                return None
+        self.fitted.append(fits)
+        placed, budget = fits.placed, self.ask.budget
+        return Room(placed.setting, budget if placed is tuned else placed.bytes)
+
+    def better(self, found: Settled, given: Sequence[Staged]) -> Settled:
+        """What was found, or a faster plan on a rival's mesh if that was given: estimates left it out."""
+        seconds = self.exact.judged(found)
+        asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
+        first = min(asked, key=lambda s: s.placed.seconds, default=found)
+        if self.ask.pins or first.placed.seconds >= seconds or self._simulated_slower(first, found):
+            return found
+        name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
+        proven = self.exact.proven(first.posed, first.placed)
+        others = tuple(r for r in found.rejected if r.name != name)
+        return replace(
+            first,
+            placed=proven,
+            bound=min(found.bound, proven.lower_bound),
+            rejected=(former, *others),
+        )
+
+    def _simulated_slower(self, one: Settled, other: Settled) -> bool:
+        """Whether both were made programs, of which that of the first takes no less."""
+        if self.exact.judge is None:
+            return False
+        times = [self.exact.judge.measured(s) for s in (one, other)]
+        return times[0] is not None and times[1] is not None and times[0] >= times[1]
+
+
+def _has(shape: Shape, wanted: Staged) -> bool:
+    """Whether a mesh is one of a shape, whichever pipelines it may have."""
+    return any(s.mesh == wanted.mesh and s.ranks == wanted.ranks for s in shape.meshes)
+
+
+def _divides_experts(mesh: Mesh) -> bool:
+    return any(axis.meaning.divides_experts for axis in mesh.axes)
+
+
+def _is_of(where: Configuration, given: Staged) -> bool:
+    """Whether it is one of those that were given, without a pipeline."""
+    alike = given.ranks == 1 and where.mesh == given.mesh
+    return alike and (not given.batches or where.batch in given.batches)
+
+
+def _few(groups: Sequence[tuple[Staged, ...]], ranked: Nearest) -> list[tuple[Staged, ...]]:
+    """Of shapes with pipelines, a few that divide layers as the best one without does."""
+    first = ranked.first() if groups else None
+    if first is None:
+        return list(groups)[:_PIPELINES]
+    best = first.configuration.mesh
+    alike = [g for g in groups if inside(g[0].mesh) == inside(best)]
+    return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]

@@ -1,0 +1,145 @@
+"""Shapes of the mesh, each solved at its smallest and its largest microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import gcd
+
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.errors import UsageError
+from autoshard.search.bound.anchor import End
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.bound.mesh_families import Shape
+from autoshard.search.bound.ranking import rank
+from autoshard.search.problem.problem import experts_of
+from autoshard.search.select.request import Ask
+from autoshard.search.solve.axis_traffic import between_layers, tied_bytes
+from autoshard.search.solve.configuration import Staged, data_ways, microbatch_sizes
+from autoshard.search.solve.param_costs import whole_state
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.step_config import Setting
+
+#: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
+#: microbatches far beyond that
+_MIDDLE = 8
+#: microbatches that are solved for their bounds alone, by all shapes together
+_FURTHER = 12
+#: but problems of more states than this take too long for a third time
+_LARGE = 8_000
+
+
+class Shapes:
+    """Solves and ranks shapes. total: sequences per step."""
+
+    def __init__(
+        self, poses: Poses, ask: Ask, setting: Setting, total: int, progress: Callable[[str], None]
+    ) -> None:
+        self.poses, self.ask, self.setting, self.total, self.progress = poses, ask, setting, total, progress
+        #: how many microbatches were solved for their bounds alone
+        self.further = 0
+
+    def reachable(self, meshes: Sequence[Staged]) -> list[Staged]:
+        """Meshes whose data ranks divide the batch; of the others, with the rest as a free axis ``seq``.
+
+        More ranks than sequences only help if something other than the batch is divided, too.
+        """
+        if self.ask.batch is None or len(meshes) == 1:
+            return list(meshes)
+        found = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
+        if any(s.ranks == 1 for s in found) and len(found) == len([s for s in meshes if s.ranks == 1]):
+            return found
+        for staged in meshes:
+            mesh = staged.mesh
+            data = [a for a in mesh.axes if a.meaning.splits_batch]
+            ways = gcd(self.total, data_ways(mesh))
+            if staged.ranks == 1 and len(data) == 1 and ways < data[0].size:
+                rest = [a for a in mesh.axes if not a.meaning.splits_batch]
+                split = [Axis(data[0].name, ways)] if ways > 1 else []
+                axes = (*split, Axis("seq", data[0].size // ways), *rest)
+                found.append(replace(staged, mesh=Mesh(axes)))
+        # without a data axis it does not matter which one there was
+        return list(dict.fromkeys(found)) or list(meshes)
+
+    def solved(self, group: tuple[Staged, ...]) -> Shape:
+        """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
+        failure: UsageError | None = None
+        for staged in group:
+            mesh, ways = staged.mesh, data_ways(staged.mesh)
+            sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)} - {0})
+            if sizes[:-1] and sizes[0] * ways == 1 and not self.poses.scales_to(1):
+                del sizes[0]
+            if not sizes:
+                raise UsageError(
+                    f"a batch of {self.total} does not divide over {ways} batch shards",
+                    where=f"mesh {mesh}",
+                    hint="choose a global batch that is a multiple of the data-parallel ranks",
+                )
+            # problems with experts are large, and there are more of them: their ends have to do
+            few = experts_of(self.poses.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]
+            middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
+            self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
+            try:
+                if middle and self._choices(mesh, sizes[0]) > _LARGE:
+                    middle = []
+                chosen = dict.fromkeys((sizes[0], *middle[-1:], sizes[-1]))
+                # larger ones have no placements that this has not
+                least = min((b for b in sizes if b > 1), default=1)
+                ends = tuple(self._end(mesh, b, least) for b in chosen)
+                for end in ends:
+                    _ = end.free, end.seconds  # what is wrong with a mesh shows here
+            except UsageError as error:
+                failure = error
+                continue
+            choices = self._choices(mesh, sizes[0])
+            state = whole_state(self.poses.model, self.ask.recipe)
+            model = self.poses.model
+            between, common = between_layers(model), tied_bytes(model)
+            calls = self.setting.calls
+            return Shape(group, ends, calls, between, choices, state, common, self._further(least))
+        assert failure is not None
+        raise failure
+
+    def _choices(self, mesh: Mesh, each: int) -> int:
+        """States of all variables. each: sequences per data rank."""
+        return self.poses.of(mesh, each * data_ways(mesh), self.ask.pins, roughly=True).problem.choices
+
+    def ranked(self, shape: Shape) -> list[Estimated]:
+        """Configurations of a shape (see `rank`)."""
+        ask = self.ask
+        return rank(shape, self.total, self.poses.prices, self.setting, ask.budget, ask.recipe)
+
+    def sizes(self, staged: Staged) -> Sequence[int]:
+        """Possible microbatches, in sequences over the mesh."""
+        if staged.batches:
+            return staged.batches
+        if self.ask.batch is None and staged.ranks == 1:
+            return [self.poses.captured]
+        return microbatch_sizes(staged.mesh, self.total)
+
+    def _end(self, mesh: Mesh, each: int, least: int, *, bounds: bool = False) -> End:
+        """each: sequences per data rank; least: of the smallest microbatch with more than one. bounds: what
+        takes no more will do."""
+        ways, pins = data_ways(mesh), self.ask.pins
+        posed = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
+        smallest = partial(self.poses.of, mesh, least * ways, pins)
+        return End(each, posed, self.setting, self.ask.recompute, smallest)
+
+    def _further(self, least: int) -> Callable[[Mesh, int], End | None]:
+        """Solves other microbatches than those that were chosen; least: see `_end`."""
+        known: dict[tuple[Mesh, int], End | None] = {}
+
+        def further(mesh: Mesh, each: int) -> End | None:
+            key = (mesh, each)
+            if key not in known:
+                if self.further >= _FURTHER:
+                    return None
+                self.further += 1
+                try:
+                    known[key] = self._end(mesh, each, min(each, least), bounds=True)
+                except UsageError:
+                    known[key] = None
+            return known[key]
+
+        return further

@@ -1,0 +1,38 @@
+"""How fast unlike ranks of a pipeline do the work of a model, before anything is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.mesh import Axis, Mesh
+from autoshard.search.problem.problem import Model
+from autoshard.search.solve.configuration import Staged
+from autoshard.search.solve.formulate import pose
+from autoshard.search.solve.step_config import Setting
+
+_ALONE = Mesh((Axis("dp", 1),))
+
+
+class Pace:
+    """Seconds of the whole model on single devices of a cluster, each worked out once."""
+
+    def __init__(self, model: Model, cluster: Cluster, setting: Setting) -> None:
+        self._model, self._setting, self._bound = model, setting, cluster.device
+        self._known: list[tuple[Device, float]] = []
+
+    def of(self, staged: Staged) -> Staged:
+        """With the speeds of the ranks of its pipelines, as multiples of that of what bounds all."""
+        if not staged.devices:
+            return staged
+        speeds = tuple(self._seconds(self._bound) / self._seconds(device) for device in staged.devices)
+        return replace(staged, pipes=tuple(replace(pipe, speeds=speeds) for pipe in staged.pipes))
+
+    def _seconds(self, device: Device) -> float:
+        for known, seconds in self._known:
+            if known == device:
+                return seconds
+        posed = pose(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
+        sums = self._setting.sums(posed.free.taken)
+        self._known.append((device, sums.work_forward + sums.work_backward))
+        return self._known[-1][1]

@@ -1,0 +1,396 @@
+"""The exact stage: the configurations that look best, solved one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Protocol
+
+from autoshard.errors import AutoshardError, InfeasibleError, UsageError
+from autoshard.search.bound.best_bound import proven
+from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.estimate import Estimated
+from autoshard.search.bound.global_lower_bound import Lowest
+from autoshard.search.bound.mesh_families import Shape
+from autoshard.search.bound.stage_imbalance import uneven_seconds
+from autoshard.search.problem.cost_terms import profile
+from autoshard.search.problem.problem import experts_of
+from autoshard.search.select.branch_and_bound import Race
+from autoshard.search.select.request import Ask, Rejected, Settled
+from autoshard.search.solve.configuration import Configuration, data_ways
+from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.memory_text import bytes_up
+from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.solve_placements import Placed, place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import QUICK, tune
+from autoshard.solver.network import InfeasibleNetwork
+
+
+class Judge(Protocol):
+    """What is known of a solved configuration once it is a program."""
+
+    def seconds(self, found: Settled) -> float:
+        """Of a step with its stages cut; inf if they do not fit."""
+        ...
+
+    def fit(self, found: Settled, limit: float) -> Settled:
+        """The solution, or one that holds less and fits as a program, or else any that takes no less than
+        ``limit`` seconds. Raises InfeasibleError."""
+        ...
+
+    def measured(self, found: Settled) -> float | None:
+        """Seconds of the simulated step of a program, None of a solution that was not made one."""
+        ...
+
+    def beyond(self, where: Configuration, setting: Setting) -> float:
+        """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
+        ...
+
+
+class Exact:
+    """Solves configurations; what a search has to say of failures and an interruption stays with it.
+
+    failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
+    stopped the search; what is known by then still gives a plan. judge: how pipelines are compared, which the
+    formula for equal stages only estimates, and whether what looks best fits as a program; without one they
+    are thought to be as uneven as they have to be.
+    """
+
+    def __init__(
+        self,
+        poses: Poses,
+        ask: Ask,
+        setting: Setting,
+        progress: Callable[[str], None],
+        judge: Judge | None = None,
+    ) -> None:
+        self.poses, self.ask, self.setting, self.progress = poses, ask, setting, progress
+        self.judge = judge
+        self.failures: list[AutoshardError] = []
+        self.interrupted = False
+
+    def best(self, ranked: Nearest) -> Settled | None:
+        """Solve the configurations that look best, until the others are ruled out or far behind; None if
+        there is none that may fit.
+
+        What was solved becomes a program when nothing else is expected to be faster: fitting one takes
+        longer than solving it, and most of those that look too good do not fit.
+        """
+        # with experts one more solution takes as long as all the rest
+        race = Race(one_kind=experts_of(self.poses.model) > 0)
+        solved = self._run(race, ranked)
+        # what seems not to fit comes after all that does
+        solved += self._run_unsure(race, ranked.unsure)
+        if not solved:
+            return None
+        if race.best is None:
+            raise self.worst()
+        return self._finished(race.best, solved, ranked, race.seconds)
+
+    def _run(self, race: Race, left: Nearest) -> list[Estimated]:
+        """Solve what is not left out, best first, and fit what comes out best; returns what was solved."""
+        solved: list[Estimated] = []
+        while True:
+            out: list[Estimated] = []
+            while (estimated := left.pop()) is not None:
+                if not estimated.rough and estimated.configuration in race.seconds:
+                    continue  # solved ahead of its turn
+                if self._fit(race, estimated.seconds) and out:
+                    # what had to wait for that comes before what is expected to take longer
+                    left.extend((*out, estimated))
+                    out.clear()
+                elif self._leaves_out(race, estimated):
+                    if not estimated.rough and self._is_slower(race, estimated):
+                        race.rule_out(estimated)
+                    out.append(estimated)
+                elif estimated.rough:
+                    left.put(self._closer(estimated))
+                elif (fuller := self._fuller(estimated)) is not estimated:
+                    left.put(fuller)
+                elif self._is_slower(race, estimated := self._bounded(estimated, race.needed)):
+                    race.rule_out(estimated)
+                    out.append(estimated)
+                else:
+                    solved.append(estimated)
+                    self._solve(race, estimated)
+                    # solving takes less than fitting: what is solved anyway may be what is fitted first
+                    other = self._other(race, left)
+                    if other is not None:
+                        solved.append(other)
+                        self._solve(race, other)
+            self._fit(race, inf)
+            left.extend(out)
+            # what was solved in the place of others may have come out slower than it looked
+            if all(self._leaves_out(race, estimated) for estimated in out):
+                return solved
+
+    def _other(self, race: Race, left: Nearest) -> Estimated | None:
+        """What is solved anyway, before anything is fitted: unless it is proven to be slower than what waits
+        for that, which most likely fits."""
+        try:
+            found = None if self.interrupted else left.take(race.wants)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
+        if found is None:
+            return None
+        found = self._bounded(found, race.ahead)
+        left.put(found)
+        return None if found.bound >= race.ahead(found.configuration) else found
+
+    def _bounded(self, estimated: Estimated, needed: Callable[[Configuration], float]) -> Estimated:
+        """With a bound that rules it out, or the best one; bounds of what is not solved are looked for in the
+        end anyway. needed: seconds that a configuration has to be faster than."""
+        bound, limit = estimated.bound, needed(estimated.configuration)
+        if limit == inf or self.interrupted:
+            return estimated
+        try:
+            for found in self._bounds_of(estimated):
+                bound = max(bound, found)
+                if bound >= limit:
+                    break
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return replace(estimated, bound=bound)
+
+    def _posed(self, where: Configuration) -> Posed:
+        return self.poses.of(where.mesh, where.batch, self.ask.pins)
+
+    def _is_slower(self, race: Race, estimated: Estimated) -> bool:
+        """Whether one is proven to be slower than what is known to fit."""
+        return estimated.bound >= race.needed(estimated.configuration)
+
+    def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
+        """The same for those that seem not to fit; where something else does, until one really does not."""
+        solved: list[Estimated] = []
+        for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
+            self._fit(race, inf)
+            if self._leaves_out(race, estimated):
+                continue
+            solved.append(estimated)
+            self._solve(race, estimated)
+            if race.best is not None and not isfinite(race.seconds.get(estimated.configuration, inf)):
+                break
+        self._fit(race, inf)
+        return solved
+
+    def _leaves_out(self, race: Race, estimated: Estimated) -> bool:
+        return race.begun and (self.interrupted or race.leaves_out(estimated))
+
+    def _closer(self, estimated: Estimated) -> Estimated | None:
+        """A closer look; if it is interrupted for the first time, the same as before."""
+        try:
+            return estimated.closer()
+        except KeyboardInterrupt:
+            if self.interrupted:
+                raise
+            self.interrupted = True
+            return estimated
+
+    def _fuller(self, estimated: Estimated) -> Estimated:
+        """With what programs like it were found to hold; the same if that is known to it already."""
+        if self.judge is None or self.ask.budget is None:
+            return estimated
+        return estimated.holding(self.judge.beyond(estimated.configuration, estimated.setting))
+
+    def _solve(self, race: Race, estimated: Estimated) -> None:
+        """Solve one configuration, or note why it cannot be; an interruption ends the search."""
+        race.enter(estimated.configuration)
+        try:
+            beat = race.worth(estimated.configuration)
+            found = self._solved(estimated, beat, at_once=not race.begun)
+        except (InfeasibleError, UsageError) as error:
+            self.failures.append(error)
+            race.fail(estimated.configuration)
+        except KeyboardInterrupt:
+            if not race.begun:
+                raise
+            self.interrupted = True
+        else:
+            race.solve(estimated, found, self.judged(found))
+
+    def _fit(self, race: Race, expected: float) -> bool:
+        """Make programs of the solutions that take no more seconds than is expected of all others; returns
+        whether there were any."""
+        any_was = False
+        while (first := race.next(expected)) is not None:
+            any_was = True
+            found, judged = first
+            measured, needed = None, race.needed(found.configuration)
+            if judged < needed and self.judge is not None:
+                try:
+                    fits = found if self.interrupted else self.judge.fit(found, needed)
+                except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
+                    self.failures.append(error)
+                    race.fail(found.configuration)
+                    continue
+                except KeyboardInterrupt:
+                    self.interrupted, fits = True, found
+                if self.interrupted and race.best is not None:
+                    continue  # what is known to fit goes before what may be faster
+                if fits.placed is not found.placed:
+                    found, judged = fits, self.judged(fits)
+                measured = self.judge.measured(found)
+            race.finish(found, judged, measured)
+        return any_was
+
+    def judged(self, found: Settled) -> float:
+        """Seconds by which a solved configuration is compared."""
+        if found.configuration.pipe.ranks == 1 or self.interrupted:
+            return found.placed.seconds
+        if self.judge is None:
+            return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
+        try:
+            return self.judge.seconds(found)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return found.placed.seconds
+
+    def worst(self) -> AutoshardError:
+        """Why nothing can be solved: what came closest."""
+        return min(self.failures, key=lambda e: getattr(e, "smallest_bytes", inf))
+
+    def nothing(self, shapes: Sequence[Shape], total: int) -> Settled:
+        """Nothing fits by the estimates: let the shape that needs least say so exactly.
+
+        total: sequences per step.
+        """
+        for shape in shapes:
+            staged = max(shape.meshes, key=lambda s: (s.ranks == 1, s.mesh.world_size))
+            batch = shape.ends[0].batch * data_ways(staged.mesh)
+            try:
+                posed = self.poses.of(staged.mesh, batch, self.ask.pins)
+                count = max(1, total // batch)
+                setting = replace(self.setting, microbatches=count, pipe=staged.pipes[0])
+                placed = self.tuned(posed, setting)
+            except (InfeasibleError, UsageError) as error:
+                self.failures.append(error)
+                continue
+            where = Configuration(staged.mesh, batch, count, staged.pipes[0])
+            return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+        raise self.worst()
+
+    def tuned(self, posed: Posed, setting: Setting, beat: float = inf) -> Placed:
+        """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
+        `tune`."""
+        ask, budget = self.ask, self.ask.budget
+        try:
+            return tune(
+                posed.problem, setting, budget, recompute=ask.recompute, allowed=posed.allowed, beat=beat
+            )
+        except InfeasibleNetwork as error:
+            assert budget is not None
+            raise _infeasible(posed, setting, error, budget) from None
+
+    def proven(self, posed: Posed, placed: Placed) -> Placed:
+        """The same with a lower bound that holds for every recomputation."""
+        if not self.ask.recompute:
+            return placed
+        return proven(posed, placed, self.ask.budget)
+
+    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
+        """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
+        stopping."""
+        where = estimated.configuration
+        try:
+            self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
+            posed = self._posed(where)
+            placed = self.tuned(posed, estimated.setting, beat)
+        except KeyboardInterrupt:
+            if not at_once:
+                raise
+            # nothing is solved yet: what the estimate says is at hand in a moment
+            self.interrupted = True
+            self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
+            posed = self._posed(where)
+            placed = self._at_once(posed, estimated.setting)
+        return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+
+    def _at_once(self, posed: Posed, setting: Setting) -> Placed:
+        """Placements that fit, with the least work."""
+        budget = self.ask.budget
+        try:
+            return place(posed.problem, setting, budget, allowed=posed.allowed, limits=QUICK, rounds=1)
+        except InfeasibleNetwork:
+            return self.tuned(posed, setting.running_again("full"))
+
+    def _lowest(self, others: Sequence[Estimated], limit: float) -> float:
+        """Seconds that none of the others goes below, ``limit`` at most."""
+        lowest = Lowest(others, self._exact_bound)
+        try:
+            return min(limit, lowest.seconds) if self.interrupted else lowest.raised(limit)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return min(limit, lowest.seconds)
+
+    def _exact_bound(self, estimated: Estimated, enough: float) -> float:
+        """Seconds that no placements go below, by the problem that is solved: the most, or any that are
+        enough."""
+        bound = estimated.bound
+        for bound in self._exact_bounds(estimated):
+            if bound >= enough:
+                break
+        return bound
+
+    def _bounds_of(self, estimated: Estimated) -> Iterator[float]:
+        """All that can be said of what is about to be solved."""
+        yield from estimated.bounds()
+        # it is posed to be solved anyway, which takes longer than to look at it
+        yield from self._exact_bounds(estimated)
+
+    def _exact_bounds(self, estimated: Estimated) -> Iterator[float]:
+        try:
+            posed = self._posed(estimated.configuration)
+        except (InfeasibleError, UsageError):
+            return  # says so if it is solved
+        yield from estimated.bounds_of(posed)
+
+    def _finished(
+        self,
+        best: Settled,
+        entered: Sequence[Estimated],
+        left: Nearest,
+        solved: Mapping[Configuration, float],
+    ) -> Settled:
+        """With the proof, and what was not taken. entered: estimates of those that were solved."""
+        try:
+            placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
+            if all(e.configuration == best.configuration for e in entered):
+                left.first()  # the next best is an estimate: let it be a good one
+        except KeyboardInterrupt:
+            self.interrupted, placed = True, best.placed
+        best = replace(best, placed=placed)
+        others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
+        bound = self._lowest([e for e in others.values() if e.may_fit()], placed.lower_bound)
+        # an estimate below what was found says little: those that were solved come first, those that nobody
+        # looked at closely last
+        priced = sorted(
+            (c not in solved, e.rough, solved.get(c, max(e.seconds, e.bound)), name_of(c))
+            for c, e in others.items()
+        )
+        rejected = (Rejected(name, s, not guessed) for guessed, _, s, name in priced if isfinite(s))
+        return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
+
+
+def name_of(where: Configuration) -> str:
+    """A mesh with its schedule and microbatches, as a report has it."""
+    pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
+    order = f" {where.pipe.schedule}" if where.pipe.ranks > 1 else ""
+    return f"{where.name}{order}{pieces}"
+
+
+def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:
+    held = setting.running_again("full").held(profile(posed.problem.terms, error.states))
+    parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
+    binding = max(parts, key=lambda k: parts[k])
+    text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
+    failure = InfeasibleError(
+        f"no plan for mesh {posed.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
+        f"{bytes_up(error.smallest_bytes)}",
+        why=f"the binding term is {binding} ({text})",
+        hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",
+    )
+    failure.smallest_bytes = error.smallest_bytes
+    return failure

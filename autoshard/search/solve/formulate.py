@@ -1,0 +1,106 @@
+"""Problems of meshes: their axes, prices, and whether all work can be divided as the axes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.on_mesh import CostModels
+from autoshard.cost.recipe import ADAMW, Recipe
+from autoshard.errors import UsageError
+from autoshard.ir import Folded
+from autoshard.search.problem.build import build_problem
+from autoshard.search.problem.feasible_states import possible
+from autoshard.search.problem.pins import Pin, check_pins, combined, pin_masks, pinned_keys
+from autoshard.search.problem.problem import Model, Problem
+from autoshard.search.problem.problem_prices import Prices
+from autoshard.search.problem.search_axes import SearchAxes, merged_axes, merged_mesh, plain_axes
+from autoshard.search.solve.solve_placements import Placed, place
+from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.tune import FINAL
+from autoshard.solver.network import Array, NoFiniteAssignment
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A problem on a mesh that has a solution. strict: all work is divided as the axes mean.
+
+    setting: of a step of a single microbatch. allowed: what pins leave of each variable's states.
+    """
+
+    model: Model
+    mesh: Mesh
+    prices: Prices
+    problem: Problem
+    strict: bool
+    setting: Setting
+    order: RankOrder | None = None
+    allowed: tuple[Array | None, ...] = ()
+
+    @cached_property
+    def free(self) -> Placed:
+        """The best placements without recomputation or a memory limit, found with as much work as in the end,
+        when the same network may be asked for again."""
+        return place(self.problem, self.setting, None, allowed=self.allowed, limits=FINAL)
+
+
+def pose(
+    model: Model,
+    mesh: Mesh,
+    cluster: Cluster | CostModels,
+    setting: Setting,
+    *,
+    recipe: Recipe = ADAMW,
+    merge: bool = False,
+    pins: Sequence[Pin] = (),
+    axes: SearchAxes | None = None,
+    order: RankOrder | None = None,
+) -> Posed:
+    """The problem of a model on a mesh.
+
+    cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
+    (`SearchAxes`). axes: in their place. order: of ranks on devices. pins: what is decided already. Raises
+    UsageError if the mesh cannot be used for the model at all, or with these pins.
+    """
+    axes = axes or (merged_axes(mesh) if merge else plain_axes(mesh))
+    machine = cluster if isinstance(cluster, CostModels) else CostModels(cluster)
+    params = machine.of(mesh, order)
+    ops = machine.of(merged_mesh(axes, mesh.names), order) if axes.merged else params
+    prices = Prices(ops, params, recipe)
+    reasons: list[UsageError] = []
+    nothing: frozenset[object] = frozenset()
+    pinned = pinned_keys(pins, model)
+    # what is pinned may not do as the axes mean; the rest of the model still can
+    for strict, loose in dict.fromkeys(((True, nothing), (True, pinned), (False, nothing))):
+        # some op may follow the axes' meanings only alone, not together with its neighbours
+        problem = build_problem(model, axes, prices, strict=strict, loose=loose)
+        try:
+            masks = pin_masks(pins, model, mesh, problem)
+            few, allowed = possible(problem, combined(masks, len(problem.variables)))
+            posed = Posed(model, mesh, prices, few, strict, setting, order, allowed)
+            _ = posed.free  # what is wrong shows here
+        except NoFiniteAssignment:
+            if not strict:
+                check_pins(pins, masks, problem)
+                raise
+            continue
+        except UsageError as error:
+            reasons.append(error)
+            continue
+        return posed
+    raise reasons[-1]
+
+
+def grown(posed: Posed, batch: int) -> Posed:
+    """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
+    return replace(posed, problem=posed.problem.grown(batch))
+
+
+def layer_calls(folded: Folded) -> Mapping[str, int]:
+    """How often each forward segment of a layer is called."""
+    counts = folded.counts()
+    return {c.segment: counts[c.segment] for c in folded.calls if c.label and not c.backward}

@@ -1,0 +1,132 @@
+"""The problems of one search, each posed once however many stages ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autoshard.cluster.assign import assign_ranks
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.mesh import Mesh
+from autoshard.cluster.order import RankOrder
+from autoshard.cost.on_mesh import CostModels
+from autoshard.cost.recipe import Recipe
+from autoshard.cost.stage_machines import kinds_of, whole_mesh
+from autoshard.errors import BatchError
+from autoshard.search.problem.pins import Pin
+from autoshard.search.problem.problem import Model, batch_of, experts_of
+from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.solve.axis_traffic import traffic_of
+from autoshard.search.solve.formulate import Posed, grown, pose
+from autoshard.search.solve.step_config import Setting
+
+
+class Poses:
+    """Problems of a model by mesh and microbatch.
+
+    captured: sequences that the model was captured with. world: ranks in all, which a pipeline divides among
+    several meshes, 0 if there is none. total: sequences of a step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cluster: Cluster,
+        setting: Setting,
+        recipe: Recipe,
+        progress: Callable[[str], None],
+        world: int = 0,
+        total: int = 0,
+    ) -> None:
+        self.model, self.cluster, self.setting, self.recipe = model, cluster, setting, recipe
+        self.progress = progress
+        self.captured = batch_of(model.folded)
+        self.total = total or self.captured
+        self.prices = CostModels(cluster, world)
+        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], Posed] = {}
+        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
+        self._models: dict[int, Model] = {}
+        self._orders: dict[Mesh, RankOrder] = {}
+
+    def of(
+        self,
+        mesh: Mesh,
+        batch: int,
+        pins: tuple[Pin, ...] = (),
+        *,
+        merge: bool = True,
+        roughly: bool = False,
+    ) -> Posed:
+        """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.pose`.
+        roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
+
+        Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
+        """
+        # axes that store experts in parts may also exchange rows, which axes that only split the batch do not
+        merge = merge and len(mesh.axes) > 1 and not experts_of(self.model)
+        roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
+        key = (mesh, batch, pins, merge, roughly)
+        if key not in self._posed:
+            self._posed[key] = pose(
+                self._scaled(mesh, batch),
+                mesh,
+                self.prices,
+                self.setting,
+                recipe=self.recipe,
+                merge=merge,
+                pins=pins,
+                order=self.prices.rough_order(mesh) if roughly else self.order(mesh),
+            )
+        return self._posed[key]
+
+    def priced(
+        self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int, *, bounds: bool = False
+    ) -> Posed:
+        """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
+        leaves the same to decide. bounds: or where that takes no more."""
+        found = self.of(mesh, least, pins, roughly=True)
+        grows = found.problem.grows_to(batch) or (bounds and found.problem.bounds(batch))
+        if batch == least or not grows:
+            return self.of(mesh, batch, pins, roughly=True)
+        key = (mesh, batch, pins)
+        if key not in self._grown:
+            self._grown[key] = grown(found, batch)
+        return self._grown[key]
+
+    def order(self, mesh: Mesh) -> RankOrder | None:
+        """Ranks on devices by measured links, where there are any: slow links get little to do. Of all ranks
+        of a pipeline whose ranks are such meshes."""
+        links = self.cluster.links
+        if links is None:
+            return None
+        if mesh not in self._orders:
+            ranks = self.prices.ranks(mesh)
+            whole = whole_mesh(mesh, ranks)
+            self.progress(f"assigning ranks of {whole} to devices")
+            traffic = None if ranks == 1 else traffic_of(self.model, mesh, ranks, self.total)
+            self._orders[mesh] = assign_ranks(whole, links, traffic, kinds=kinds_of(self.cluster))
+        return self._orders[mesh]
+
+    def scales_to(self, batch: int) -> bool:
+        """Whether the model can be priced with another batch without capturing it again."""
+        try:
+            self._rebatched(batch)
+        except NotRebatchable:
+            return False
+        return True
+
+    def _rebatched(self, batch: int) -> Model:
+        if batch not in self._models:
+            self._models[batch] = rebatched(self.model, batch)
+        return self._models[batch]
+
+    def _scaled(self, mesh: Mesh, batch: int) -> Model:
+        try:
+            return self._rebatched(batch)
+        except NotRebatchable as error:
+            raise BatchError(
+                f"the model cannot be planned for microbatches of {batch} sequences",
+                where=f"mesh {mesh}, captured with {self.captured} sequences",
+                why=str(error),
+                hint="use example inputs of two or more sequences, or plan one batch in one piece (--batch) "
+                "with example inputs of that many",
+            ) from None

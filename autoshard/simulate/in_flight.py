@@ -1,0 +1,97 @@
+"""Bytes of messages from where they are issued to where something needs what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from autoshard.ir import Node, refs_of
+from autoshard.ir.comm import axes_of, collective_kind, goes_in_turn, is_bucket
+from autoshard.ir.lowered import Placed
+from autoshard.ir.offload import STORE
+from autoshard.ir.quantized import FEW
+from autoshard.simulate.op_work import Ops
+
+#: messages that lie with their sender until they are read, where ranks share memory
+_LIES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"))
+
+
+@dataclass(frozen=True)
+class OnTheWay:
+    """A message; its results count as there since it was issued.
+
+    outs: what it brings. turn: of those of which one at a time is on its way, see `turn_of`. held:
+    bytes that it takes beside its results until it has arrived. finish: that unpacking it takes beside that.
+    """
+
+    outs: frozenset[str]
+    turn: str
+    held: float
+    finish: float
+
+
+def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
+    """Of a collective as the runtime issues it (`runtime.collectives`), what stays in memory as it is sent
+    counted with nothing."""
+    taken = sum(ops.nbytes(values[n]) for n in refs_of(node))
+    if node.op == STORE:  # what is copied stays until the copy is done
+        return OnTheWay(frozenset(node.outs), turn_of(node), taken, 0.0)
+    given = sum(ops.nbytes(values[n]) for n in node.outs if n in values)
+    bucket = is_bucket(node)
+    whole = not ops.copied(node)  # lies in memory as it is sent
+    kind = collective_kind(node)
+    held = finish = 0.0
+    if ops.behaviour.transport == "memory" and kind in _LIES:
+        # only what is sent lies there until it arrives, and what comes is made from what the others have sent
+        made = {"all_reduce": given / ops.ways(node), "all_to_all": 2.0 * given}.get(kind, given)
+        return OnTheWay(frozenset(node.outs), turn_of(node), taken - given, made)
+    match kind:
+        case "all_gather":
+            held, finish = (taken if bucket and not whole else 0.0), (0.0 if whole else given)
+        case "reduce_scatter":
+            held = 0.0 if whole else taken
+            if ops.behaviour.transport == "network":  # the parts of all ranks come first, then their sum
+                held, finish = held + taken - given, given
+                if taken > FEW:  # only what others send arrives
+                    held -= given
+        case "all_to_all":
+            held, finish = taken, given
+        case "all_gather_q" | "all_gather_wire":
+            held, finish = ops.packed(node, values) - given, 2.0 * given
+        case "reduce_scatter_q":
+            held, finish = 2.0 * ops.packed(node, values) - given, given + taken
+    return OnTheWay(frozenset(node.outs), turn_of(node), held, finish)
+
+
+def turn_of(node: Node) -> str:
+    """The axes of a reduce-scatter, or ``host`` for a store, of which one at a time is on its way; "" for all
+    else."""
+    if node.op == STORE:
+        return "host"
+    return "+".join(axes_of(node)) if goes_in_turn(node) else ""
+
+
+class Messages:
+    """Those on their way while the ops of a rank run one after the other. held: their bytes together."""
+
+    def __init__(self, late: Iterable[OnTheWay] = ()) -> None:
+        self.all = list(late)
+
+    @property
+    def held(self) -> float:
+        return sum(m.held for m in self.all)
+
+    def arrive(self, needed: Collection[str], turn: str = "") -> float:
+        """Wait for those that bring something needed, or whose turn it is; the most bytes while they are
+        unpacked."""
+        peak = 0.0
+        for message in [m for m in self.all if (turn and m.turn == turn) or not m.outs.isdisjoint(needed)]:
+            peak = max(peak, self.held + message.finish)
+            self.all = [m for m in self.all if m is not message]
+        return peak
+
+    def arrive_all(self) -> float:
+        peak = 0.0
+        while self.all:
+            peak = max(peak, self.held + self.all.pop(0).finish)
+        return peak

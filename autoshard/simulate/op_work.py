@@ -1,0 +1,396 @@
+"""What an op of a program asks of a device, on the shapes that a rank has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import DTYPES, Node, TensorType, refs_of
+from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
+from autoshard.ir.lowered import Placed
+from autoshard.ir.offload import HOST_OPS, STORE
+from autoshard.ir.placement import Layout, Shard, local_shape
+from autoshard.ir.quantized import packed_bytes
+from autoshard.ir.views import VIEWS
+from autoshard.kernels.registry import Operand, specs
+from autoshard.rules import attention, experts, matmul
+from autoshard.simulate import rings
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.work import Attention, Message, Product, Traffic, Transfer, Work
+
+#: segments that backward runs again, and parts of them (`passes.memory.recompute`, `ir.statements.Taker`)
+AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
+#: products for which rows change ranks -> the op on whole tensors
+EXCHANGES = {
+    "expert_mm": "autoshard.expert_mm.default",
+    "expert_outer": "autoshard.expert_outer.default",
+}
+#: collectives with less precision
+QUANTISED = frozenset(("all_gather_q", "reduce_scatter_q", "all_gather_wire"))
+
+
+_CONVOLUTION, _CONVOLUTION_BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+#: products of rows with rows
+_OUTER = frozenset(("autoshard.expert_outer.default", "autoshard.expert_outer_part.default"))
+_NORM_BACKWARD = "aten.native_layer_norm_backward.default"
+#: bytes of an element of a narrow copy
+_NARROW = 1
+#: products that may be of narrow factors
+NARROWED = frozenset(("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"))
+PRODUCTS = frozenset(
+    (*matmul.RULES, *attention.RULES, *experts.RULES, *experts.LOWERED, "aten.addmm.default")
+)
+
+
+class Ops:
+    """Reads ops for one rank of a mesh.
+
+    coords: of the rank.
+    """
+
+    def __init__(self, mesh: Mesh, coords: Sequence[int], behaviour: Behaviour) -> None:
+        self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
+        self._bytes: dict[tuple[TensorType, Layout], float] = {}
+        #: by the identity of a value's type and layout, which many values of alike layers share
+        self._known: dict[int, tuple[Placed, float]] = {}
+
+    def bytes_of(self, type_: TensorType, layout: Layout) -> float:
+        """Bytes of a value on the rank."""
+        key = type_, layout
+        found = self._bytes.get(key)
+        if found is None:
+            shape = local_shape(type_.shape, layout, self.mesh.sizes, self.coords)
+            found = self._bytes[key] = float(prod(shape) * DTYPES[type_.dtype][1])
+        return found
+
+    def shape(self, placed: Placed) -> tuple[int, ...]:
+        return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
+
+    def ways(self, node: Node) -> int:
+        """Ranks between which a collective goes."""
+        return prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
+
+    def nbytes(self, placed: Placed) -> float:
+        """Bytes of a value on the rank."""
+        known = self._known.get(id(placed))
+        if known is None:
+            known = self._known[id(placed)] = placed, self.bytes_of(placed.type, placed.layout)
+        return known[1]
+
+    def work(
+        self,
+        node: Node,
+        values: Mapping[str, Placed],
+        inside: Collection[str] = (),
+        weights: Collection[str] = (),
+        narrow: Collection[str] = (),
+    ) -> list[Work]:
+        """What an op does, one piece after the other; nothing for a view.
+
+        values: of the graph that it stands in. inside: those that stay inside fused kernels. weights: those
+        that are parameters. narrow: those that are gathered as narrow copies.
+        """
+        if node.op in VIEWS:
+            return []
+        if collective_kind(node) == "slice":
+            # a part that does not lie in one piece is copied (`runtime.collectives`)
+            part = sum(self.nbytes(values[name]) for name in node.outs)
+            return [Traffic(2.0 * part)] if self._strewn(node) else []
+        if is_ring(node):
+            return rings.apart(node, values, self)
+        if node.op.startswith("comm."):
+            return self._messages(node, values, narrow)
+        if node.op in HOST_OPS:
+            return [Transfer(sum(self.nbytes(values[name]) for name in refs_of(node)), node.op == STORE)]
+        ins = [values[name] for name in refs_of(node)]
+        outs = [values[n] for n, t in zip(node.outs, node.types, strict=True) if t is not None]
+        dtype = next((v.type.dtype for v in outs if v.type.is_float), "f32")
+        if node.op in NARROWED:
+            factors = list(refs_of(node))[-2:]
+            once = () if self.behaviour.narrow_weights else weights
+            made = (name for name in factors if name not in once and name not in narrow)
+            narrowed = sum(self.nbytes(values[name]) for name in made)
+            return self._product(ins, outs[0], dtype, narrowed)
+        if node.op in attention.RULES:
+            return self._attention(node, ins, outs, dtype)
+        names = [*dict.fromkeys(refs_of(node)), *node.outs]
+        moved = sum(self.nbytes(values[n]) for n in names if n in values and n not in inside)
+        if node.op == _NORM_BACKWARD:
+            moved += (self.behaviour.norm_reads - 1) * sum(self.nbytes(v) for v in ins[:2])
+        if node.op in PRODUCTS:
+            return self._other_products(node, ins, outs, dtype, moved)
+        kernel = specs().get(node.op)
+        if kernel is not None:
+            cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
+            return [Traffic(cost.moved, cost.flop)]
+        numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
+        return [Traffic(moved, float(numel))]
+
+    def in_order(
+        self,
+        node: Node,
+        values: Mapping[str, Placed],
+        inside: Collection[str] = (),
+        weights: Collection[str] = (),
+        narrow: Collection[str] = (),
+    ) -> list[rings.Beat]:
+        """The same, as it is issued: the pieces of a ring wait for some of those before, all others for the
+        one before."""
+        if is_ring(node):
+            return rings.beats(node, values, self)
+        works = self.work(node, values, inside, weights, narrow)
+        return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
+
+    def _operand(self, placed: Placed) -> Operand:
+        return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
+
+    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str, narrowed: float) -> list[Work]:
+        """narrowed: bytes of the factors of which narrow copies are made."""
+        left, made = self.shape(ins[-2]), self.shape(out)
+        batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
+        taken = sum(self.nbytes(v) for v in ins[-2:])
+        narrow = self.behaviour.product_dtype
+        turned = ins[-2].turned, ins[-1].turned
+        product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out), turned)
+        if not narrow:
+            return [product]
+        return [Traffic(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
+
+    def _other_products(
+        self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float
+    ) -> list[Work]:
+        """Products without rows and columns of their own (convolutions, experts), each as a long one."""
+        ways = prod(
+            size
+            for axis, size in enumerate(self.mesh.sizes)
+            if any(isinstance(v.layout[axis], Shard) for v in ins)
+        )
+        flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
+        if not flop:
+            return [Traffic(moved)]
+        sides = self._sides(node, outs)
+        each, bytes_ = flop / len(sides), moved / len(sides)
+        return [
+            Product(
+                1, rows, columns, max(1, round(each / (2 * rows * columns))), dtype, bytes_, (turned, False)
+            )
+            for rows, columns, turned in sides
+        ]
+
+    def _sides(self, node: Node, outs: Sequence[Placed]) -> list[tuple[int, int, bool]]:
+        """(rows, columns, whether the sum is over rows of both factors) of each product of an op.
+
+        A convolution is a product of every place of every image with the channels; for the gradient of its
+        weight, of the channels with the parts of a filter (NVIDIA, "Convolutional layers user's guide",
+        table 1).
+        """
+        if node.op == _CONVOLUTION:
+            return [(*self._places(self.shape(outs[0])), False)]
+        if node.op == _CONVOLUTION_BACKWARD:
+            image, weight = (t is not None for t in node.types[:2])
+            found = [(*self._places(self.shape(outs[0])), False)] if image else []
+            if weight:
+                shape = self.shape(outs[int(image)])
+                found.append((max(1, shape[0]), max(1, prod(shape[1:])), True))
+            return found
+        out = self.shape(max(outs, key=lambda v: prod(self.shape(v))))
+        return [(max(1, prod(out[:-1])), max(1, out[-1] if out else 1), node.op in _OUTER)]
+
+    @staticmethod
+    def _places(shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of images [images, channels, ...]."""
+        return max(1, shape[0] * prod(shape[2:])), max(1, shape[1])
+
+    def _attention(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str) -> list[Work]:
+        backward = "backward" in node.op
+        q, k = (self.shape(p) for p in (ins[1:3] if backward else ins[:2]))
+        types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
+        flop = attention.RULES[node.op](node, types).flops
+        moved = sum(self.nbytes(p) for p in (*ins, *outs))
+        how = self.behaviour
+        sizes = (q[0] * q[1], q[2], k[2], q[3])
+        fused = Attention(*sizes, backward, dtype, flop, moved, how.attention_native, how.attention_reach)
+        if self.behaviour.attention == "flash":
+            return [fused]
+        return unfused(fused, DTYPES[dtype][1], self.behaviour)
+
+    def workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
+        """Bytes that an op needs while it runs, beside what it takes and makes."""
+        if is_ring(node):
+            return rings.room(node, values, self)
+        if node.op not in attention.RULES or self.behaviour.attention == "flash":
+            return 0.0
+        backward = "backward" in node.op
+        names = list(refs_of(node))
+        q, k = (self.shape(values[name]) for name in (names[1:3] if backward else names[:2]))
+        width = DTYPES[values[names[0]].type.dtype][1]
+        return 2.0 * q[0] * q[1] * q[2] * k[2] * width
+
+    def _messages(self, node: Node, values: Mapping[str, Placed], narrow: Collection[str] = ()) -> list[Work]:
+        kind = collective_kind(node)
+        if kind in EXCHANGES:
+            return self._exchange(node, values)
+        if kind in QUANTISED:
+            return self._quantised(node, values)
+        counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
+        total = sum(self.nbytes(values[n]) / self._narrower(n, values, narrow) for n in counted)
+        message = Message(kind, self.mesh.index(str(node.args[1])), total)
+        # a single tensor lies in memory as it is sent, if it is split by rows or not at all
+        moved = 2.0 * total if self.copied(node) else 0.0
+        if moved and kind == "reduce_scatter" and _outer(node) != 1:
+            moved *= 2  # first part by part, then into one tensor
+        if self.behaviour.transport == "memory" and kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            moved = 0.0  # laying a message down and reading it are the copies
+        if kind != "all_gather":
+            if is_bucket(node):
+                width = DTYPES[values[counted[0]].type.dtype][1]
+                moved += total / width * self.behaviour.ready_bytes
+            return [Traffic(moved), message] if moved else [message]
+        parts = list(refs_of(node))
+        made = sum(
+            self.nbytes(values[part]) / DTYPES[values[part].type.dtype][1] * self.behaviour.narrow_bytes
+            for part, out in zip(parts, node.outs, strict=True)
+            if out in narrow
+        )
+        casts = [Traffic(made)] if made else []
+        if not moved:
+            return [*casts, message]
+        copy = Traffic(moved)
+        bucket = node.op.split(".")[1].endswith("_bucket")
+        packed = zip(parts, node.outs, strict=True)
+        shards = sum(self.nbytes(values[n]) / self._narrower(out, values, narrow) for n, out in packed)
+        return [*casts, *([Traffic(2 * shards)] if bucket else []), message, copy]
+
+    def _narrower(self, name: str, values: Mapping[str, Placed], narrow: Collection[str]) -> float:
+        """How many times as wide a value is as what is sent of it."""
+        if name not in narrow:
+            return 1.0
+        return DTYPES[values[name].type.dtype][1] / _NARROW
+
+    def copied(self, node: Node) -> bool:
+        """Whether what a collective takes or makes is copied to, or from, the way it is sent: a single tensor
+        if it is not split by rows, the tensors of a bucket unless they are views of a flat one."""
+        kind, how = collective_kind(node), self.behaviour
+        gathers = kind == "all_gather"
+        if is_bucket(node):
+            return not (how.flat_parameters if gathers else how.flat_gradients)
+        if len(node.outs if gathers else tuple(refs_of(node))) > 1:
+            return True
+        return kind != "all_reduce" and self._strewn(node)
+
+    def _strewn(self, node: Node) -> bool:
+        """Whether what a rank has of a whole lies in more than one piece of its memory."""
+        return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
+
+    def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+        """A message with less precision: packed, unless it is a wire already, sent, unpacked
+        (`runtime.transport.quantized_buffers`).
+
+        Gathers that join along rows are unpacked to where they stay; others are copied once more.
+        """
+        kind = collective_kind(node)
+        ins, outs = [values[n] for n in refs_of(node)], [values[n] for n in node.outs]
+        axes = [self.mesh.index(name) for name in axes_of(node)]
+        packed = float(self.packed(node, values))
+        taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
+        if kind == "reduce_scatter_q":
+            first, last = Traffic(3 * taken + packed), Traffic(packed + given)
+            return [first, Message("all_to_all", axes[0], packed), last]
+        wheres = (node.args[2],) if kind == "all_gather_wire" else node.args[2]
+        again = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
+        sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
+        works: list[Work] = [] if kind == "all_gather_wire" else [Traffic(3 * taken + sent)]
+        for axis in axes:
+            sent *= self.mesh.sizes[axis]
+            works.append(Message("all_gather", axis, sent))
+        return [*works, Traffic(packed + given + 2 * again)]
+
+    def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
+        """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
+        size, kind = self.ways(node), collective_kind(node)
+        if kind == "all_gather_wire":
+            return size * int(self.nbytes(values[next(refs_of(node))]))
+        parts = list(refs_of(node)) if kind == "all_gather_q" else node.outs
+        numels = [prod(self.shape(values[n])) for n in parts]
+        width = DTYPES[values[node.outs[0]].type.dtype][1]
+        return size * packed_bytes(numels, node.args[3], node.args[4], width)
+
+    def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+        """Rows sent to the ranks of their experts, the products, and results sent back."""
+        parts, axis_name, _, _ = node.args
+        axis = self.mesh.index(str(axis_name))
+        product = self.work(product_of(node), values)
+        rows = [values[r.name] for r in parts]
+        before = [v for v in rows if len(v.type.shape) < 3]
+        after = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
+        there = [Message("all_to_all", axis, self.nbytes(v)) for v in before]
+        back = [Message("all_to_all", axis, self.nbytes(v)) for v in after]
+        return [*there, *product, *back]
+
+
+def _outer(node: Node) -> int:
+    """Into how many parts the dim of a message is cut first, each of which is then divided over the ranks."""
+    given = dict(node.kwargs).get("outer", node.args[3] if len(node.args) > 3 else 1)
+    assert isinstance(given, int)
+    return given
+
+
+def kept_scores(scores: int, values: Mapping[str, Placed], node: Node, behaviour: Behaviour) -> float:
+    """Bytes of scores after softmax, and with dropout also of those left and of the mask, a byte each
+    (Korthikanti et al., 2022, section 4.1: 5 a s^2 b)."""
+    width = DTYPES[values[next(refs_of(node))].type.dtype][1]
+    return float(scores * (2 * width + 1 if behaviour.dropout else width))
+
+
+def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
+    """Attention by products that write their scores, and kernels that read them (Shoeybi et al., 2019).
+
+    width: bytes of an element. Scale, mask and softmax are one kernel.
+    """
+    b, s, t, d, dtype = whole.heads, whole.queries, whole.keys, whole.width, whole.dtype
+    scores = float(b * s * t)
+
+    def product(rows: int, columns: int, depth: int) -> Product:
+        sizes = rows * depth + depth * columns + rows * columns
+        return Product(b, rows, columns, depth, dtype, float(b * sizes * width))
+
+    dropped = [Traffic(scores * (2 * width + 1))] if behaviour.dropout else []
+    first: list[Work] = [product(s, t, d), Traffic(2 * width * scores), *dropped]
+    if not whole.backward:
+        return [*first, product(s, d, t)]
+    again = first if behaviour.attention_again else []
+    return [
+        *again,
+        product(t, d, s),
+        product(s, t, d),
+        *dropped,
+        Traffic(3 * width * scores),
+        product(s, d, t),
+        product(t, d, s),
+    ]
+
+
+def product_of(node: Node) -> Node:
+    """The product on whole tensors, for one that exchanges rows; other ops as they are."""
+    whole = EXCHANGES.get(collective_kind(node))
+    if whole is None:
+        return node
+    parts, _, transposed, count = node.args
+    args = (*parts, transposed) if whole == EXCHANGES["expert_mm"] else (*parts, count, transposed)
+    return replace(node, op=whole, args=args)
+
+
+def product_flops(node: Node, ins: Sequence[TensorType], outs: Sequence[TensorType]) -> float:
+    """FLOP of a whole matrix product or attention; 0 where the rule does not know."""
+    if node.op == "aten.addmm.default":
+        return 2.0 * ins[1].shape[0] * ins[1].shape[1] * ins[2].shape[1]
+    for rules in (matmul.RULES, attention.RULES, experts.RULES, experts.LOWERED):
+        if node.op in rules:
+            try:
+                return rules[node.op](node, ins).flops
+            except (ValueError, AssertionError, IndexError):
+                return 0.0  # the call was rewritten for shards, and the rule reads whole sizes from it
+    return 0.0

@@ -1,0 +1,214 @@
+"""A program as work: every op on the shapes of one rank, once per segment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.cluster.mesh import Mesh
+from autoshard.ir import DTYPES, Call, Node, refs_of
+from autoshard.ir.comm import collective_kind, goes_in_turn
+from autoshard.ir.lowered import Placed
+from autoshard.ir.views import VIEWS
+from autoshard.program.program import Program
+from autoshard.rules import attention
+from autoshard.simulate.behaviour import Behaviour
+from autoshard.simulate.framework_saved import CHAINED, Keeping
+from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
+from autoshard.simulate.segment_cache import OfSegments
+from autoshard.simulate.work import Message, Sheet, Task, Transfer
+
+
+class Sheets:
+    """The sheets of a program for one rank of a stage (default: the fullest).
+
+    Where chains of elementwise ops are one kernel each, what only ops of a chain read is neither written nor
+    read. known: of other programs placed alike.
+    """
+
+    def __init__(
+        self, program: Program, behaviour: Behaviour, rank: int = 0, known: OfSegments | None = None
+    ) -> None:
+        self.program, self.behaviour = program, behaviour
+        self.known = known or OfSegments()
+        mesh = Mesh.parse(program.mesh)
+        self.ops = Ops(mesh, mesh.coords(rank), behaviour)
+        # a loss may keep other bytes than the program where nothing else does
+        as_said = behaviour.keeps == "program" and behaviour.loss_kept is None
+        self.keeping = None if as_said else Keeping(program, behaviour.keeps)
+        self._known: dict[str, Sheet] = {}
+        self._nodes: dict[int, tuple[Node, Sheet]] = {}
+
+    def of(self, segment: str) -> Sheet:
+        """The sheet of a segment."""
+        found = self._known.get(segment)
+        if found is None:
+            made = self.program.lowered.segments[segment]
+            dropped, weights = self.dropped(segment), self._weights(segment)
+
+            def make() -> Sheet:
+                inputs = [n for n, _ in made.graph.inputs]
+                graph = made.graph
+                return self._sheet(graph.nodes, inputs, graph.outputs, made.placed(), dropped, weights)
+
+            found = self._known[segment] = self.known.of("sheet", made, (dropped, weights), make)
+        return found
+
+    def _weights(self, segment: str) -> frozenset[str]:
+        """Values of a segment that are parameters, gathered or looked at in another way."""
+        if self.behaviour.narrow_weights:
+            return frozenset()
+        lowered = self.program.lowered
+        made = lowered.segments[segment].graph
+        whole = {
+            v for p in lowered.parts if p.phase in ("gather", "count") for i in lowered.of(p) for v in i.outs
+        }
+        ports = whole | {p.name for p in self.program.signature.ports if p.kind == "param"}
+        call = next(i for i in lowered.main if isinstance(i, Call) and i.segment == segment)
+        found = {n for (n, _), arg in zip(made.inputs, call.args, strict=True) if arg in ports}
+        for node in made.nodes:
+            if (node.op in VIEWS or collective_kind(node) == "all_gather") and found.issuperset(
+                refs_of(node)
+            ):
+                found.update(node.outs)
+        return frozenset(found)
+
+    def dropped(self, segment: str) -> frozenset[str]:
+        """Values that a segment hands to backward in the program, or takes there, and kernels do not."""
+        return frozenset() if self.keeping is None else self.keeping.dropped.get(segment, frozenset())
+
+    def of_node(self, node: Node) -> Sheet:
+        """The sheet of an instruction of main, whose arguments are what it uses, in order."""
+        known = self._nodes.get(id(node))
+        if known is None:
+            inputs = list(dict.fromkeys(refs_of(node)))
+            made = self._sheet((node,), inputs, node.outs, self.program.lowered.values)
+            known = self._nodes[id(node)] = (node, made)
+        return known[1]
+
+    # -- one segment -----------------------------------------------------------------------------------
+
+    def _sheet(
+        self,
+        nodes: Sequence[Node],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        values: Mapping[str, Placed],
+        dropped: frozenset[str] = frozenset(),
+        weights: frozenset[str] = frozenset(),
+    ) -> Sheet:
+        sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
+        kept, narrow = self.inside(nodes, outputs, dropped), self.narrow(nodes)
+        tasks: list[Task] = []
+        views: dict[int, int] = {}  # of every task
+        for node in nodes:
+            used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
+            beats = self.ops.in_order(node, values, kept, weights, narrow)
+            if node.op in VIEWS or (not beats and collective_kind(node) == "slice"):
+                source = used[0] if used else None
+                if source is not None:
+                    sources.update(dict.fromkeys(node.outs, source))
+                views[len(tasks)] = views.get(len(tasks), 0) + 1
+                continue
+            outside, first = used, len(tasks)
+            for beat in beats:
+                used = [first + k for k in beat.after] or outside
+                after = tuple(sorted({u for u in used if u >= 0}))
+                given = tuple(sorted({~u for u in used if u < 0}))
+                op, turn = node.op.rpartition(".")[0], goes_in_turn(node)
+                tasks.append(Task(node.name, op, beat.work, after, given, turn=turn))
+            sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
+        return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
+
+    def inside(
+        self, nodes: Sequence[Node], outputs: Sequence[str], dropped: frozenset[str] = frozenset()
+    ) -> frozenset[str]:
+        """Values that stay inside fused kernels: made elementwise, and read by elementwise ops or row sums.
+
+        dropped: that no kernel keeps, though the program does.
+        """
+        if not self.behaviour.fused:
+            return frozenset()
+        users: dict[str, list[Node]] = {}
+        alias: dict[str, str] = {}
+        for node in nodes:
+            names = [alias.get(n, n) for n in dict.fromkeys(refs_of(node))]
+            if node.op in VIEWS:
+                alias.update(dict.fromkeys(node.outs, names[0]) if names else {})
+                continue
+            for name in names:
+                users.setdefault(name, []).append(node)
+        out = {alias.get(n, n) for n in outputs} - dropped
+        made = {o: n for n in nodes for o in n.outs}
+        inside = {
+            name
+            for name, node in made.items()
+            if node.op in CHAINED
+            and name not in out
+            and (users.get(name) or name in dropped)
+            and all(u.op in CHAINED for u in users.get(name, ()))
+        }
+        inside |= {name for name in dropped if name not in made}
+        return frozenset(inside | {a for a, root in alias.items() if root in inside})
+
+    def narrow(self, nodes: Sequence[Node]) -> frozenset[str]:
+        """Values that are gathered as narrow copies, as only products of narrow factors take them, and what
+        looks at them in another way."""
+        if not (self.behaviour.narrow_gathers and self.behaviour.product_dtype):
+            return frozenset()
+        source: dict[str, str] = {}  # of gathered values and views of them
+        users: dict[str, set[str]] = {}
+        for node in nodes:
+            taken = [source[name] for name in dict.fromkeys(refs_of(node)) if name in source]
+            if node.op in VIEWS:
+                source.update(dict.fromkeys(node.outs, taken[0]) if taken else {})
+                continue
+            for name in taken:
+                users.setdefault(name, set()).add(node.op)
+            if collective_kind(node) == "all_gather":
+                source.update((name, name) for name in node.outs)
+        return frozenset(n for n, first in source.items() if users.get(first, {""}) <= NARROWED)
+
+    def masks(self, segment: str) -> float:
+        """Bytes of the masks of hidden dropout in a forward segment, a byte per element.
+
+        Dropout stands before every sum of two activations that a segment hands on or normalizes: after
+        attention, after the feed-forward layer, and after the embeddings (Korthikanti et al., 2022, section
+        4.1: 2 s b h of a layer's bytes).
+        """
+        if not self.behaviour.dropout:
+            return 0.0
+        made = self.program.lowered.segments[segment]
+        values = made.placed()
+        found = 0.0
+        for node in made.graph.nodes:
+            out = values.get(node.name)
+            refs = list(refs_of(node))
+            if node.op != "aten.add.Tensor" or len(refs) < 2 or out is None or not out.type.is_float:
+                continue
+            if all(len(values[r].type.shape) == len(out.type.shape) for r in refs):
+                found += self.ops.nbytes(out) / DTYPES[out.type.dtype][1]
+        return found
+
+    def scores(self, segment: str) -> float:
+        """Bytes of the scores that unfused attention in a segment keeps for backward."""
+        found = 0.0
+        made = self.program.lowered.segments[segment]
+        values = made.placed()
+        for node in made.graph.nodes:
+            if node.op in attention.RULES and "backward" not in node.op:
+                q, k = (self.ops.shape(values[name]) for name in list(refs_of(node))[:2])
+                found += kept_scores(q[0] * q[1] * q[2] * k[2], values, node, self.behaviour)
+        return found
+
+
+def _with_views(tasks: Sequence[Task], before: Mapping[int, int]) -> tuple[Task, ...]:
+    """Tasks with the views that are issued before each of them; those before a message, or after all, go to
+    another that computes. before: number of a task, or one beyond the last -> views."""
+    computing = [k for k, task in enumerate(tasks) if not isinstance(task.work, Message | Transfer)]
+    found: dict[int, int] = {}
+    for k, count in before.items():
+        if computing:
+            at = next((c for c in computing if c >= k), computing[-1])
+            found[at] = found.get(at, 0) + count
+    return tuple(replace(task, views=found[k]) if k in found else task for k, task in enumerate(tasks))

@@ -1,0 +1,64 @@
+"""Solutions of one problem by the weights of its terms, since stages ask for the same network again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypeVar
+
+from autoshard.solver.network import Array, Limits, Solution
+from autoshard.solver.reduced_network import Reduction
+from autoshard.solver.single_elimination import Orders
+
+T = TypeVar("T")
+Weights: TypeAlias = tuple[float, ...]
+
+
+class Known:
+    """What was solved: weights of seconds, of bytes with the budget (None without one), limits -> solution.
+
+    orders: of elimination of its networks. What pins leave is compared by identity: a problem has one set of
+    masks, or few.
+    """
+
+    def __init__(self, orders: Orders | None = None) -> None:
+        self.orders = orders or Orders()
+        self._found: dict[object, list[tuple[tuple[Array | None, ...], Solution]]] = {}
+        self._reduced: dict[object, list[tuple[tuple[Array | None, ...], Reduction]]] = {}
+
+    def get(
+        self, times: Weights, held: Weights | None, limits: Limits | None, allowed: Sequence[Array | None]
+    ) -> Solution | None:
+        """The solution, or None if there is none yet."""
+        return _of_masks(self._found.get((times, held, limits), ()), allowed)
+
+    def reduction(self, times: Weights, held: Weights, allowed: Sequence[Array | None]) -> Reduction:
+        """What is left of a network after pruning, to be filled in by whoever prunes it first.
+
+        held: weights of bytes; the budget decides nothing yet.
+        """
+        entries = self._reduced.setdefault((times, held), [])
+        found = _of_masks(entries, allowed)
+        if found is None:
+            found = Reduction()
+            entries.append((tuple(allowed), found))
+        return found
+
+    def put(
+        self,
+        times: Weights,
+        held: Weights | None,
+        limits: Limits | None,
+        allowed: Sequence[Array | None],
+        solution: Solution,
+    ) -> None:
+        self._found.setdefault((times, held, limits), []).append((tuple(allowed), solution))
+
+
+def _of_masks(
+    entries: Iterable[tuple[tuple[Array | None, ...], T]], allowed: Sequence[Array | None]
+) -> T | None:
+    """The entry of these masks."""
+    for masks, value in entries:
+        if len(masks) == len(allowed) and all(a is b for a, b in zip(masks, allowed, strict=True)):
+            return value
+    return None

@@ -1,0 +1,75 @@
+"""Wires that norms give: each is that of rows of known placement, and only its gathers read it.
+
+A gather of a wire is proved as the quantised gather of the rows, which have no name in the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
+from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
+from autoshard.ir.lowered import Placed
+from autoshard.rules.local import MeshShape
+from autoshard.rules.quantized_gather import BITS, NORMS, rows_of_rank, wire_gather, wire_of
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The wires of a graph. made: wire -> (the rows that are in it, elements that share a scale)."""
+
+    made: Mapping[str, tuple[Placed, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Graph, values: Mapping[str, Placed]) -> Wires:
+        """Those that norms of the graph say that they make. values: of the graph."""
+        made: dict[str, tuple[Placed, int]] = {}
+        for node in graph.nodes:
+            if node.op in NORMS and len(node.args) == NORMS[node.op][1] + 1 and isinstance(node.args[0], Ref):
+                place, last = NORMS[node.op]
+                if len(node.outs) > place and type(node.args[last]) is int:
+                    made[node.outs[place]] = values[node.args[0].name], node.args[last]
+        return cls(made)
+
+    def broken(self, node: Node, values: Mapping[str, Placed], mesh: MeshShape) -> Iterator[tuple[str, str]]:
+        """(value, why) of what is wrong with an op that makes a wire, or that reads one and is no gather."""
+        if node.op != GATHER_WIRE:
+            for name in dict.fromkeys(refs_of(node)):
+                if name in self.made:
+                    yield node.outs[0], f"{name} is a wire, which only a gather of wires can read"
+        if node.op not in NORMS:
+            return
+        wire = next((o for o in node.outs if o in self.made), None)
+        if wire is None:
+            yield node.outs[0], "its arguments are not those of a norm that gives a wire"
+            return
+        rows, group = self.made[wire]
+        wanted = wire_of(rows, group, mesh)
+        if wanted is None:
+            yield wire, f"{rows.type} does not lie in whole rows of groups of {group}, as many on every rank"
+        elif wanted != values[wire]:
+            found = values[wire].type
+            yield wire, f"the wire of {rows.type} is {wanted.type}, split as its rows are; it is {found}"
+
+    def gather_of_rows(
+        self, node: Node, values: Mapping[str, Placed], mesh: MeshShape
+    ) -> tuple[Node, dict[str, Placed]] | str:
+        """(the quantised gather of the rows that a gather of their wire is, all values around it), or what is
+        wrong with its text. The rows have a name that no program can have."""
+        said = wire_gather(node)
+        if said is None:
+            return "its arguments are not those of such a gather"
+        if said.wire not in self.made:
+            return f"no norm before it makes the wire {said.wire}"
+        rows, group = self.made[said.wire]
+        out = values[node.outs[0]].type
+        shape = rows_of_rank(rows, mesh)
+        if (said.group, said.shape, said.dtype) != (group, shape, out.dtype):
+            found = f"{said.dtype}{list(said.shape)} in groups of {said.group}"
+            return f"it reads a wire of {out.dtype}{list(shape or ())} in groups of {group} as {found}"
+        name = f"{said.wire}.rows"
+        args = ((Ref(name),), node.args[1], (said.where,), (BITS,), group)
+        placed = Placed(TensorType(rows.type.shape, out.dtype), rows.layout)
+        made = Node(GATHER_Q, args, (), node.outs, node.types, node.origin, node.backward)
+        return made, {**values, name: placed}

@@ -1,0 +1,392 @@
+"""Programs whose microbatches are divided into slices of their sequence, against the model as a whole.
+
+What a program then computes are parts of terms. A part is one of
+
+* ``piece``: slice c of a term, cut where its placement on the axis of slices says
+  (`passes/sequence/slice_places.py`);
+* ``share``: what some slices add to a term that is a sum over positions;
+* ``upto``: slices 0 to c of a term, joined: keys and values that the queries of slice c see;
+* ``corner``: of a mask, the rows of slice c and the columns up to it;
+* ``only``, ``seen``, ``cut``: what slice c, slices from c on, or slices from c + 1 on add to the gradients
+  of the keys up to slice c.
+
+An op of the model on parts gives parts as its rule says, the slices being shards of one more axis. The
+sequence is divided for attention by what causal attention is: the queries of slice c and the keys up to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType
+from autoshard.ir.placement import P, Partial, Placement, R, Shard, local_extent, local_shape
+from autoshard.ir.statements import statements_of
+from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS
+from autoshard.passes.simplify.causal_masks import CausalMasks
+from autoshard.rules.local import LocalCall, MeshShape
+from autoshard.verify.operators import Judge
+from autoshard.verify.states import readings
+from autoshard.verify.value_numbering import ADD, Made, Pattern, Terms
+
+Kind = Literal["whole", "piece", "share", "upto", "corner", "only", "seen", "cut", "apart"]
+#: whether a node of the program is a pattern, on the placements that it has
+Fits = Callable[[Pattern], bool]
+
+_CUT, _JOIN, _VIEW = "aten.slice.Tensor", "aten.cat.default", "aten.reshape.default"
+_TAIL, _TAIL_BACKWARD = "autoshard.sdpa_tail.default", "autoshard.sdpa_tail_backward.default"
+_AXIS = "slice"
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A part of a term. base: the term; of ``apart``, what is seen with one dim as two.
+
+    place: where it is cut. number: of the slice. of: the slices whose shares are added up.
+    """
+
+    kind: Kind
+    base: int
+    place: Placement = R
+    number: int = 0
+    of: frozenset[int] = frozenset()
+
+
+class Pieces:
+    """Parts of the terms of a model, each with a number of its own."""
+
+    def __init__(self, terms: Terms, judge: Judge, slices: int) -> None:
+        self.terms, self.judge, self.slices = terms, judge, slices
+        self._known: dict[Derived, int] = {}
+        self._of: dict[int, Derived] = {}
+
+    def part(self, term: int) -> Derived:
+        """What a term or a part of one is."""
+        return self._of.get(term, Derived("whole", term))
+
+    def term(self, part: Derived) -> int:
+        """The number of a part; that of the whole if it is that."""
+        part = self._plain(part)
+        if part.kind == "whole":
+            return part.base
+        if part not in self._known:
+            self._known[part] = self.terms.count
+            self._of[self.terms.count] = part
+            self.terms.types[self.terms.count] = self.type_of(part)
+            self.terms.count += 1
+        return self._known[part]
+
+    def _plain(self, part: Derived) -> Derived:
+        """The part under the simplest of its names."""
+        last = part.number == self.slices - 1
+        if (part.kind == "share" and len(part.of) == self.slices) or (part.kind == "upto" and last):
+            return Derived("whole", part.base)
+        if part.kind == "corner" and last:
+            return Derived("piece", part.base, part.place, part.number)
+        return part
+
+    def added(self, old: int, new: int) -> int:
+        """Of a value that several slices make: the sum of their shares, which the runtime adds up."""
+        if old == new:
+            return new
+        a, b = self.part(old), self.part(new)
+        if a.kind == b.kind == "share" and a.base == b.base and not a.of & b.of:
+            return self.term(Derived("share", a.base, P, 0, a.of | b.of))
+        return -1
+
+    def type_of(self, part: Derived) -> TensorType:
+        """Global type of a part."""
+        whole = self.terms.types[part.base]
+        assert whole is not None
+        shape = list(whole.shape)
+        if part.kind == "piece":
+            shape = list(local_shape(whole.shape, (part.place,), (self.slices,), (0,)))
+        elif part.kind in ("upto", "only", "seen", "cut"):
+            shape[POSITIONS.dim] = shape[POSITIONS.dim] // self.slices * (part.number + 1)
+        elif part.kind == "corner":
+            shape[-2] //= self.slices
+            shape[-1] = shape[-1] // self.slices * (part.number + 1)
+        elif part.kind == "apart":
+            assert isinstance(part.place, Shard)
+            dim, outer = part.place.dim, part.place.outer
+            shape[dim : dim + 1] = [outer, shape[dim] // outer]
+        return TensorType(tuple(shape), whole.dtype)
+
+    # -- what a node makes ---------------------------------------------------------------------------
+
+    def made(self, node: Node, taken: tuple[int, ...], site: int, fits: Fits) -> tuple[int, ...] | None:
+        """The parts that a node of the program makes of others, None if it makes none.
+
+        node: positional. fits: whether it is a pattern.
+        """
+        for pattern, parts in self._candidates(node, taken, site):
+            if fits(pattern):
+                return tuple(self.term(p) for p in parts)
+        return None
+
+    def near(self, node: Node, taken: tuple[int, ...], site: int) -> list[Pattern]:
+        """What a node of the program might be, given what it takes."""
+        return [pattern for pattern, _ in self._candidates(node, taken, site)]
+
+    def _candidates(
+        self, node: Node, taken: tuple[int, ...], site: int
+    ) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        parts = tuple(self.part(t) for t in taken)
+        # first what the model does itself: it may cut and join, too
+        yield from self._attention(parts)
+        yield from self._sliced(parts, site)
+        if node.op == _CUT and len(parts) == 1:
+            yield from self._cut(node, parts[0], taken[0])
+        if node.op == _JOIN:
+            yield from self._joined(node, parts, taken)
+        if node.op == _VIEW and len(parts) == 1:
+            yield from self._viewed(node, parts[0], taken[0])
+        if node.op == ADD and len(parts) == 2:
+            yield from self._sum(node, parts, taken)
+
+    def options(self, taken: tuple[int, ...], site: int) -> Iterator[tuple[Pattern, tuple[int, ...]]]:
+        """(pattern, what it makes) of every op of the model that takes these parts."""
+        for pattern, parts in self._sliced(tuple(self.part(t) for t in taken), site):
+            yield pattern, tuple(self.term(p) for p in parts)
+
+    def _pattern(
+        self, op: str, args: tuple[Arg, ...], taken: tuple[int, ...], *outs: Derived
+    ) -> tuple[Pattern, tuple[Derived, ...]]:
+        """An op that makes parts, as a pattern on what it takes."""
+        ins = [self.terms.types[t] for t in taken]
+        types = tuple(self.type_of(o) if o.kind != "whole" else self.terms.types[o.base] for o in outs)
+        names = tuple(f"o{k}" for k in range(len(outs)))
+        return self.terms.patterns.of(Node(op, args, (), names, types), [t for t in ins if t]), outs
+
+    # -- cutting and joining ---------------------------------------------------------------------------
+
+    def _cut(self, node: Node, part: Derived, term: int) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        type_ = self.terms.types[term]
+        if type_ is None or node.types[0] is None or len(node.types[0].shape) != len(type_.shape):
+            return
+        before, after = type_.shape, node.types[0].shape
+        for dim in (d for d in range(len(before)) if before[d] != after[d]):
+            size = after[dim]
+            for number in range(self.slices):
+                span = self._span(part, dim, size, number, before)
+                if span is not None:
+                    args = (Ref("0"), dim, *span[1])
+                    yield self._pattern(_CUT, args, (term,), span[0])
+
+    def _span(
+        self, part: Derived, dim: int, size: int, number: int, before: tuple[int, ...]
+    ) -> tuple[Derived, tuple[int, int]] | None:
+        """(what is cut out, from where to where) of a part along a dim, None if that is no part."""
+        if part.kind == "whole" and size * self.slices == before[dim]:
+            return Derived("piece", part.base, Shard(dim), number), (number * size, (number + 1) * size)
+        if part.kind == "apart" and isinstance(part.place, Shard) and dim == part.place.dim + 1:
+            inner = self.part(part.base)
+            if inner.kind == "whole" and size * self.slices == before[dim]:
+                cut = self.term(Derived("piece", part.base, part.place, number))
+                span = (number * size, (number + 1) * size)
+                return Derived("apart", cut, part.place), span
+        rows = part.kind == "piece" and part.place == Shard(len(before) - 2) and dim == len(before) - 1
+        if rows and part.number == number and size * self.slices == before[dim] * (number + 1):
+            return Derived("corner", part.base, part.place, number), (0, size)
+        if part.kind == "seen" and dim == POSITIONS.dim:
+            one = before[dim] // (part.number + 1)
+            if number == part.number - 1 and size == one * part.number:
+                return Derived("cut", part.base, POSITIONS, number), (0, size)
+            if number == part.number and size == one and number:
+                return Derived("piece", part.base, POSITIONS, number), (size * number, size * (number + 1))
+        return None
+
+    def _joined(
+        self, node: Node, parts: tuple[Derived, ...], taken: tuple[int, ...]
+    ) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        first = parts[0]
+        args = (tuple(Ref(str(k)) for k in range(len(parts))), *node.args[1:])
+        if first.kind == "apart" and isinstance(first.place, Shard):
+            inner = [self.part(p.base) for p in parts]
+            alike = all(p.kind == "apart" and p.place == first.place for p in parts)
+            base = inner[0].base
+            wanted = [Derived("piece", base, first.place, k) for k in range(self.slices)]
+            if alike and inner == wanted and node.args[1] == first.place.dim + 1:
+                yield self._pattern(_JOIN, args, taken, Derived("apart", base, first.place))
+            return
+        if first.kind != "piece" or not isinstance(first.place, Shard) or first.place.outer > 1:
+            return
+        if list(parts) != [Derived("piece", first.base, first.place, k) for k in range(len(parts))]:
+            return
+        if node.args[1] != first.place.dim:
+            return
+        if len(parts) == self.slices:
+            yield self._pattern(_JOIN, args, taken, Derived("whole", first.base))
+        if first.place == POSITIONS:
+            yield self._pattern(_JOIN, args, taken, Derived("upto", first.base, POSITIONS, len(parts) - 1))
+
+    def _viewed(self, node: Node, part: Derived, term: int) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        """A dim seen as two, the outer one first, and back."""
+        type_, made = self.terms.types[term], node.types[0]
+        if type_ is None or made is None:
+            return
+        if part.kind == "apart":
+            back = self.part(part.base)
+            yield self._pattern(_VIEW, (Ref("0"), made.shape), (term,), back)
+        if part.kind in ("whole", "piece") and len(made.shape) == len(type_.shape) + 1:
+            for dim in range(len(type_.shape)):
+                wide = Derived("apart", term, Shard(dim, made.shape[dim]))
+                if self.type_of(wide) == made:
+                    yield self._pattern(_VIEW, (Ref("0"), made.shape), (term,), wide)
+
+    # -- sums ------------------------------------------------------------------------------------------
+
+    def _sum(
+        self, node: Node, parts: tuple[Derived, ...], taken: tuple[int, ...]
+    ) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        a, b = parts
+        args = (Ref("0"), Ref("1"))
+        if a.kind == b.kind == "share":
+            if a.base == b.base and not a.of & b.of:
+                yield self._pattern(ADD, args, taken, Derived("share", a.base, P, 0, a.of | b.of))
+            elif a.of == b.of:
+                # the sum of two gradients, of which every slice has a share
+                types = [self.terms.types[t] for t in (a.base, b.base)]
+                whole = self.terms.patterns.of(node, [t for t in types if t])
+                base = self.terms.make(whole, ((a.base, b.base), -1)).outs[0]
+                yield self._pattern(ADD, args, taken, Derived("share", base, P, 0, a.of))
+        for first, second in ((a, b), (b, a)):
+            same = first.base == second.base and first.number == second.number
+            if first.kind == "cut" and second.kind == "only" and same:
+                yield self._pattern(ADD, args, taken, self._seen(first.base, first.number))
+
+    def _seen(self, base: int, number: int) -> Derived:
+        """What slices from one on add to the gradients of the keys up to it; of slice 0, all of it."""
+        if number == 0:
+            return Derived("piece", base, POSITIONS, 0)
+        return Derived("seen", base, POSITIONS, number)
+
+    # -- attention -------------------------------------------------------------------------------------
+
+    def _attention(self, parts: tuple[Derived, ...]) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        bases = tuple(p.base for p in parts)
+        for made in self.terms.by_uses.get((bases, -1), ()):
+            op = made.pattern.node.op
+            if op == ATTENTION and len(parts) in (3, 4):
+                yield from self._attend(made, parts, 0)
+            elif op == ATTENTION_BACKWARD and len(parts) in (6, 7):
+                yield from self._attend(made, parts, 1)
+
+    def _attend(
+        self, made: Made, parts: tuple[Derived, ...], back: int
+    ) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        """Attention of the queries of one slice, if it is causal. back: 1 for its gradients."""
+        node, query = made.pattern.node, parts[back]
+        number = query.number
+        count = 6 if back else 3
+        mask, causal = node.args[count : count + 2]
+        keys = {back + 1, back + 2}
+        for k, part in enumerate(parts[:count]):
+            wanted = (
+                Derived("upto", part.base, POSITIONS, number)
+                if k in keys and number
+                else Derived("piece", part.base, POSITIONS, number)
+            )
+            if part != self._plain(wanted):
+                return
+        if isinstance(mask, Ref):
+            type_ = self.terms.types[parts[count].base]
+            assert type_ is not None
+            corner = Derived("corner", parts[count].base, Shard(len(type_.shape) - 2), number)
+            if parts[count] != self._plain(corner) or not self._hides(corner.base):
+                return
+        elif not causal:
+            return
+        taken = tuple(self.term(p) for p in parts)
+        args: tuple[Arg, ...] = node.args
+        op = node.op
+        if number and not isinstance(mask, Ref):
+            op = _TAIL_BACKWARD if back else _TAIL
+            args = (*node.args[:count], node.args[count + 2])
+        if not back:
+            outs = tuple(Derived("piece", o, POSITIONS, number) for o in made.outs)
+        else:
+            first, *rest = made.outs
+            last = number == self.slices - 1
+            added = (self._seen(o, number) if last else Derived("only", o, POSITIONS, number) for o in rest)
+            outs = (Derived("piece", first, POSITIONS, number), *added)
+        yield self._pattern(op, args, taken, *outs)
+
+    @cached_property
+    def _masks(self) -> tuple[CausalMasks, dict[tuple[int, int], tuple[str, ...]]]:
+        whole = statements_of(self.terms.original)
+        return CausalMasks(whole, self.slices), {(s.item, s.number): s.makes for s in whole.all}
+
+    def _hides(self, mask: int) -> bool:
+        """Whether a mask of the model keeps every query from keys behind its slice."""
+        made = self.terms.made.get(mask)
+        if made is None:
+            return False
+        causal, names = self._masks
+        makes = names.get((made.item, made.number))
+        return makes is not None and causal.hides_later_slices(makes[made.outs.index(mask)])
+
+    # -- everything else -------------------------------------------------------------------------------
+
+    def _sliced(self, parts: tuple[Derived, ...], site: int) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
+        """An op of the model on one slice: the axis of slices is one more axis, of which this is a rank."""
+        numbers = {p.number for p in parts if p.kind == "piece"}
+        numbers |= {next(iter(p.of)) for p in parts if p.kind == "share" and len(p.of) == 1}
+        if len(numbers) != 1 or any(p.kind not in ("whole", "piece", "share") for p in parts):
+            return
+        number = next(iter(numbers))
+        given = tuple(P if p.kind == "share" else p.place for p in parts)
+        for made in self.terms.by_uses.get((tuple(p.base for p in parts), site), ()):
+            node, ins = made.pattern.node, made.pattern.ins
+            rule = self.judge.factored(made.pattern)
+            nothing = (None,) * len(node.types)
+            for state in readings(rule, ins, node.types, given, nothing, self.slices):
+                if state.inputs == given:
+                    outs = [self._out(o, p, number) for o, p in zip(made.outs, state.outputs, strict=True)]
+                    if all(o is not None for o in outs):
+                        pattern = self._local(made.pattern, given, state.outputs, number)
+                        yield pattern, tuple(o for o in outs if o is not None)
+
+    def _out(self, term: int, placed: Placement | None, number: int) -> Derived | None:
+        if isinstance(placed, Shard):
+            return Derived("piece", term, placed, number)
+        if isinstance(placed, Partial):
+            return Derived("share", term, P, 0, frozenset((number,))) if placed == P else None
+        return Derived("whole", term) if placed is None else None
+
+    def _local(
+        self,
+        pattern: Pattern,
+        given: tuple[Placement, ...],
+        made: tuple[Placement | None, ...],
+        number: int,
+    ) -> Pattern:
+        """The call for a slice: its sizes and offsets are those of a rank of the axis of slices."""
+        node, rule = pattern.node, self.judge.factored(pattern)
+        if rule.local is not None:
+            layouts = tuple((p,) for p in given), tuple(None if p is None else (p,) for p in made)
+            mesh = MeshShape((_AXIS,), (self.slices,))
+            node = rule.local(LocalCall(node, pattern.ins, *layouts, mesh))
+        args = tuple(self._resolved(a, number) for a in node.args)
+        kwargs = tuple((k, self._resolved(v, number)) for k, v in node.kwargs)
+        ins = [self._part_type(t, p) for t, p in zip(pattern.ins, given, strict=True)]
+        types = tuple(
+            None if t is None or p is None else self._part_type(t, p)
+            for t, p in zip(pattern.node.types, made, strict=True)
+        )
+        return self.terms.patterns.of(Node(node.op, args, kwargs, node.outs, types), ins)
+
+    def _part_type(self, type_: TensorType, placed: Placement) -> TensorType:
+        return TensorType(local_shape(type_.shape, (placed,), (self.slices,), (0,)), type_.dtype)
+
+    def _resolved(self, arg: Arg, number: int) -> Arg:
+        """An argument with the size or the offset of a slice in numbers."""
+        if isinstance(arg, LocalSize | LocalOffset):
+            shards = [(Shard(0, s.outer, s.inner), self.slices, number) for s in arg.shards]
+            offset, size = local_extent(arg.size, shards)
+            return size if isinstance(arg, LocalSize) else offset
+        if isinstance(arg, tuple):
+            return tuple(self._resolved(a, number) for a in arg)
+        return arg

@@ -1,0 +1,159 @@
+"""Ops of a segment in an order in which its messages are on their way while something is computed.
+
+List scheduling by price: what can begin at once comes first, messages before computing, and of that what the
+next message needs. The clock is that of a rank with one stream for computing and one per mesh axis. The order
+is taken where it makes the segment shorter. What is computed stays the same, and so does the order of the
+messages of an axis, which all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heappop, heappush
+
+from autoshard.ir import Graph, Node, refs_of
+from autoshard.ir.comm import axes_of, is_message, is_ring
+from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.passes.simplify.segment_cache import Known
+
+#: seconds of a node, given the types and layouts of the values around it
+Seconds = Callable[[Node, Mapping[str, Placed]], float]
+#: a new order has to save this share of a segment
+_WORTH = 1e-3
+
+
+def overlap(lowered: Lowered, seconds: Seconds, known: Known) -> Lowered:
+    """The program with every segment in its best order; its first message says what that saves."""
+    segments = {
+        name: known.of("overlap", segment, seconds, partial(_segment, segment, seconds))
+        for name, segment in lowered.segments.items()
+    }
+    return replace(lowered, segments=segments)
+
+
+def _segment(segment: LoweredSegment, seconds: Seconds) -> LoweredSegment:
+    nodes = segment.graph.nodes
+    first = next((n for n in nodes if is_message(n)), None)
+    if first is None:
+        return segment
+    values = segment.placed()
+    costs = [seconds(node, values) for node in nodes]
+    order = _Scheduling(segment.graph, costs).order()
+    before = _played(nodes, costs)
+    after = _played([nodes[k] for k in order], [costs[k] for k in order])
+    if not after < before * (1 - _WORTH):
+        return segment
+    note = f"reordered beside its messages: {after * 1e6:.0f} us, was {before * 1e6:.0f} us"
+    graph = replace(segment.graph, nodes=tuple(nodes[k] for k in order))
+    said = segment.why.get(first.name, "")
+    why = {**segment.why, first.name: f"{said}; {note}" if said else note}
+    return replace(segment, graph=graph, why=why)
+
+
+def shortest(graph: Graph, costs: Sequence[float], *, moving: bool) -> float:
+    """Seconds of a segment in its order or, if its ops may be moved, in the better of that and the best.
+
+    costs: seconds of each of its nodes.
+    """
+    as_it_is = _played(graph.nodes, costs)
+    if not moving:
+        return as_it_is
+    order = _Scheduling(graph, costs).order()
+    return min(as_it_is, _played([graph.nodes[k] for k in order], [costs[k] for k in order]))
+
+
+def streams_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes whose streams a node is on, none for computing; a ring is on "", too: it computes."""
+    if is_ring(node):
+        return ("", *axes_of(node))
+    return axes_of(node) if is_message(node) else ()
+
+
+def _played(nodes: Sequence[Node], costs: Sequence[float]) -> float:
+    """Seconds until everything is done, in this order."""
+    clock = _Clock()
+    for node, cost in zip(nodes, costs, strict=True):
+        clock.run(node, cost)
+    return max(clock.free.values())
+
+
+class _Clock:
+    """One stream for computing and one per mesh axis. Messages are issued where they stand and waited for
+    where they are needed, be it to issue the next."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, float] = {"": 0.0}
+        self.ready: dict[str, float] = {}
+
+    def begin(self, node: Node) -> float:
+        """Seconds at which a node can be issued."""
+        return max([self.free[""], *(self.ready.get(r, 0.0) for r in refs_of(node))])
+
+    def run(self, node: Node, cost: float) -> None:
+        axes, begin = streams_of(node), self.begin(node)
+        end = max([begin, *(self.free.get(axis, 0.0) for axis in axes or ("",))]) + cost
+        if axes:
+            self.free[""] = begin
+        self.free.update(dict.fromkeys(axes or ("",), end))
+        self.ready.update(dict.fromkeys(node.outs, end))
+
+
+@dataclass
+class _Scheduling:
+    graph: Graph
+    costs: Sequence[float]
+
+    def order(self) -> list[int]:
+        """Positions of the nodes in their new order."""
+        nodes = self.graph.nodes
+        needs = self._needs()
+        urgency = self._urgency(needs)
+        users: list[list[int]] = [[] for _ in nodes]
+        for k, found in enumerate(needs):
+            for need in found:
+                users[need].append(k)
+        left = [len(n) for n in needs]
+        clock, order = _Clock(), []
+        # what the clock has passed, most urgent first; and what waits for a value, soonest first
+        ready: list[tuple[float, int]] = []
+        later: list[tuple[float, float, int]] = []
+        free = [k for k, n in enumerate(left) if not n]
+        while free or ready or later:
+            for k in free:
+                heappush(later, (clock.begin(nodes[k]), urgency[k], k))
+            now = clock.free[""] if ready else max(clock.free[""], later[0][0])
+            while later and later[0][0] <= now:
+                _, urgent, k = heappop(later)
+                heappush(ready, (urgent, k))
+            _, chosen = heappop(ready)
+            clock.run(nodes[chosen], self.costs[chosen])
+            order.append(chosen)
+            for user in users[chosen]:
+                left[user] -= 1
+            free = [user for user in users[chosen] if not left[user]]
+        return order
+
+    def _needs(self) -> list[set[int]]:
+        """Per node, those before it: what makes what it uses, and the message before it on its axis."""
+        nodes = self.graph.nodes
+        makers = {out: k for k, node in enumerate(nodes) for out in node.outs}
+        needs = [{makers[r] for r in refs_of(node) if r in makers} for node in nodes]
+        last: dict[str, int] = {}
+        for k, node in enumerate(nodes):
+            for axis in streams_of(node):
+                needs[k] |= {last[axis]} if axis in last else set()
+                last[axis] = k
+        return needs
+
+    def _urgency(self, needs: Sequence[set[int]]) -> list[int]:
+        """Per node, the first message that needs it, itself among them: what no message needs comes last."""
+        nodes = self.graph.nodes
+        found = [len(nodes)] * len(nodes)
+        for k in range(len(nodes) - 1, -1, -1):
+            if is_message(nodes[k]):
+                found[k] = min(found[k], k)
+            for need in needs[k]:
+                found[need] = min(found[need], found[k])
+        return found

@@ -1,0 +1,134 @@
+"""Causal attention of one slice of the sequence: its queries with the keys and values up to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autoshard.ir import Arg, Node, Ref, TensorType
+from autoshard.ir.lowered import Placed
+from autoshard.ir.placement import Shard
+from autoshard.passes.sequence.slice_places import ATTENTION_BACKWARD, POSITIONS
+
+if TYPE_CHECKING:
+    from autoshard.passes.sequence.slice_emit import Emitter
+
+
+def _seen(to: Emitter, inner: str, value: str, number: int) -> str:
+    """Keys or values up to a slice."""
+    if value in to.of.again:
+        # what backward makes again of a slice comes too late for the slices behind it
+        inner, value = to.inner(inner, "_kept"), to.of.again[value]
+    if number == 0:
+        return to.piece(inner, value, POSITIONS, 0)
+    end = f"_to{number}"
+    name = to.inner(inner, end)
+    if name in to.group.made:
+        return name
+    parts = [to.piece(inner, value, POSITIONS, k) for k in range(number + 1)]
+    args = (tuple(Ref(p) for p in parts), POSITIONS.dim)
+    return to.added(inner, value, "aten.cat.default", args, _up_to(to, value, number), end)
+
+
+def _up_to(to: Emitter, value: str, number: int) -> Placed:
+    """What the slices of a value up to one are."""
+    whole, one = to.of.values[value], to.of.sliced(value, POSITIONS)
+    shape = list(one.type.shape)
+    shape[POSITIONS.dim] *= number + 1
+    return Placed(TensorType(tuple(shape), whole.type.dtype), one.layout)
+
+
+def _mask(to: Emitter, inner: str, value: str, number: int) -> str:
+    """The part of a mask [..., s, s] for the queries of a slice and the keys up to it."""
+    end = f"_to{number}"
+    name = to.inner(inner, end)
+    if name in to.group.made:
+        return name
+    dim = len(to.of.values[value].type.shape) - 2
+    rows = to.piece(inner, value, Shard(dim), number)
+    what = to.of.sliced(value, Shard(dim))
+    seen = what.type.shape[-2] * (number + 1)
+    made = Placed(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
+    return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
+
+
+def attend(to: Emitter, number: int) -> None:
+    """Attention of a slice's queries to the keys and values up to it."""
+    (q, query), (k, key), (v, value), *masks = to.uses()
+    args: tuple[Arg, ...] = (
+        Ref(to.piece(q, query, POSITIONS, number)),
+        Ref(_seen(to, k, key, number)),
+        Ref(_seen(to, v, value, number)),
+    )
+    mask = tuple(Ref(_mask(to, *m, number)) for m in masks)
+    if mask:
+        _attend(to, to.node.op, (*args, *mask, *to.node.args[4:]), number)
+    elif number == 0:
+        _attend(to, to.node.op, (*args, *to.node.args[3:]), number)
+    else:
+        _attend(to, "autoshard.sdpa_tail.default", (*args, to.node.args[5]), number)
+
+
+def _attend(to: Emitter, op: str, args: tuple[Arg, ...], number: int) -> None:
+    end = f"_s{number}"
+    outs = tuple(to.inner(o, end) for o in to.node.outs)
+    whats = [to.of.sliced(value, POSITIONS) for value in to.statement.makes]
+    for out, value, what in zip(outs, to.statement.makes, whats, strict=True):
+        to.mark(out, to.of.outer(value, end), what)
+    types = tuple(w.type for w in whats)
+    to.emit(Node(op, args, (), outs, types, to.node.origin, to.statement.backward))
+
+
+def attend_backward(to: Emitter, number: int) -> None:
+    """Gradients of a slice's queries, and what they add to those of the keys and values they see."""
+    (g, grad), (q, query), (k, key), (v, value), (o, out), (e, lse), *masks = to.uses()
+    args: list[Arg] = [
+        Ref(to.piece(g, grad, POSITIONS, number)),
+        Ref(to.piece(q, query, POSITIONS, number)),
+        Ref(_seen(to, k, key, number)),
+        Ref(_seen(to, v, value, number)),
+        Ref(to.piece(o, out, POSITIONS, number)),
+        Ref(to.piece(e, lse, POSITIONS, number)),
+    ]
+    first, *rest = zip(to.node.outs, to.statement.makes, strict=True)
+    own = to.inner(first[0], f"_s{number}")
+    end = f"_sum{number}" if number == to.of.slices - 1 else f"_by{number}"
+    added = [to.inner(inner, end) for inner, _ in rest]
+    whats = [_up_to(to, value, number) for _, value in rest]
+    to.mark(own, to.of.outer(first[1], f"_s{number}"), to.of.sliced(first[1], POSITIONS))
+    for name, (_, value_), what in zip(added, rest, whats, strict=True):
+        to.mark(name, to.of.outer(value_, end), what)
+    types = (to.of.sliced(first[1], POSITIONS).type, *(w.type for w in whats))
+    op, last = ATTENTION_BACKWARD, to.node.args[6:]
+    if masks:
+        last = (Ref(_mask(to, *masks[0], number)), *to.node.args[7:])
+    elif number:
+        op, last = "autoshard.sdpa_tail_backward.default", (to.node.args[8],)
+    origin = to.node.origin
+    to.emit(Node(op, (*args, *last), (), (own, *added), types, origin, to.statement.backward))
+    for name, (inner, value_), what in zip(added, rest, whats, strict=True):
+        _gathered(to, name, inner, value_, what, number)
+
+
+def _gathered(to: Emitter, name: str, inner: str, value: str, what: Placed, number: int) -> None:
+    """The gradients of keys up to a slice, with what later slices have added: its own are complete."""
+    size = what.type.shape[POSITIONS.dim] // (number + 1)
+    if number < to.of.slices - 1:
+        before = to.given(
+            to.inner(inner, f"_sum{number + 1}"),
+            to.of.outer(value, f"_sum{number + 1}"),
+            _up_to(to, value, number + 1),
+        )
+        span = (POSITIONS.dim, 0, size * (number + 1))
+        rest = to.added(inner, value, "aten.slice.Tensor", (Ref(before), *span), what, f"_before{number}")
+        name = to.added(
+            inner,
+            value,
+            "aten.add.Tensor",
+            (Ref(rest), Ref(name)),
+            what,
+            f"_sum{number}" if number else "_s0",
+        )
+    if number:
+        span = (POSITIONS.dim, size * number, size * (number + 1))
+        one = to.of.sliced(value, POSITIONS)
+        to.added(inner, value, "aten.slice.Tensor", (Ref(name), *span), one, f"_s{number}")

@@ -1,0 +1,210 @@
+"""Divide every microbatch into slices of its sequence, which pass through the stages one after the other.
+
+What works on the sequence is there once per slice (see `slice_places`): a stage then has a part per slice,
+forward in order, backward in reverse order, and its ranks wait less at the beginning and the end of a step
+(Li et al., "TeraPipe", ICML 2021; Sun et al., "Seq1F1B", 2024). What is made once runs with the first slice
+of its half, or with the last one if it needs all of them.
+
+The queries of slice c see the keys and values of slices 0 to c, which stay on their stage. Going back, slice
+c adds to the gradients of these keys and values: the sum is handed on from slice to slice, and those of
+slice c are complete once slice c has run. Gradients of parameters are made by every slice under the same
+name: the runtime adds them up, as it does over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.errors import UsageError
+from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
+from autoshard.ir.placement import P, R
+from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
+from autoshard.passes.sequence.slice_emit import Emitter, Group, Namer, Setting
+from autoshard.passes.sequence.slice_places import places_of
+from autoshard.rules.core import RuleFn
+from autoshard.rules.local import MeshShape
+
+
+def slice_sequence(
+    lowered: Lowered, joint: Joint, slices: int, rules: Mapping[str, RuleFn], mesh: MeshShape
+) -> Lowered:
+    """The program, cut into stages and not yet localized, with its forward and backward parts per slice.
+
+    Raises UsageError if an op does not let the sequence be divided, or the program splits its backward.
+    """
+    if any(p.phase == "weight" for p in lowered.parts):
+        raise UsageError(
+            "a backward in two parts cannot be divided into slices",
+            why="gradients of weights would wait for all slices",
+            hint="use the schedule seq1f1b",
+        )
+    return _Slicer(lowered, joint, slices, rules, mesh).run()
+
+
+class _Slicer:
+    def __init__(
+        self, lowered: Lowered, joint: Joint, slices: int, rules: Mapping[str, RuleFn], mesh: MeshShape
+    ) -> None:
+        self.lowered, self.slices = lowered, slices
+        self.whole = statements_of(lowered)
+        places = places_of(self.whole, joint, rules, slices)
+        self.ways = {id(s): w for s, w in zip(self.whole.all, places.ways, strict=True)}
+        pairs = list(zip(joint.results, self.whole.results, strict=True))
+        grads = {v for r, v in pairs if r.kind == "grad" and places.of.get(v) == P}
+        summed = _summed(self.whole, grads)
+        #: results that are put together of their slices
+        self.joined = {v for _, v in pairs if places.of.get(v, R) != R} - summed
+        outer = Namer({*self.whole.values, *(o for i in lowered.main for o in i.outs)})
+        moved = {s.makes[0]: s.uses[0] for s in self.whole.all if s.node.op == "comm.slice.default"}
+        forward = {v for s in self.whole.all if not s.backward for v in s.makes}
+        again = {
+            v: f
+            for v, f in firsts_of(self.whole).items()
+            if v not in forward and f in forward and places.of.get(f) == places.of.get(v)
+        }
+        self.setting = Setting(slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer)
+        self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
+        self.groups: list[Group] = []
+        self.parts: list[Part] = []
+        #: per stage, divided values that are put together there already
+        self.have: dict[int, set[str]] = {}
+
+    def run(self) -> Lowered:
+        for part, statements in by_part(self.whole).items():
+            if part.phase not in ("forward", "backward"):
+                self._part(part, statements, None)
+                continue
+            order = range(self.slices)
+            for number in order if part.phase == "forward" else reversed(order):
+                self._part(part, statements, number)
+        return self._built()
+
+    def _part(self, part: Part, statements: Sequence[Statement], number: int | None) -> None:
+        """The groups of one slice of a part; None: the part is not divided."""
+        at = len(self.parts)
+        self.parts.append(replace(part, slice=number or 0))
+        first, last = (0, self.slices - 1) if part.phase == "forward" else (self.slices - 1, 0)
+        group: Group | None = None
+        for statement in statements:
+            way = self.ways[id(statement)]
+            if number is not None and not way.divided and number != (last if way.late else first):
+                continue
+            if group is None or group.item != statement.item:
+                group = Group(at, statement.item)
+                self.groups.append(group)
+            emitter = self._emitter(group, part, statement)
+            emitter.run(way, number)
+            for inner, value in zip(statement.node.outs, statement.makes, strict=True):
+                if value in self.joined and number == last:
+                    emitter.whole(inner, value)
+
+    def _emitter(self, group: Group, part: Part, statement: Statement) -> Emitter:
+        have = self.have.setdefault(part.stage, set())
+        instruction = self.lowered.main[statement.item]
+        if isinstance(instruction, Node):
+            return Emitter(self.setting, group, self.setting.outer, have, statement, "")
+        segment = self.lowered.segments[instruction.segment]
+        why = segment.why.get(statement.node.name, "")
+        return Emitter(self.setting, group, self.inner[instruction.segment], have, statement, why)
+
+    # -- the new program ---------------------------------------------------------------------------------
+
+    def _built(self) -> Lowered:
+        made = _Made(self.lowered, _only_wanted(self.groups, set(self.whole.results)))
+        of_part: dict[int, list[Group]] = {}
+        for group in self.groups:
+            of_part.setdefault(group.part, []).append(group)
+        pieces = [
+            (part, [i for group in of_part.get(at, []) for i in made.instructions(group)])
+            for at, part in enumerate(self.parts)
+        ]
+        ports = {n: self.whole.values[n] for n in self.lowered.values if n in self._ports()}
+        values = {**ports, **made.values}
+        built = replace(self.lowered, segments=made.segments, values=values, results=self.whole.results)
+        return with_parts(built, pieces)
+
+    def _ports(self) -> set[str]:
+        """What the program is given, and results that are among it."""
+        made = {v for s in self.whole.all for v in s.makes}
+        return {n for n in self.lowered.values if n not in made}
+
+
+def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:
+    """Gradients of which slices make terms, and what the last reductions over an axis make them of.
+
+    These reductions run after the sum, once a step (`passes/overlap/defer_reductions.py`).
+    """
+    # several stages may hold a parameter, and make what is added up under the same names
+    users: dict[str, set[tuple[str, ...]]] = {}
+    for statement in whole.all:
+        for value in statement.uses:
+            users.setdefault(value, set()).add(statement.makes)
+    found = {v for v in grads if v not in users}
+    for statement in whole.all:
+        last = statement.node.op == "comm.all_reduce.default" and statement.makes[0] in found
+        if last and len(users[statement.uses[0]]) == 1:
+            found.add(statement.uses[0])
+    return frozenset(found)
+
+
+def _only_wanted(groups: Sequence[Group], results: set[str]) -> set[str]:
+    """The values that leave their group; whatever makes nothing that is used is dropped from the groups."""
+    wanted = set(results)
+    for group in reversed(groups):
+        needed = {inner for inner, value in group.made.items() if value in wanted}
+        nodes: list[Node] = []
+        for node in reversed(group.nodes):
+            if not needed.isdisjoint(node.outs):
+                nodes.append(node)
+                needed.update(refs_of(node))
+        group.nodes = nodes[::-1]
+        known = {*needed, *(o for node in nodes for o in node.outs)}
+        group.given = {inner: value for inner, value in group.given.items() if inner in known}
+        group.values = {inner: placed for inner, placed in group.values.items() if inner in known}
+        wanted.update(group.given.values())
+    return wanted
+
+
+class _Made:
+    """Groups as calls; those that are alike call one segment."""
+
+    def __init__(self, lowered: Lowered, wanted: set[str]) -> None:
+        self.lowered, self.wanted = lowered, wanted
+        self.segments: dict[str, LoweredSegment] = {}
+        self.values: dict[str, Placed] = {}
+        self.known: dict[tuple[object, ...], str] = {}
+
+    def instructions(self, group: Group) -> list[Instruction]:
+        instruction = self.lowered.main[group.item]
+        if isinstance(instruction, Node):
+            self.values |= {group.made[n]: v for n, v in group.values.items() if n in group.made}
+            outer = {**group.given, **group.made}
+            return [
+                replace(substitute(n, lambda r: Ref(outer[r])), outs=tuple(outer[o] for o in n.outs))
+                for n in group.nodes
+            ]
+        outs = {inner: value for inner, value in group.made.items() if value in self.wanted}
+        if not outs:
+            return []
+        self.values |= {value: group.values[inner] for inner, value in outs.items() if inner in group.values}
+        segment = self._segment(instruction, group, tuple(outs))
+        return [
+            replace(instruction, segment=segment, args=tuple(group.given.values()), outs=tuple(outs.values()))
+        ]
+
+    def _segment(self, call: Call, group: Group, outs: tuple[str, ...]) -> str:
+        nodes, inputs = tuple(group.nodes), tuple(group.given)
+        layouts = {name: placed.layout for name, placed in group.values.items()}
+        why = {node.name: group.why[node.name] for node in nodes if node.name in group.why}
+        key = (call.segment, nodes, inputs, outs, tuple(layouts.items()))
+        if key not in self.known:
+            name, k = call.segment, 1
+            while name in self.segments:
+                k += 1
+                name = f"{call.segment}_{k}"
+            graph = Graph(name, tuple((n, group.values[n].type) for n in inputs), nodes, outs)
+            self.segments[name] = LoweredSegment(graph, layouts, why)
+            self.known[key] = name
+        return self.known[key]

@@ -1,0 +1,131 @@
+"""Cutting whole values into slices of the sequence, and joining slices again, as ops of a program.
+
+A dim that is divided is seen as (outer, middle, inner) and the middle is cut (`autoshard/ir/placement.py`).
+Types are global with respect to the mesh; layouts say what a rank holds, and change with what is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from autoshard.errors import UsageError
+from autoshard.ir import Arg, Ref, TensorType
+from autoshard.ir.lowered import Placed
+from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok, local_shape
+
+#: adds a node: (op, arguments, what it makes, the end of its name) -> the name of what it makes
+Add: TypeAlias = "Callable[[str, tuple[Arg, ...], Placed, str], str]"
+
+
+def sliced_type(type_: TensorType, placed: Placement, slices: int) -> TensorType:
+    """The type of one slice of a value; of a term of a sum it is that of the sum."""
+    shape = local_shape(type_.shape, (placed,), (slices,), (0,))
+    return TensorType(shape, type_.dtype)
+
+
+def sliced_value(value: Placed, placed: Placement, slices: int, sizes: Sequence[int], name: str) -> Placed:
+    """Type and layout of one slice of a value; sizes: of the mesh axes.
+
+    Raises UsageError if a mesh axis cannot divide a slice as it divides the whole.
+    """
+    type_ = sliced_type(value.type, placed, slices)
+    if not isinstance(placed, Shard):
+        return Placed(type_, value.layout)
+    layout = tuple(_inside(p, placed, value.type, slices) for p in value.layout)
+    if any(p is None for p in layout) or not layout_ok(type_.shape, _known(layout), sizes):
+        raise UsageError(
+            f"slices of {value.type} cannot lie on the mesh as the whole does",
+            where=f"value {name}, {', '.join(map(str, value.layout))}",
+            why="a mesh axis divides the sequence into parts that do not divide its slices",
+            hint="choose fewer slices, or a longer sequence",
+        )
+    return Placed(type_, _known(layout))
+
+
+def _known(layout: Sequence[Placement | None]) -> Layout:
+    return tuple(p for p in layout if p is not None)
+
+
+def _inside(p: Placement, placed: Shard, type_: TensorType, slices: int) -> Placement | None:
+    """The placement of a mesh axis on a slice; None if it cuts the sequence at other places."""
+    if not isinstance(p, Shard) or p.dim != placed.dim:
+        return p
+    size = type_.shape[p.dim]
+    if p.outer > placed.outer:
+        # a part of the dim inside the sequence: there are fewer blocks of it
+        blocks = placed.outer * slices
+        return replace(p, outer=p.outer // slices) if p.outer % blocks == 0 else None
+    if p.inner == 1:
+        return p
+    # whole multiples of `inner` elements: the sequence is in them, or they are in the sequence
+    middle = size // (p.outer * p.inner)
+    if placed.outer % (p.outer * middle) == 0:
+        return replace(p, inner=p.inner // slices)
+    return p if p.outer == placed.outer and middle % slices == 0 else None
+
+
+def whole_along(value: Placed, placed: Shard) -> Placed:
+    """The value as every rank can cut it: whole on those axes of the mesh that divide the sequence itself."""
+    middle = value.type.shape[placed.dim] // placed.outer
+
+    def apart(p: Placement) -> bool:
+        if not isinstance(p, Shard) or p.dim != placed.dim:
+            return True
+        outside = p.outer < placed.outer and placed.outer % p.outer == 0
+        return outside or p.outer % (placed.outer * middle) == 0
+
+    return Placed(value.type, tuple(p if apart(p) else R for p in value.layout))
+
+
+def cut(value: str, have: Placed, placed: Shard, number: int, made: Placed, slices: int, add: Add) -> str:
+    """Slice ``number`` of a whole value. have, made: what it is and what a slice of it is."""
+    size = have.type.shape[placed.dim] // placed.outer // slices
+    span = (number * size, (number + 1) * size)
+    if placed.outer == 1:
+        return add("aten.slice.Tensor", (Ref(value), placed.dim, *span), made, "")
+    apart, part = _apart(have, placed), _apart(made, placed)
+    wide = add("aten.reshape.default", (Ref(value), apart.type.shape), apart, "_apart")
+    taken = add("aten.slice.Tensor", (Ref(wide), placed.dim + 1, *span), part, "_part")
+    return add("aten.reshape.default", (Ref(taken), made.type.shape), made, "")
+
+
+def join(values: Sequence[str], have: Placed, placed: Shard, made: Placed, add: Add) -> str:
+    """The whole of all slices, in order. have, made: what a slice is and what the whole is."""
+    if placed.outer == 1:
+        return add("aten.cat.default", (tuple(Ref(v) for v in values), placed.dim), made, "")
+    apart, whole = _apart(have, placed), _apart(made, placed)
+    wide = [
+        add("aten.reshape.default", (Ref(v), apart.type.shape), apart, f"_apart{k}")
+        for k, v in enumerate(values)
+    ]
+    joined = add("aten.cat.default", (tuple(map(Ref, wide)), placed.dim + 1), whole, "_joined")
+    return add("aten.reshape.default", (Ref(joined), made.type.shape), made, "")
+
+
+def total(values: Sequence[str], made: Placed, add: Add) -> str:
+    """The sum of the terms of all slices."""
+    at = values[0]
+    for k, value in enumerate(values[1:]):
+        last = k == len(values) - 2
+        at = add("aten.add.Tensor", (Ref(at), Ref(value)), made, "" if last else f"_sum{k}")
+    return at
+
+
+def _apart(value: Placed, placed: Shard) -> Placed:
+    """The value with the outer part of the divided dim as a dim of its own."""
+    dim, outer = placed.dim, placed.outer
+    shape = value.type.shape
+    wide = (*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    layout: list[Placement] = []
+    for p in value.layout:
+        if not isinstance(p, Shard) or p.dim < dim:
+            layout.append(p)
+        elif p.dim > dim:
+            layout.append(replace(p, dim=p.dim + 1))
+        elif p.outer < outer:
+            layout.append(replace(p, inner=max(1, p.inner // (shape[dim] // outer))))
+        else:
+            layout.append(Shard(dim + 1, p.outer // outer, p.inner))
+    return Placed(TensorType(wide, value.type.dtype), tuple(layout))

@@ -1,0 +1,82 @@
+"""Of a value that every rank of an axis has whole, each sends a part to the next stage.
+
+The receiving ranks gather the parts over their own, faster links (the scatter/gather optimisation of
+Narayanan et al., SC'21, section 4.1). Values that are split already cross as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from autoshard.ir import Node, Origin, Ref
+from autoshard.ir.boundaries import wires_of
+from autoshard.ir.local_bytes import held_bytes
+from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
+from autoshard.ir.placement import R, Shard
+from autoshard.rules.local import MeshShape
+
+#: (bytes of a value on a rank, axis) -> seconds saved by sending parts over it; negative if that is slower
+Saving = Callable[[float, int], float]
+
+
+def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, saving: Saving) -> Lowered:
+    """The program with whole copies cut before they are sent, and gathered behind.
+
+    ports: values that every rank has from the start.
+    """
+    before: dict[tuple[int, str], list[Instruction]] = {}
+    after: dict[tuple[int, str], dict[str, Instruction]] = {}
+    values = dict(lowered.values)
+    for wire in wires_of(lowered, ports):
+        placed = values[wire.value]
+        split = _split(placed, mesh, saving)
+        if split is None:
+            continue
+        axis, dim = split
+        part = f"{wire.value}_part"
+        backward = wire.phase != "forward"
+        layout = (*placed.layout[:axis], Shard(dim), *placed.layout[axis + 1 :])
+        values[part] = Placed(placed.type, layout)
+        name = mesh.names[axis]
+        after.setdefault((wire.source, wire.phase), {})[wire.value] = Node(
+            "comm.slice.default",
+            (Ref(wire.value), name, dim),
+            (),
+            (part,),
+            (placed.type,),
+            Origin(),
+            backward,
+        )
+        before.setdefault((wire.target, wire.into), []).append(
+            Node(
+                "comm.all_gather.default",
+                (Ref(part), name, dim),
+                (),
+                (wire.value,),
+                (placed.type,),
+                Origin(),
+                wire.into != "forward",
+            )
+        )
+    if not after:
+        return lowered
+    pieces: list[tuple[Part, list[Instruction]]] = []
+    for old in lowered.parts:
+        key = (old.stage, old.phase)
+        pieces.append((old, [*before.get(key, ()), *lowered.of(old), *after.get(key, {}).values()]))
+    return with_parts(replace(lowered, values=values), pieces)
+
+
+def _split(placed: Placed, mesh: MeshShape, saving: Saving) -> tuple[int, int] | None:
+    """(axis, dim) by which a value is best sent in parts; None to send it as it is."""
+    nbytes = float(held_bytes(placed.type, placed.layout, mesh.sizes))
+    taken = {p.dim for p in placed.layout if isinstance(p, Shard)}
+    found: list[tuple[float, int, int]] = []
+    for axis, (p, size) in enumerate(zip(placed.layout, mesh.sizes, strict=True)):
+        dims = [d for d, n in enumerate(placed.type.shape) if d not in taken and n and n % size == 0]
+        if p == R and size > 1 and dims:
+            saved = saving(nbytes, axis)
+            if saved > 0:
+                found.append((-saved, axis, dims[0]))
+    return min(found)[1:] if found else None
