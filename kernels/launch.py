@@ -24,7 +24,7 @@ class Launch:
 
     kernel: a function under ``triton.jit``. args: tensors and numbers in its order. constants: its
     ``constexpr`` arguments. narrow: most accesses of less than 16 bytes that its machine code may have
-    where sizes and pointers are multiples of 16: scales, statistics of rows (`kernels.triton_aot`).
+    where sizes and pointers are multiples of 16: scales, statistics of rows.
     """
 
     kernel: Any

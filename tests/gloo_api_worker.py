@@ -28,8 +28,8 @@ from autoshard.planner.analysis import analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.store import save_program
 from autoshard.runtime.transport.network import Network
-from autoshard.runtime.transport.shm_collectives import SharedMemory
-from autoshard.runtime.transport.shm_handshake import meet
+from autoshard.runtime.transport.shared_memory.collectives import SharedMemory
+from autoshard.runtime.transport.shared_memory.handshake import meet
 from autoshard.runtime.transport.transport import Transport
 from autoshard.runtime.transport.transport_choice import transport_of
 

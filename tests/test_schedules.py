@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch_schedules import torch_schedule
 
 from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.report import gantt
@@ -25,7 +26,6 @@ from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
 from autoshard.schedules.searched import Found, search
 from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.torch_adapters.pipelining import torch_schedule
 from benchmarks.schedules_table import rows
 
 EVERY = sorted(SCHEDULES)

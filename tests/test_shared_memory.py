@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.runtime.transport.shm_arena import Arena, Mapped
-from autoshard.runtime.transport.shm_collectives import SharedMemory
-from autoshard.runtime.transport.shm_peers import Neighbours, PeerError
+from autoshard.runtime.transport.shared_memory.arena import Arena, Mapped
+from autoshard.runtime.transport.shared_memory.collectives import SharedMemory
+from autoshard.runtime.transport.shared_memory.peers import Neighbours, PeerError
 
 
 def neighbours(ways: int, patience: float = 30.0) -> list[Neighbours]:
-    """Ranks that have met, as `runtime.transport.shm_handshake.meet` lets processes."""
+    """Ranks that have met, as `runtime.transport.shared_memory.handshake.meet` lets processes."""
     arenas = [Arena() for _ in range(ways)]
     pipes = {(a, b): os.pipe() for a in range(ways) for b in range(ways) if a != b}
     for _, door in pipes.values():

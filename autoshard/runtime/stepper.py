@@ -27,7 +27,7 @@ from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.optim.pipeline_scales import Scales
 from autoshard.runtime.shared_params import pipe_group, rank_holders, shared_groups
 from autoshard.runtime.transport.p2p import Channels
-from autoshard.runtime.transport.shm_p2p import MemoryChannels
+from autoshard.runtime.transport.shared_memory.p2p import MemoryChannels
 from autoshard.runtime.transport.transport_choice import neighbours_of
 from autoshard.schedules.schedule import Action
 from autoshard.torch_adapters.dtypes import torch_dtype

@@ -34,18 +34,6 @@ def least_of_each(unary: Sequence[Array], edges: Mapping[tuple[int, int], Array]
     return np.asarray(value * (1 - _ROUNDING * (len(unary) + len(edges))))
 
 
-def least_over(
-    unary: Sequence[Array], edges: Mapping[tuple[int, int], Array], order: Order, scope: Sequence[int]
-) -> Array:
-    """The least cost of each network for all states of a few variables, [*scope, networks].
-
-    unary, edges: as above, in any precision. order: one in which the variables of the scope come last.
-    """
-    both = _Together(unary, edges, order)
-    value = both.least_without([v for v in order.variables if v not in scope])
-    return value + both.left(scope)
-
-
 class _Together:
     """Networks on the way of their elimination.
 
@@ -90,18 +78,6 @@ class _Together:
                 tables[near[0]].append((near[1:], message))
             tables[v].clear()
         return value
-
-    def left(self, scope: Sequence[int]) -> Array:
-        """The sum of what is left over these variables, [*scope, networks]."""
-        total = np.zeros((*(len(self.costs[v]) for v in scope), self.costs[scope[0]].shape[1]))
-        axis = {v: k for k, v in enumerate(scope)}
-        for v in scope:
-            for near, table in (((), self.costs[v]), *self.tables[v]):
-                axes = [axis[w] for w in (v, *near)]
-                by_axis = table.transpose([*np.argsort(axes), len(axes)])
-                sizes = dict(zip(sorted(axes), by_axis.shape, strict=False))
-                total += by_axis.reshape(*(sizes.get(k, 1) for k in range(len(scope))), -1)
-        return total
 
 
 def _message(total: Array, parts: list[Array], sizes: Sequence[int]) -> Array:

@@ -71,15 +71,6 @@ def find_order(sizes: Sequence[int], neighbours: Sequence[Collection[int]]) -> O
     return best
 
 
-def find_order_before(
-    sizes: Sequence[int], neighbours: Sequence[Collection[int]], last: Collection[int]
-) -> Order:
-    """A greedy order in which some variables, neighbours of each other, come last."""
-    found = _greedy(sizes, neighbours, _BY_FILL, last=last)
-    assert found is not None
-    return found
-
-
 def find_small_order(
     sizes: Sequence[int], neighbours: Sequence[Collection[int]], largest: int, total: int
 ) -> Order | None:
@@ -197,28 +188,24 @@ def _greedy(
     *,
     most: int = 0,
     total: int = 0,
-    last: Collection[int] = (),
 ) -> Order | None:
-    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit. last:
-    variables that come after all others."""
+    """most, total: entries of a table and of all beyond which there is no order, both 0 for no limit."""
     graph = [set(n) for n in neighbours]
     # most variables are alone by now: they come first, in order, as they would out of the heap
-    variables = [v for v, n in enumerate(graph) if not n and v not in last]
+    variables = [v for v, n in enumerate(graph) if not n]
     if most and max((sizes[v] for v in variables), default=0) > most:
         return None
     room = total - sum([sizes[v] for v in variables])
     if most and room < 0:
         return None
-    scores: dict[int, tuple[int, int, int]] = {
-        v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) == 1 and v not in last
-    }
+    scores: dict[int, tuple[int, int, int]] = {v: (len(n), 0, v) for v, n in enumerate(graph) if len(n) == 1}
     heap = list(scores.values())
     heapq.heapify(heap)
     weights = rule.weights(sizes)
     core_scored = False
-    gone = [not n or v in last for v, n in enumerate(graph)]
+    gone = [not n for n in graph]
     around: list[set[int]] = [set()] * len(graph)
-    while len(variables) < len(graph) - len(last):
+    while len(variables) < len(graph):
         if not heap:
             assert not core_scored
             core = [v for v in range(len(graph)) if not gone[v]]
@@ -241,8 +228,6 @@ def _greedy(
         variables.append(v)
         around[v] = graph[v]
         for changed in _remove(v, graph, wide=core_scored and bool(weights)):
-            if changed in last:
-                continue
             if core_scored:
                 new = _score(changed, graph, sizes, weights)
             elif len(graph[changed]) <= 1:
@@ -253,9 +238,7 @@ def _greedy(
             if scores.get(changed) != new:
                 scores[changed] = new
                 heapq.heappush(heap, new)
-    for v in sorted(last):
-        around[v] = {w for w in graph[v] if w > v}
-    return _finish(sizes, [*variables, *sorted(last)], around)
+    return _finish(sizes, variables, around)
 
 
 def _score(v: int, graph: list[set[int]], sizes: Sequence[int], weights: list[int]) -> tuple[int, int, int]:

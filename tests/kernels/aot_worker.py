@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import torch
+from triton_aot import compile_launch
 
 import autoshard.ops  # noqa: F401 (defines the ops)
 from autoshard.kernels.launch import Launch
 from autoshard.kernels.registry import KernelSpec, specs
-from autoshard.kernels.triton_aot import compile_launch
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 USUAL = (("bf16", 80), ("f32", 90))

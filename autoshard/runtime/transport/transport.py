@@ -18,7 +18,7 @@ Join: TypeAlias = Callable[[Sequence[torch.Tensor]], Any]
 class Transport(Protocol):
     """Of one rank in one group. Tensors that are given are contiguous, and stay as they are until the message
     has arrived; what a transport needs of them until then, it holds itself. Errors are RuntimeError, those of
-    torch.distributed or `runtime.transport.shm_peers.PeerError`."""
+    torch.distributed or `runtime.transport.shared_memory.peers.PeerError`."""
 
     @property
     def name(self) -> str:

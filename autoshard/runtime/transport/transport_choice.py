@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from autoshard.errors import UsageError
 from autoshard.runtime.transport.network import Network
-from autoshard.runtime.transport.shm_collectives import SharedMemory
-from autoshard.runtime.transport.shm_handshake import meet
-from autoshard.runtime.transport.shm_peers import Neighbours
+from autoshard.runtime.transport.shared_memory.collectives import SharedMemory
+from autoshard.runtime.transport.shared_memory.handshake import meet
+from autoshard.runtime.transport.shared_memory.peers import Neighbours
 from autoshard.runtime.transport.transport import Transport
 from autoshard.torch_adapters.groups import cpu_backend, group_named
 

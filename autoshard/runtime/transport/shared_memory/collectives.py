@@ -1,5 +1,5 @@
 """Collectives between processes of one machine, through memory that they share
-(`runtime.transport.shm_peers`).
+(`runtime.transport.shared_memory.peers`).
 
 Ranks on CPUs share cores, and gloo has each byte copied into the kernel and out of it again, once in every
 turn of its rings. Here each rank lays its message down once, and the others compute with it where it lies.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.pending import Finish, as_it_is
-from autoshard.runtime.transport.shm_peers import Neighbours, Posted, Seen
+from autoshard.runtime.transport.shared_memory.peers import Neighbours, Posted, Seen
 from autoshard.runtime.transport.transport import Arrival, Join, reduced
 
 #: bytes up to which each rank reduces all of a message itself, instead of a part which the others then read:

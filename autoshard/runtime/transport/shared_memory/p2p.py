@@ -1,4 +1,4 @@
-"""Values on their way between the ranks of a pipeline that share memory (`runtime.transport.shm_peers`)."""
+"""Values on their way between the ranks of a pipeline that share memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.program.messages import Message
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.transport.p2p import Describe
-from autoshard.runtime.transport.shm_peers import Neighbours
+from autoshard.runtime.transport.shared_memory.peers import Neighbours
 
 #: messages of one step between two ranks are fewer
 _MOST = 1 << 32

@@ -1,8 +1,8 @@
 """Ranks of a process group on one machine, which read each other's messages where they lie.
 
-A message stays in the memory of its sender (`runtime.transport.shm_arena`). Its readers are told where
-through a pipe from each rank to each other, and answer when they have read it. Whoever waits sleeps in the
-kernel until something comes, and sees the end of a pipe when the rank at its other side is gone.
+A message stays in the memory of its sender (`runtime.transport.shared_memory.arena`). Its readers are told
+where through a pipe from each rank to each other, and answer when they have read it. Whoever waits sleeps in
+the kernel until something comes, and sees the end of a pipe when the rank at its other side is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import ceil
 
 import torch
 
-from autoshard.runtime.transport.shm_arena import Arena, Block, Mapped, tensor_in
+from autoshard.runtime.transport.shared_memory.arena import Arena, Block, Mapped, tensor_in
 
 #: what, number of the message between the two ranks, block of the sender, its offset in bytes, its bytes
 _RECORD = struct.Struct("<5Q")

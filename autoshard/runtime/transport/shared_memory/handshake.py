@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.runtime.transport.shm_arena import Arena, Mapped
-from autoshard.runtime.transport.shm_peers import Neighbours, close
+from autoshard.runtime.transport.shared_memory.arena import Arena, Mapped
+from autoshard.runtime.transport.shared_memory.peers import Neighbours, close
 from autoshard.torch_adapters.groups import timeout_of
 
 
