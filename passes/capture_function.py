@@ -71,7 +71,7 @@ class Function:
         with ExitStack() as stack:
             for context in (
                 self.recorder.running(),
-                tracing.plain_model_code(),
+                tracing.plain_model_code(self.state.hooked()),
                 known,
                 checks_pass(),
                 *asked,

@@ -246,6 +246,28 @@ def test_checkpointed_code_runs_once(x: torch.Tensor, reentrant: bool) -> None:
     assert ops(joint).count("autoshard.dropout.default") == 2
 
 
+def reentrant(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.l(torch.utils.checkpoint.checkpoint(self.l, x, use_reentrant=True)).sum()
+
+
+def test_reentrant_checkpoints_of_what_has_no_gradient_have_none(x: torch.Tensor) -> None:
+    model = Fn(reentrant, **linear())
+    check(model, x)
+    check(model, x.clone().requires_grad_())
+    alone = Fn(lambda s, x: torch.utils.checkpoint.checkpoint(s.l, x, use_reentrant=True).sum(), **linear())
+    assert all(r.kind != "grad" for r in capture(alone, (x,)).results)
+
+
+def test_reentrant_checkpoints_and_hooks_on_gradients_are_refused(x: torch.Tensor) -> None:
+    model = Fn(reentrant, **linear())
+    handle = model.l.weight.register_post_accumulate_grad_hook(lambda p: None)
+    capture(model, (x,))  # nothing leads back into the checkpoint
+    with pytest.raises(CaptureError, match=r"l\.weight has a hook on its gradient"):
+        capture(model, (x.clone().requires_grad_(),))
+    handle.remove()
+    capture(model, (x.clone().requires_grad_(),))
+
+
 def test_autograd_function_and_lstm(x: torch.Tensor) -> None:
     class Square(torch.autograd.Function):
         @staticmethod

@@ -16,7 +16,9 @@ from autoshard.capture.captured_state import graph_digest
 from autoshard.errors import CaptureError, UsageError
 from autoshard.passes.capture import capture
 from autoshard.passes.fold_repeats import flat
+from autoshard.runtime import call_guard
 from autoshard.runtime.call_guard import CallGuard
+from autoshard.runtime.recapture import captured_of
 
 SCALE = 2.0
 LOG: list[Any] = []
@@ -346,3 +348,41 @@ def test_outputs_that_have_a_gradient_are_marked() -> None:
     joint = capture(Two(), (torch.randn(3, 4),))
     assert [kind for _, kind in joint.out_leaves] == ["grad", "grad", "", ""]
     assert [p.target for p in joint.ports if p.kind == "tangent"] == ["0"]
+
+
+class Asks(nn.Module):
+    """Asks whether gradients are recorded, while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).mean()
+        return y * 3 if self.training and not torch.is_grad_enabled() else y * 2
+
+
+def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
+    model, x = Asks(), torch.randn(3, 4)
+    with torch.no_grad():
+        joint = capture(model, (x,))
+        made = captured_of(joint, ((x,), {}), "auto", lambda *_: None)
+        check = CallGuard(model, made.state, "cpu", made.same_graph).check
+        with pytest.raises(UsageError, match="grad mode is False, and was True"):
+            check()
+        model.eval()  # it does not ask then, and the graph is the same
+        check()
+    model.train()
+    check()
+
+
+def test_autocast_of_a_device_that_captures_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(attributes)
+    joint = capture(model, (torch.randn(3, 4),))
+    check = CallGuard(model, joint.captured_state, "cuda", lambda module: True).check
+    check()
+    model.train(False)  # this would be asked of a capture
+    check()
+    monkeypatch.setattr(call_guard, "autocast_state", lambda device: (True, torch.bfloat16))
+    with pytest.raises(UsageError, match="autocast for cuda"):
+        check()

@@ -17,11 +17,12 @@ from autoshard.capture.code_reads import CodeReads
 from autoshard.capture.state_reads import MISSING, AttributeReads, Read, objects_of
 from autoshard.ir import Joint
 from autoshard.torch_adapters.joint_trace import depends_on_arguments, recording
+from autoshard.torch_adapters.modes import grad_mode_noted
 from autoshard.torch_adapters.origins import user_line_of
 
 _UNREAD = object()
-#: names in code that ask whether gradients are recorded
-_GRAD_MODE = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference"})
+#: of a method of tensors that says whether they were made while no gradients are recorded
+_INFERENCE = "is_inference"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class CapturedState:
     """Live references to what the code of a model read.
 
     reads: attributes, globals, closure variables. context: context variables, with labels. containers: whose
-    items were read. grad_mode: whether the code asks if gradients are recorded. environment: whether it
+    items were read. grad_mode: whether the code asked if gradients are recorded. environment: whether it
     mentions the environment's variables. left: what a call writes into attributes and does not read.
     constants: tensors that the graph holds copies of.
     """
@@ -58,6 +59,8 @@ class StateWatch:
     constants: list[torch.Tensor] = field(default_factory=list)
     #: identities of the namespaces of repeated layers
     inner: frozenset[int] = frozenset()
+    #: whether the code has asked if gradients are recorded
+    asked_grad_mode: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, code: CodeReads, replaced: Iterable[tuple[Any, str]]) -> StateWatch:
@@ -92,9 +95,13 @@ class StateWatch:
         """The code of the model runs: its reads count."""
         self.attributes.active = True
         try:
-            yield
+            with grad_mode_noted(self._grad_mode_asked):
+                yield
         finally:
             self.attributes.active = False
+
+    def _grad_mode_asked(self) -> None:
+        self.asked_grad_mode = True
 
     def finish_run(self) -> None:
         """A run has ended: refuse what it changed and a program cannot. Raises CaptureError."""
@@ -132,7 +139,7 @@ class StateWatch:
             tuple(found.values()),
             tuple(self.code.context),
             containers,
-            bool(self.code.names & _GRAD_MODE),
+            self.asked_grad_mode or _INFERENCE in self.code.names,
             bool(self.code.names & {"environ", "getenv"}),
             self.changes.left,
             tuple(self.constants),
