@@ -47,11 +47,12 @@ def test_random_cases(first: int) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [1350, 50450, 51906],
+    [1350, 50450, 51906, 51705],
     ids=[
         "an output that backward needs in another layout",
         "a parameter that is kept for a backward that does not use it",
         "a layout on the way to another one that is made from a third",
+        "a view of attention as only the CPU gives it",
     ],
 )
 def test_cases_that_failed_once(number: int) -> None:
