@@ -350,6 +350,46 @@ def test_outputs_that_have_a_gradient_are_marked() -> None:
     assert [p.target for p in joint.ports if p.kind == "tangent"] == ["0"]
 
 
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helped(self.inner(x))
+
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.part(x).mean()
+        return y
+
+
+@pytest.mark.parametrize("name", ["inner.forward", "forward", "helped"])
+def test_methods_that_are_replaced_later_are_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Whole()
+    check = guard(model).check
+    check()
+    owner, _, key = f"part.{name}".rpartition(".")
+    other = nn.Identity().forward
+    with monkeypatch.context() as patched:
+        patched.setattr(model.get_submodule(owner), key, other, raising=False)
+        with pytest.raises(UsageError, match=f"part.{name} is a method, and was "):
+            check()
+    check()
+    if name != "inner.forward":
+        monkeypatch.setattr(Part, name, lambda self, x: x)
+        with pytest.raises(UsageError, match=f"Part.{name} is a function"):
+            check()
+
+
 class Asks(nn.Module):
     """Asks whether gradients are recorded, while it is trained."""
 

@@ -364,6 +364,8 @@ def _bind(
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 
+#: attributes of a parallel model that the user's has not
+_OURS = frozenset(ParallelModule.__annotations__)
 #: in the class of a parallel model: the user's own
 _USERS = "_autoshard_class"
 
@@ -403,6 +405,8 @@ def as_built(module: nn.Module) -> Iterator[nn.Module]:
     kind, signature = type(module), module._autoshard.program.signature
     with Kept.of(module):
         module.__class__ = vars(kind)[_USERS]
+        for name in _OURS & module.__dict__.keys():
+            del module.__dict__[name]
         made: dict[str, torch.Tensor] = {}
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
