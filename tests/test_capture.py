@@ -261,6 +261,7 @@ def reentrant(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.l(torch.utils.checkpoint.checkpoint(self.l, x, use_reentrant=True)).sum()
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs")
 def test_reentrant_checkpoints_of_what_has_no_gradient_have_none(x: torch.Tensor) -> None:
     model = Fn(reentrant, **linear())
     check(model, x)
