@@ -246,6 +246,40 @@ def test_checkpointed_code_runs_once(x: torch.Tensor, reentrant: bool) -> None:
     assert ops(joint).count("autoshard.dropout.default") == 2
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_views_of_attention_as_on_a_gpu_and_as_on_the_cpu(x: torch.Tensor, dense: bool) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = self.l(x).view(-1, 1, 2, 4).transpose(1, 2)
+        q = q.contiguous() if dense else q
+        out = F.scaled_dot_product_attention(q.expand(-1, -1, 3, -1).contiguous() if dense else q, q, q)
+        return (out.view(-1, 12) if dense else out.transpose(1, 2).view(-1, 8)).pow(2).sum()
+
+    check(Fn(forward, **linear()), x)
+
+
+def reentrant(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.l(torch.utils.checkpoint.checkpoint(self.l, x, use_reentrant=True)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_reentrant_checkpoints_of_what_has_no_gradient_have_none(x: torch.Tensor) -> None:
+    model = Fn(reentrant, **linear())
+    check(model, x)
+    check(model, x.clone().requires_grad_())
+    alone = Fn(lambda s, x: torch.utils.checkpoint.checkpoint(s.l, x, use_reentrant=True).sum(), **linear())
+    assert all(r.kind != "grad" for r in capture(alone, (x,)).results)
+
+
+def test_reentrant_checkpoints_and_hooks_on_gradients_are_refused(x: torch.Tensor) -> None:
+    model = Fn(reentrant, **linear())
+    handle = model.l.weight.register_post_accumulate_grad_hook(lambda p: None)
+    capture(model, (x,))  # nothing leads back into the checkpoint
+    with pytest.raises(CaptureError, match=r"l\.weight has a hook on its gradient"):
+        capture(model, (x.clone().requires_grad_(),))
+    handle.remove()
+    capture(model, (x.clone().requires_grad_(),))
+
+
 def test_autograd_function_and_lstm(x: torch.Tensor) -> None:
     class Square(torch.autograd.Function):
         @staticmethod

@@ -18,7 +18,9 @@ from autoshard.capture.capture import capture
 from autoshard.capture.python_state.captured_state import graph_digest, stored_state
 from autoshard.errors import CaptureError, UsageError
 from autoshard.passes.simplify.fold_repeats import flat
+from autoshard.runtime.checks import call_guard
 from autoshard.runtime.checks.call_guard import CallGuard
+from autoshard.runtime.checks.recapture import captured_of
 
 SCALE = 2.0
 LOG: list[Any] = []
@@ -375,3 +377,81 @@ def test_a_stored_program_knows_what_attributes_were_when_it_was_compiled() -> N
         setattr(owner, name, before)
         check()
         later()  # as it was when the program was compiled
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helped(self.inner(x))
+
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.part(x).mean()
+        return y
+
+
+@pytest.mark.parametrize("name", ["inner.forward", "forward", "helped"])
+def test_methods_that_are_replaced_later_are_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Whole()
+    check = guard(model).check
+    check()
+    owner, _, key = f"part.{name}".rpartition(".")
+    other = nn.Identity().forward
+    with monkeypatch.context() as patched:
+        patched.setattr(model.get_submodule(owner), key, other, raising=False)
+        with pytest.raises(UsageError, match=f"part.{name} is a method, and was "):
+            check()
+    check()
+    if name != "inner.forward":
+        monkeypatch.setattr(Part, name, lambda self, x: x)
+        with pytest.raises(UsageError, match=f"Part.{name} is a function"):
+            check()
+
+
+class Asks(nn.Module):
+    """Asks whether gradients are recorded, while it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x).mean()
+        return y * 3 if self.training and not torch.is_grad_enabled() else y * 2
+
+
+def test_code_that_asks_for_gradients_is_for_calls_with_them() -> None:
+    model, x = Asks(), torch.randn(3, 4)
+    with torch.no_grad():
+        joint = capture(model, (x,))
+        made = captured_of(joint.captured_state, ((x,), {}), "auto", lambda *_: None)
+        check = CallGuard(model, made.state, "cpu", made.same_graph).check
+        with pytest.raises(UsageError, match="grad mode is False, and was True"):
+            check()
+        model.eval()  # it does not ask then, and the graph is the same
+        check()
+    model.train()
+    check()
+
+
+def test_autocast_of_a_device_that_captures_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(attributes)
+    joint = capture(model, (torch.randn(3, 4),))
+    check = CallGuard(model, joint.captured_state, "cuda", lambda module: True).check
+    check()
+    model.train(False)  # this would be asked of a capture
+    check()
+    monkeypatch.setattr(call_guard, "autocast_state", lambda device: (True, torch.bfloat16))
+    with pytest.raises(UsageError, match="autocast for cuda"):
+        check()

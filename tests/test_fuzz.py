@@ -45,7 +45,16 @@ def test_random_cases(first: int) -> None:
         assert outcome.kind != "failed", f"case {number}, mesh {case.mesh}\n{outcome}\n{case.recipe.source()}"
 
 
-@pytest.mark.parametrize("number", [1350], ids=["an output that backward needs in another layout"])
+@pytest.mark.parametrize(
+    "number",
+    [1350, 50450, 51906, 51705],
+    ids=[
+        "an output that backward needs in another layout",
+        "a parameter that is kept for a backward that does not use it",
+        "a layout on the way to another one that is made from a third",
+        "a view of attention as only the CPU gives it",
+    ],
+)
 def test_cases_that_failed_once(number: int) -> None:
     assert Case.of(number).run().kind == "equal"
 

@@ -19,6 +19,8 @@ from autoshard.torch_adapters.groups import timeout_of
 class Net(nn.Module):
     """A loss, and what it was computed from."""
 
+    sign = 1.0
+
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -28,7 +30,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         y = self.more(self.down(self.drop(torch.tanh(self.up(x)))))
-        return {"loss": y.pow(2).mean() * self.scale, "logits": y}
+        return {"loss": y.pow(2).mean() * self.scale * self.sign, "logits": y}
 
 
 def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
@@ -115,6 +117,12 @@ def attributes() -> None:
     parallel.drop.p = 0.5
     refused(lambda: parallel(batch()), "drop.p")
     parallel.drop.p = 0.0
+    type(parallel).sign = -1.0  # type: ignore[attr-defined]
+    assert Net.sign == -1.0
+    refused(lambda: parallel(batch()), "sign is -1.0, and was 1.0")
+    del type(parallel).sign  # type: ignore[attr-defined]
+    assert not hasattr(Net, "sign")
+    Net.sign = 1.0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         refused(lambda: parallel(batch()), "autocast")
     assert float(parallel(batch())["loss"]) == wanted

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoshard.capture import tracing
 from autoshard.capture.meta_args import Absent
 from autoshard.errors import CaptureError
+from autoshard.torch_adapters.hooks import has_gradient_hooks
 
 #: images or videos in a batch, if their sizes are to be part of a program
 _MOST_ROWS = 256
@@ -46,6 +47,11 @@ class State:
     def names(self) -> dict[tuple[int, str], str]:
         """(identity of a module's table, key in it) -> name of the argument."""
         return {(id(table), key): self.arguments[position][1] for table, key, position in self.slots}
+
+    def hooked(self) -> str:
+        """The first parameter with a hook on its gradient, if there is one."""
+        pairs = zip(self.arguments, self.tensors, strict=True)
+        return next((name for (_, name, _), tensor in pairs if has_gradient_hooks(tensor)), "")
 
     def absent(self, names: Collection[str]) -> dict[int, Absent]:
         """What stands for the parameters of these names, by position."""

@@ -31,7 +31,9 @@ def trace(function: Function, tensors: Sequence[torch.Tensor]) -> Traced:
         if isinstance(explained, NeedsValuesError):
             raise explained from error
         try:
-            # some models take shorter ways when they are compiled, which fail for some inputs
+            # some models take shorter ways when they are compiled, which fail for some inputs; some take
+            # views of attention as only the CPU gives it
+            function.like_queries = True
             return _traced(function, tensors, compiling=False)
         except Exception as other:
             asked = _explained(other)

@@ -58,6 +58,8 @@ class Function:
         self.recorder = OriginRecorder(state.modules)
         self.out_spec = pytree.tree_structure(())
         self.out_leaves: list[Leaf] = []
+        #: see `Lifter`
+        self.like_queries = False
         self.replaced: set[int] = set()
         self.raising: set[tuple[int, int]] = set()
 
@@ -71,7 +73,7 @@ class Function:
         with ExitStack() as stack:
             for context in (
                 self.recorder.running(),
-                tracing.plain_model_code(),
+                tracing.plain_model_code(self.state.hooked()),
                 known,
                 checks_pass(),
                 *asked,
@@ -79,7 +81,7 @@ class Function:
                 stack.enter_context(context)
             state = self._state(tensors)
             args, kwargs = self._arguments(tensors[split:], known)
-            lifter = Lifter(tensors[-1])
+            lifter = Lifter(tensors[-1], like_queries=self.like_queries)
             watched = nullcontext() if self.watch is None else self.watch.running()
             with lifting(lifter, self.recorder.at), watched:
                 if self.repeats is not None:

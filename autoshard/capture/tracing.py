@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoshard.capture.joint_trace import BACKWARD, Traced, trace_once
+from autoshard.errors import CaptureError
 from autoshard.torch_adapters.replaced import replaced
 
 #: key of our mark in the ``custom`` metadata of a node
@@ -113,11 +115,23 @@ def _quiet_log() -> Iterator[None]:
         logger.setLevel(before)
 
 
+@dataclass(frozen=True)
 class _DirectCall:
-    """Stands in for the autograd function of reentrant checkpoints."""
+    """Stands in for the autograd function of reentrant checkpoints. hooked: see `plain_model_code`."""
 
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    hooked: str
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            with torch.no_grad():  # nothing leads back into it, to its parameters neither
+                return function(*args)
+        if self.hooked and torch.is_grad_enabled():
+            raise CaptureError(
+                f"{self.hooked} has a hook on its gradient, and the model uses reentrant checkpoints",
+                why="each of them runs a backward of its own, so that a gradient may arrive in several parts "
+                "and the hook run for each; a program gives it whole",
+                hint="checkpoint(..., use_reentrant=False), or remove the hook",
+            )
         return function(*args)
 
 
@@ -143,17 +157,19 @@ def _no_mkldnn() -> Iterator[None]:
 
 
 @contextmanager
-def plain_model_code() -> Iterator[None]:
+def plain_model_code(hooked: str = "") -> Iterator[None]:
     """Take out what the code of a model asks of the runtime, not of the mathematics.
 
     ``torch.utils.checkpoint`` runs its function once (what is recomputed is decided by plans), recurrent
     layers are written out rather than given to a CPU library, ``nn.Transformer`` uses the mask it is given
     without looking whether it is the causal one, and autograd records no Python stacks.
+
+    hooked: a parameter with a hook on its gradient, if there is one: it bars reentrant checkpoints.
     """
     module = torch.utils.checkpoint
     with (
         replaced(torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
-        replaced(module, "CheckpointFunction", _DirectCall),
+        replaced(module, "CheckpointFunction", _DirectCall(hooked)),
         replaced(module, "_checkpoint_without_reentrant_generator", _keep_all),
         _no_mkldnn(),
         torch.autograd.set_detect_anomaly(False),

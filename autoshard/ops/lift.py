@@ -39,11 +39,13 @@ _CROSS_ENTROPY: Function = F.cross_entropy
 class Lifter:
     """Our versions of torch functions, for one run of a model.
 
-    seed: int64 scalar tensor that all dropout masks depend on. sites: dropout calls so far.
+    seed: int64 scalar tensor that all dropout masks depend on. sites: dropout calls so far. like_queries:
+    whether attention of dense queries is dense, as torch's is on the CPU; on a GPU it lies by positions. A
+    model written for either may take views that the other does not allow.
     """
 
-    def __init__(self, seed: torch.Tensor) -> None:
-        self.seed = seed
+    def __init__(self, seed: torch.Tensor, *, like_queries: bool = False) -> None:
+        self.seed, self.like_queries = seed, like_queries
         self.sites = 0
 
     def table(self) -> dict[Function, Function]:
@@ -138,7 +140,8 @@ class Lifter:
                 ),
             )
         out, _ = torch.ops.autoshard.sdpa(query, key, value, attn_mask, bool(is_causal), factor)
-        return cast(torch.Tensor, out)
+        dense = self.like_queries and query.is_contiguous()
+        return cast(torch.Tensor, out.contiguous() if dense else out)
 
     def _sdpa_with_dropout(
         self,

@@ -361,8 +361,7 @@ def _bind(
         else:
             _leave_shape(owner, owner._buffers, name.rpartition(".")[2])
     module.__dict__.pop("forward", None)  # a replaced one is part of the program, and would run in its place
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (ParallelModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _parallel_class(type(module))
     module._autoshard = runner  # type: ignore[assignment]
     module._autoshard_stepper = Stepper(runner)  # type: ignore[assignment]
     module._autoshard_guard, module._autoshard_captured = guard, captured  # type: ignore[assignment]
@@ -376,15 +375,49 @@ def _bind(
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 
+#: attributes of a parallel model that the user's has not
+_OURS = frozenset(ParallelModule.__annotations__)
+#: in the class of a parallel model: the user's own
+_USERS = "_autoshard_class"
+
+
+class _SetsOnUsers(type):
+    """Of the classes of parallel models: what is set on one is set on the class that the user wrote.
+
+    ``type(model).gain = 2.0`` means that class, and captures are of models of that class.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if _USERS in vars(cls):
+            setattr(vars(cls)[_USERS], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        if _USERS in vars(cls):
+            delattr(vars(cls)[_USERS], name)
+        else:
+            super().__delattr__(name)
+
+
+def _parallel_class(users: type) -> type:
+    """The class of parallel models of a class."""
+    own = type(users)
+    kind = _SetsOnUsers if own is type else type(own.__name__, (_SetsOnUsers, own), {})
+    made: type = kind(users.__name__, (ParallelModule, users), {"__module__": users.__module__})
+    type.__setattr__(made, _USERS, users)  # not before: the user's code may set something while it is made
+    return made
+
+
 @contextmanager
 def as_built(module: nn.Module) -> Iterator[nn.Module]:
     """A parallel module as the user built it, for a capture: of its own class, tensors without data."""
     assert isinstance(module, ParallelModule)
     kind, signature = type(module), module._autoshard.program.signature
     with Kept.of(module):
-        module.__class__ = kind.__mro__[2]
-        # a capture would follow them as attributes of the user's
-        ours = {k: module.__dict__.pop(k) for k in list(module.__dict__) if k.startswith("_autoshard")}
+        module.__class__ = vars(kind)[_USERS]
+        for name in _OURS & module.__dict__.keys():
+            del module.__dict__[name]
         made: dict[str, torch.Tensor] = {}
         for port in signature.ports:
             if port.kind in ("param", "buffer"):
@@ -401,7 +434,6 @@ def as_built(module: nn.Module) -> Iterator[nn.Module]:
             yield module
         finally:
             module.__class__ = kind
-            module.__dict__.update(ours)
 
 
 def _as_built(asked: Callable[[nn.Module], bool], module: nn.Module) -> bool:

@@ -60,6 +60,11 @@ def carry_tensor_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         new._post_accumulate_grad_hooks = after
 
 
+def has_gradient_hooks(leaf: torch.Tensor) -> bool:
+    """Whether code of the user's runs when a gradient arrives at a leaf."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
 def run_gradient_hooks(leaf: torch.Tensor, grad: Any) -> Any:
     """What autograd would do with a gradient that arrives at a leaf: its gradient hooks, in order."""
     for hook in (leaf._backward_hooks or {}).values():

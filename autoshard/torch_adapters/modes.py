@@ -5,7 +5,10 @@ Leans on private queries of ``torch.overrides`` and ``torch.utils._python_dispat
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -16,6 +19,25 @@ def autocast_state(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether autocast is on for a type of device, and to which dtype."""
     on = torch.is_autocast_enabled(device)
     return on, torch.get_autocast_dtype(device) if on else None
+
+
+@contextmanager
+def grad_mode_noted(note: Callable[[], None]) -> Iterator[None]:
+    """Call ``note`` where code that is not torch's asks whether gradients are recorded."""
+    with ExitStack() as stack:
+        for name in ("is_grad_enabled", "is_inference_mode_enabled"):
+            stack.enter_context(patch.object(torch, name, _noting(getattr(torch, name), note)))
+        yield
+
+
+def _noting(asked: Callable[[], bool], note: Callable[[], None]) -> Callable[[], bool]:
+    def ask() -> bool:
+        package = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "autoshard"):
+            note()
+        return asked()
+
+    return ask
 
 
 def ambient_modes() -> Hashable:

@@ -173,7 +173,9 @@ def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
             elif k not in members:
                 own.append(lowered.main[k])
         pieces.append((part, own))
-    made = with_parts(lowered, pieces)
+    # nothing need use all that a message of several brings
+    brought = {v: whole.values[v] for node in stands.values() for v in node.outs}
+    made = with_parts(replace(lowered, values={**lowered.values, **brought}), pieces)
     called = {i.segment for i in made.main if isinstance(i, Call)}
     return replace(made, segments={n: s for n, s in made.segments.items() if n in called})
 

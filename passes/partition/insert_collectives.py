@@ -7,7 +7,7 @@ in main otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -132,6 +132,8 @@ class _Inserter:
         self.types = {name: g.types() for name, g in folded.segments.items()}
         self.backward = folded.is_backward()
         self.param_ports = {p.target: p.name for p in folded.joint.ports if p.kind == "param"}
+        #: what backward uses, of which there is something to keep
+        self.for_backward = {source for source, target in flow.edges if self.backward[target[0]]}
         self.exported: dict[Place, Layout] = {}
         self.incoming: dict[Place, Layout] = {}
         self.sources: dict[Place, list[Place]] = {}
@@ -218,7 +220,7 @@ class _Inserter:
         ]
         for value, use in self._keeps(name):
             outputs.append(emitter.get(value, use, Origin(), False))
-        made = Graph(name, graph.inputs, tuple(emitter.nodes), tuple(outputs))
+        made = Graph(name, graph.inputs, _needed(emitter.nodes, outputs), tuple(outputs))
         return LoweredSegment(made, emitter.layouts, why)
 
     def _bring(
@@ -250,9 +252,10 @@ class _Inserter:
         return {self.plan.params[s].use for s in kept}
 
     def _keeps_at(self, source: Place, target: Place) -> bool:
-        """Whether a parameter is kept from this input on, its first forward use."""
+        """Whether a parameter that backward uses is kept from this input on, its first forward use."""
         state = self.plan.params.get(source)
-        return state is not None and state.keep and self.first_use[source] == target
+        kept = state is not None and state.keep and source in self.for_backward
+        return kept and self.first_use[source] == target
 
     # -- main --------------------------------------------------------------------------------------
 
@@ -316,6 +319,17 @@ class _Inserter:
             emitter.have[port][use] = out
         emitter.layouts[out], emitter.types[out] = use, emitter.types[port]
         return out
+
+
+def _needed(nodes: Sequence[Node], outputs: Sequence[str]) -> tuple[Node, ...]:
+    """Without collectives whose results nothing uses: from a layout on the way, another one may be nearer."""
+    used = set(outputs)
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if not node.op.startswith("comm.") or not used.isdisjoint(node.outs):
+            kept.append(node)
+            used.update(refs_of(node))
+    return tuple(reversed(kept))
 
 
 def _refed(node: Node, names: Iterator[str]) -> Node:

@@ -125,6 +125,7 @@ PYTHON = pieces(
     Piece(
         "forward replaced",
         made="old$ = m.lin.forward\nm.lin.forward = lambda x: 2 * old$(x)",
+        change="m.lin.forward = lambda x: 0.5 * x",
     ),
     Piece(
         "forward of the whole replaced",
@@ -135,5 +136,6 @@ PYTHON = pieces(
         "h = self.method$(h)",
         body="def method$(self, x):\n    return x + 1.0",
         made="m.method$ = types.MethodType(lambda self, x: x - 1.0, m)",
+        change="m.method$ = types.MethodType(lambda self, x: x + 2.0, m)",
     ),
 )

@@ -82,9 +82,9 @@ def _beside(steps: Steps, wanted: Seen, parallelize: Any) -> Outcome:
 def _script(here: types.ModuleType, model: nn.Module | None = None) -> Seen:
     """Run the script of a world. model: None for a new one."""
     seen = Seen()
-    torch.manual_seed(0)
     try:
         model = here.make() if model is None else model
+        torch.manual_seed(0)  # the same numbers, whether the model was made now or before
         shown: nn.Module = model
         here.script(model, _clip(model), lambda name, *x: seen.values.update(_shown(here, shown, name, x)))
         seen.state = state_of(here, model)

@@ -33,12 +33,13 @@ from autoshard.capture.python_state.state_reads import (
     objects_of,
 )
 from autoshard.ir import Joint
+from autoshard.torch_adapters.modes import grad_mode_noted
 
 _UNREAD = object()
 #: characters of a value's text; of longer ones a hash is stored
 _LONGEST = 200
-#: names in code that ask whether gradients are recorded
-_GRAD_MODE = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference"})
+#: of a method of tensors that says whether they were made while no gradients are recorded
+_INFERENCE = "is_inference"
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class CapturedState:
     """Live references to what the code of a model read.
 
     reads: attributes. variables: globals, closure variables. context: context variables, with labels.
-    containers: whose items were read. grad_mode: whether the code asks if gradients are recorded.
+    containers: whose items were read. grad_mode: whether the code asked if gradients are recorded.
     environment: whether it mentions the environment's variables. left: what a call writes into attributes
-    and does not read.
-    constants: tensors that the graph holds copies of. graph: as it was captured, repeats not expanded.
+    and does not read. constants: tensors that the graph holds copies of. graph: as it was captured, repeats
+    not expanded.
     """
 
     reads: tuple[Read, ...] = ()
@@ -82,11 +83,13 @@ def stored_state(model: nn.Module, texts: Mapping[str, str]) -> CapturedState:
     """The attributes of a model that a stored program was captured with, by their labels."""
     owners = {label: value for value, label in objects_of(model).values()}
     found = []
-    for label in texts:
+    for label, text in texts.items():
         path, _, key = label.rpartition(".")
         if path in owners:
             table = owners[path].__dict__
-            found.append(Read(table if key in table else ClassValues(owners[path]), key, label))
+            # what was not set on the object itself may be a method of its class
+            own = key in table or text == repr(MISSING)
+            found.append(Read(table if own else ClassValues(owners[path]), key, label))
     return CapturedState(tuple(found))
 
 
@@ -105,6 +108,8 @@ class StateWatch:
     constants: list[torch.Tensor] = field(default_factory=list)
     #: identities of the namespaces of repeated layers
     inner: frozenset[int] = frozenset()
+    #: whether the code has asked if gradients are recorded
+    asked_grad_mode: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, code: CodeReads, replaced: Iterable[tuple[Any, str]]) -> StateWatch:
@@ -139,9 +144,13 @@ class StateWatch:
         """The code of the model runs: its reads count."""
         self.attributes.active = True
         try:
-            yield
+            with grad_mode_noted(self._grad_mode_asked):
+                yield
         finally:
             self.attributes.active = False
+
+    def _grad_mode_asked(self) -> None:
+        self.asked_grad_mode = True
 
     def finish_run(self) -> None:
         """A run has ended: refuse what it changed and a program cannot. Raises CaptureError."""
@@ -179,7 +188,7 @@ class StateWatch:
             tuple(variables.values()),
             tuple(self.code.context),
             containers,
-            bool(self.code.names & _GRAD_MODE),
+            self.asked_grad_mode or _INFERENCE in self.code.names,
             bool(self.code.names & {"environ", "getenv"}),
             self.changes.left,
             tuple(self.constants),

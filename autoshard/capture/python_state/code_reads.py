@@ -96,6 +96,8 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
     #: methods of the classes met, by name: a call of one is known by its name alone
     methods: dict[str, list[FunctionType]] = field(default_factory=dict)
+    #: where those of the user's classes are held
+    places: dict[str, list[Read]] = field(default_factory=dict)
     classes: set[type] = field(default_factory=set)
 
     def add(self, value: Any) -> None:
@@ -132,6 +134,8 @@ class _Walk:
             for code in _codes(function.__code__):
                 self._globals(function, code)
             self._closure(function)
+        for name in ("__call__", "forward", *sorted(self.reads.names)):
+            self.reads.variables += self.places.pop(name, ())
 
     def _globals(self, function: FunctionType, code: CodeType) -> None:
         table, where = function.__globals__, f"{short_path(code.co_filename)}:{code.co_firstlineno}"
@@ -206,11 +210,14 @@ class _Walk:
                 self.reads.variables.append(Read(vars(kind), key, f"{kind.__name__}.{key}"))
 
     def methods_of(self, kind: type) -> None:
-        """Methods of a class are read if code mentions their names."""
+        """Methods of a class are read if code mentions their names, ``forward`` in any case."""
+        ours = _top(kind.__module__) not in _KEPT_APART
         for key, value in vars(kind).items():
             method = value.fget if isinstance(value, property) else value
             if isinstance(method, FunctionType):
                 self.methods.setdefault(key, []).append(method)
+                if ours:
+                    self.places.setdefault(key, []).append(Read(vars(kind), key, f"{kind.__name__}.{key}"))
                 if key in self.reads.names or key == "__call__":
                     self.add(method)
 

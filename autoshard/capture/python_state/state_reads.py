@@ -177,7 +177,7 @@ class AttributeReads:
             if any(name in table.get(held, ()) for held in ("_parameters", "_buffers", "_modules")):
                 return
             holder = next((c for c in type(owner).__mro__ if name in vars(c)), None)
-            if holder is not None:
+            if holder is not None and not _is_method(owner, holder, name):
                 if holder in (type(owner), nn.Module) or not _is_data(vars(holder)[name]):
                     return
                 table = ClassValues(owner)
@@ -195,6 +195,12 @@ class AttributeReads:
                 if key not in TABLES
             ]
         return found
+
+
+def _is_method(owner: object, holder: type, name: str) -> bool:
+    """Whether an attribute is a method of a module that a user may set another function in place of."""
+    users = name == "forward" or holder.__module__.partition(".")[0] != "torch"
+    return users and isinstance(owner, nn.Module) and isinstance(vars(holder)[name], FunctionType)
 
 
 def _is_data(value: object) -> bool:

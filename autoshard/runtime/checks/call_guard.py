@@ -105,7 +105,9 @@ class CallGuard:
         self.hooked = [(table, count) for table, count in self.hooks if count]
         self.registrations = registrations()
         self.environment = dict(os.environ) if state.environment else None
-        self.modes = self._modes()
+        #: models are captured on the CPU, with gradients recorded, whatever the modes around that are
+        autocast = autocast_state(device) if device == "cpu" else (False, None)
+        self.modes = (autocast, torch.get_default_dtype(), True if self.grad_mode else None)
         self.accepted: set[tuple[tuple[str, str], ...]] = set()
 
     def _values(self) -> list[Any]:
@@ -135,8 +137,10 @@ class CallGuard:
         found = list(self._differences(values))
         key = tuple((d.label, d.now) for d in found)
         if found and key not in self.accepted:
-            hooked = any(len(table) > count for table, count in self.hooks)
-            if hooked or self.same_graph is None or not self.same_graph(self.module):
+            # what no capture sees makes no difference to its graph
+            unseen = self.device != "cpu" and self._modes()[0] != self.modes[0]
+            unseen |= any(len(table) > count for table, count in self.hooks)
+            if unseen or self.same_graph is None or not self.same_graph(self.module):
                 raise _refusal(found)
             self.accepted.add(key)
         self.values = values

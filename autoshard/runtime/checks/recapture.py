@@ -39,6 +39,8 @@ def captured_of(
             now = capture(module, args, kwargs, differentiate=differentiate)
         except CaptureError:
             return False  # what cannot be captured is no graph that was
+        if now.captured_state.grad_mode and not torch.is_grad_enabled():
+            return False  # the code asks for gradients, which captures always record
         return now.captured_state.digest == state.digest
 
     return Captured(state, same_graph, lambda module: compiled(module, (args, kwargs)))

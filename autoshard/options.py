@@ -1,0 +1,114 @@
+"""What a user may choose: how a plan is searched, and which optional passes a program is made with.
+
+The fields are the keyword arguments of `autoshard.plan`, `compile` and `parallelize`, the options of the
+commands, and entries of ``request.json``: a new choice is a new field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from autoshard.errors import UsageError
+
+T = TypeVar("T")
+#: gradients of the one loss that a model returns, or of all its outputs
+Differentiate = Literal["auto", "all"]
+
+
+def option(default: Any, help: str, **cli: Any) -> Any:
+    """A field with its help. cli: how the commands write it: flag, metavar, least (of a number), hidden."""
+    return field(default=default, metadata={"help": help, **cli})
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a plan is searched."""
+
+    memory: int | None = option(
+        None, "bytes per rank [default: 94 % of the device]", metavar="16GiB", unit="bytes"
+    )
+    devices: int | None = option(None, "how many devices of the cluster to use", flag="--gpus", least=1)
+    global_batch: int | None = option(
+        None, "sequences per optimizer step; the number of microbatches is then chosen", least=1
+    )
+    optimizer: str = option("adamw", "adamw: all in the type of the parameters; adamw-fp32: master copy")
+    recompute: bool = option(True, "whether activations may be recomputed in backward")
+    pins: tuple[str, ...] = option(
+        (), "decide a tensor's placement; may be repeated", flag="--pin", metavar="GLOB=tp:S(0)"
+    )
+    tactics: str = option("", "decide axis by axis, in order", metavar="'dp on batch; auto on tp'")
+    schedule: str = option(
+        "", "of a pipeline (pp): gpipe, 1f1b, interleaved, zb-h1, ... [default: the best]", metavar="1f1b"
+    )
+    chunks: int | None = option(None, "pipeline stages per rank [default: the best]", least=1)
+    microbatches: int | None = option(None, "of a step [default: the best number]", least=1)
+    slices: int | None = option(
+        None, "parts of the sequence of a microbatch, with --schedule seq1f1b [default: 2]", least=1
+    )
+    replicate_unknown: bool = option(False, "run ops without a sharding rule on global tensors")
+    offload: str = option(
+        "",
+        "what lies in host memory between its uses, any of the three [default: nothing]",
+        metavar="activations,parameters,optimizer",
+    )
+    differentiate: Differentiate = option(
+        "auto", "auto: gradients of the loss that the model returns; all: of all outputs"
+    )
+    baselines: bool = option(False, "also price what users choose by hand", hidden=True)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least", 1)
+            if each.type == "int | None" and value is not None and (type(value) is not int or value < least):
+                unit = each.metadata.get("unit", "")
+                what = (
+                    f"bytes per rank, for instance {16 << 30:,}"
+                    if unit
+                    else f"a whole number from {least} on"
+                )
+                raise UsageError(f"{each.name} is {value!r}", hint=f"give {what}".replace(",", "_"))
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Which optional passes a program is made with. The defaults shorten a step and round nothing."""
+
+    allow: str = option(
+        "",
+        "with how few bits parameters, gradients and activations may travel where that is faster "
+        "[default: all bits]",
+        metavar="int8-weights,int4-gradients,int8-activations",
+    )
+    hierarchy: str = option(
+        "off",
+        "collectives level by level, with copies of parameters sharded inside a level",
+        metavar="auto|levels|copy=node|...",
+    )
+    kernels: bool = option(False, "one op, with a kernel, for each of the chains around norms")
+    bucket: bool = option(True, "collectives of parameters share buckets")
+    overlap: bool = option(True, "order ops so that collectives overlap with computing")
+    ring: bool = option(
+        True, "products beside a gather or a reduce-scatter in chunks round the ranks, where that is faster"
+    )
+    offload: str = option("", "instead of the plan's", hidden=True)
+
+
+def options_from(kind: type[T], values: Mapping[str, Any], base: T | None = None) -> T:
+    """Options by name, on top of others. Raises UsageError for a name that there is not."""
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}", hint=f"one of {', '.join(known)}")
+    given = {name: getattr(base, name) for name in known} if base is not None else {}
+    return kind(**{**given, **values})
+
+
+def names_of(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))
+
+
+def visible_fields(kind: type[Any]) -> list[Field[Any]]:
+    """Those that commands have options for."""
+    return [f for f in fields(kind) if not f.metadata.get("hidden")]
