@@ -70,7 +70,7 @@ class _Large:
     def seconds(self, found: Settled) -> float:
         return found.placed.seconds
 
-    def fit(self, found: Settled, limit: float) -> Settled:
+    def fit(self, found: Settled, limit: float, spent: Callable[[], bool] = bool) -> Settled:
         self.asked.append(found.configuration.name)
         if found.configuration.name not in self.fit_:
             raise InfeasibleError("too large")

@@ -14,13 +14,16 @@ from planned import analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.planner.planning import plan_analysed
 from autoshard.search.bound.candidate_queue import Nearest
 from autoshard.search.bound.estimate import Estimated, Proof
 from autoshard.search.bound.global_lower_bound import Lowest
 from autoshard.search.problem.problem import experts_of
+from autoshard.search.reasons.explain import explain
 from autoshard.search.select.branch_and_bound import Race
 from autoshard.search.select.choose import Ask, Settled, choose
 from autoshard.search.select.refine import Exact
+from autoshard.search.select.request import WORK
 from autoshard.search.solve.configuration import Configuration
 from autoshard.search.solve.formulate import Posed
 from autoshard.search.solve.pipeline_model import Pipe
@@ -42,7 +45,7 @@ class Programs:
         self.cut.append(found.configuration)
         return self.slow * found.placed.seconds
 
-    def fit(self, found: Settled, limit: float = inf) -> Settled:
+    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = bool) -> Settled:
         where = found.configuration
         seconds = found.placed.seconds * (1.0 if where.pipe.ranks == 1 else self.slow)
         self.made.append((where, seconds, limit))
@@ -54,10 +57,10 @@ class Programs:
         return None
 
 
-def chosen(judge: Programs) -> Settled:
+def chosen(judge: Programs, work: int = WORK) -> Settled:
     machine = load_cluster("h100-dgx")
     meshes = searched(machine, 4, 4, BATCH, PipeAsk())
-    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH), judge=judge)
+    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH, work=work), judge=judge)
 
 
 @pytest.mark.parametrize("slow", [1.0, 100.0])
@@ -110,7 +113,7 @@ class Stopped(Programs):
         self._count("cut")
         return super().seconds(found)
 
-    def fit(self, found: Settled, limit: float = inf) -> Settled:
+    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = bool) -> Settled:
         self._count("fit")
         return super().fit(found, limit)
 
@@ -264,7 +267,8 @@ class _Told(Exact):
     """Solutions that take as long as estimated; notes in which order they were asked for."""
 
     def __init__(self, judge: Programs) -> None:
-        super().__init__(cast(Poses, None), Ask(), cast(Setting, None), lambda _: None, judge)
+        poses = cast(Poses, SimpleNamespace(work=0))
+        super().__init__(poses, Ask(), cast(Setting, None), lambda _: None, judge)
         self.order: list[str] = []
 
     def _posed(self, where: Configuration) -> Posed:
@@ -406,3 +410,33 @@ def test_a_pipeline_that_is_proven_to_be_slower_does_not_go_ahead() -> None:
     ]
     exact._run(Race(one_kind=False), Nearest(estimates))
     assert exact.order == ["fsdp=8"]
+
+
+def test_a_search_that_did_its_work_takes_the_first_that_fits() -> None:
+    whole, judge = chosen(Programs(lambda where: True)), Programs(lambda where: True)
+    found = chosen(judge, work=0)
+    assert found.spent and not whole.spent and len(judge.made) == 1
+    assert found.bound <= whole.bound <= whole.placed.seconds <= found.placed.seconds
+    assert not any(rejected.solved for rejected in found.rejected)
+    told = [explain(s, load_cluster("h100-dgx"), "fingerprint").warnings for s in (found, whole)]
+    assert "all the work" in told[0][0] and not told[1]
+    only = chosen(Programs(lambda where: where.name == "tp=4"), work=0)
+    assert only.spent and only.configuration.name == "tp=4"
+
+
+def test_less_room_is_found_with_little_work_once_all_is_done() -> None:
+    """The first solution that fits as a program is taken, where there are faster ones that need more room."""
+    machine, analysis = load_cluster("h100-dgx"), analysed("gpt2")
+    meshes = [Mesh.parse("fsdp=4")]
+    peak = plan_analysed(analysis, meshes, machine, memory=2**40, ask=Ask(batch=BATCH)).peak
+    assert peak is not None
+    memory = int(0.9 * peak.bytes)
+    tight, quick = (
+        plan_analysed(analysis, meshes, machine, memory=memory, ask=Ask(batch=BATCH, work=work))
+        for work in (Ask().work, 0)
+    )
+    assert tight.peak is not None and quick.peak is not None
+    assert max(tight.peak.bytes, quick.peak.bytes) <= memory
+    found = [p.settled for p in (tight, quick)]
+    assert found[0] is not None and found[1] is not None
+    assert found[1].bound <= found[0].placed.seconds <= found[1].placed.seconds

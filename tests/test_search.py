@@ -19,11 +19,12 @@ from autoshard.search import (
     min_marginals,
     solve,
 )
+from autoshard.solver.budgeted import Priced
 from autoshard.solver.diving import dive, widen
-from autoshard.solver.elimination_order import find_order
+from autoshard.solver.elimination_order import Familiar, find_order
 from autoshard.solver.improvement_moves import descend, measure
 from autoshard.solver.milp import solve_milp
-from autoshard.solver.minimise import minimise_pruned
+from autoshard.solver.minimise import Found, minimise_pruned
 from autoshard.solver.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.solver.reduced_network import Reduction
 from autoshard.solver.single_elimination import Orders, least
@@ -554,6 +555,20 @@ def test_a_network_that_was_pruned_before_gives_the_same_solutions(seed: int, sh
         second.value.states,
         second.value.smallest_bytes,
     )
+
+
+def test_what_was_found_at_prices_is_not_sought_again_under_another_budget() -> None:
+    asked: list[float] = []
+
+    def least(price: float, familiar: Familiar) -> Found:
+        asked.append(price)
+        return Found([], price, "")
+
+    priced = Priced()
+    for prices in ((), (2.0,), (2.0, 1.0), (2.0, 3.0), (2.0,), (2.0, 1.0)):
+        assert priced.at(TINY, prices, least).lower_bound == (prices[-1] if prices else 0.0)
+    assert priced.at(Limits(), (2.0,), least).lower_bound == 2.0
+    assert asked == [0.0, 2.0, 1.0, 3.0, 2.0]
 
 
 @few

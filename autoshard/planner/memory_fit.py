@@ -60,6 +60,10 @@ _MORE = 1.03
 _SMALLER = 0.88
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Peak:
     """The fullest pipeline rank. bytes: at its peak. held: as the part begins in which that is. host: what is
@@ -118,26 +122,27 @@ class Fitter:
         except InfeasibleError:
             return inf
 
-    def fit(self, found: Settled, limit: float = inf) -> Settled:
+    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = _never) -> Settled:
         """The solution, or one of the same configuration that holds less. Raises InfeasibleError.
 
         limit: seconds of a step that fits; what cannot be faster comes back slower than that, unmeasured.
+        spent: whether the first that fits will do, found with little work.
         """
-        return self.fitted(found, limit).settled
+        return self.fitted(found, limit, spent).settled
 
-    def fitted(self, found: Settled, limit: float = inf) -> Fitted:
+    def fitted(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = _never) -> Fitted:
         """The same with its stages and its peak."""
         for other, known in self._fitted:
             if _same(known.settled, found):
                 return replace(known, settled=found)
             if _same(other, found):
                 return replace(known, settled=replace(found, placed=known.settled.placed))
-        made = self._made(found, limit)
+        made = self._made(found, limit, spent)
         if made.peak is not None or self.ask.budget is None:
             self._fitted.append((found, made))
         return made
 
-    def _made(self, found: Settled, limit: float) -> Fitted:
+    def _made(self, found: Settled, limit: float, spent: Callable[[], bool]) -> Fitted:
         over, made = self._over(found)
         if made is not None and over <= 0:
             return made
@@ -154,10 +159,10 @@ class Fitter:
         room = self._less(start, over, found)
         too_large: Hashable = None
         for _ in range(_ROUNDS):
-            if high - low <= _NEAR:
+            if high - low <= _NEAR or (best is not None and spent()):
                 break
             room = room if low < room < high else (low + high) / 2
-            tried = retuned(found, self.ask, room)
+            tried = retuned(found, self.ask, room, quick=spent())
             if tried is None:
                 if self._leaves_no_less(room, measured[-1][0]):
                     too_large = _kind_of(measured[-1][0])

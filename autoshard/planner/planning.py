@@ -195,6 +195,7 @@ def _among(again: Settled, all_: Settled) -> Settled:
         rejected=all_.rejected,
         rivals=all_.rivals,
         interrupted=all_.interrupted or again.interrupted,
+        spent=all_.spent or again.spent,
     )
 
 

@@ -8,7 +8,8 @@ is searched exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,19 +73,43 @@ class Begun:
     best: Point
 
 
+class Priced:
+    """Least costs of one network at prices of a byte, by limits and all prices tried up to then: a search
+    under another budget begins alike."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Limits, tuple[float, ...]], tuple[Found, Familiar]] = {}
+
+    def at(
+        self, limits: Limits, prices: tuple[float, ...], least: Callable[[float, Familiar], Found]
+    ) -> Found:
+        """At the last of the prices, 0 if there are none. least: of a price, with orders of those before."""
+        key = (limits, prices)
+        if key not in self._found:
+            before = self._found.get((limits, prices[:-1])) if len(prices) > 1 else None
+            familiar = Familiar() if before is None else copy(before[1])
+            self._found[key] = least(prices[-1] if prices else 0.0, familiar), familiar
+        return self._found[key][0]
+
+
 def minimise_within(
-    net: Residual, order: Order, budget: float, limits: Limits, begun: dict[float, Begun] | None = None
+    net: Residual,
+    order: Order,
+    budget: float,
+    limits: Limits,
+    begun: dict[float, Begun] | None = None,
+    priced: Priced | None = None,
 ) -> Budgeted:
     """The fastest assignment of at most ``budget`` bytes.
 
     net: arc consistent, pruned in both objectives, with an assignment of finite cost. begun: of earlier
-    searches of the same network and order, by their budget, to go on from and to be added to. Raises
-    InfeasibleNetwork, with states in the original numbering, when nothing fits.
+    searches of the same network and order, by their budget, to go on from and to be added to. priced: what
+    they found at prices. Raises InfeasibleNetwork, with states in the original numbering, when nothing fits.
     """
     meter = Meter(net)
     known = None if begun is None else begun.get(budget)
     if known is None or not _repeats(order, known.dual, limits):
-        started = _begin(net, meter, order, budget, limits)
+        started = _begin(net, meter, order, budget, limits, priced or Priced())
         if isinstance(started, Budgeted):
             return started
         known = started
@@ -108,11 +133,17 @@ def _reused(order: Order, limits: Limits) -> bool:
     return order.total <= min(_REUSED, limits.total)
 
 
-def _begin(net: Residual, meter: Meter, order: Order, budget: float, limits: Limits) -> Begun | Budgeted:
+def _begin(
+    net: Residual, meter: Meter, order: Order, budget: float, limits: Limits, priced: Priced
+) -> Begun | Budgeted:
     """All but the gap; the answer where the budget does not bind."""
-    fastest = (
-        minimise(net, order, limits) if fits(order, limits) else minimise_pruned(net.weighted(0.0), limits)
-    )
+
+    def free(price: float, familiar: Familiar) -> Found:
+        if fits(order, limits):
+            return minimise(net, order, limits)
+        return minimise_pruned(net.weighted(price), limits, familiar)
+
+    fastest = priced.at(limits, (), free)
     assert fastest.states is not None
     fast = _point(meter, fastest.states)
     if fast.held <= budget:
@@ -121,7 +152,7 @@ def _begin(net: Residual, meter: Meter, order: Order, budget: float, limits: Lim
     if leanest.held > budget:
         states = descend(net, leanest.states, leanest.held)
         raise InfeasibleNetwork(_point(meter, states).held, net.original(states), budget)
-    dual = _search_multiplier(net, meter, order, fast, fastest.lower_bound, leanest, budget, limits)
+    dual = _search_multiplier(net, meter, order, fast, fastest.lower_bound, leanest, budget, limits, priced)
     return Begun(dual, _improved(net, meter, dual, budget))
 
 
@@ -162,16 +193,17 @@ def _search_multiplier(
     lean: Point,
     budget: float,
     limits: Limits,
+    priced: Priced,
 ) -> _Dual:
     """Raise the dual bound; fast is over the budget, lean within it."""
     # where the tables are large, it pays to prune anew for every multiplier, which goes further
     elimination = Elimination(net, order) if _reused(order, limits) else None
-    familiar = Familiar()
+    trials: tuple[float, ...] = ()
     lam, steps, method = 0.0, 0, "eliminated"
     while steps < limits.steps and lean.seconds > fast.seconds:
         trial = (lean.seconds - fast.seconds) / (fast.held - lean.held)
-        steps += 1
-        found = _at(net, elimination, familiar, trial, limits)
+        steps, trials = steps + 1, (*trials, trial)
+        found = priced.at(limits, trials, lambda lam, like: _at(net, elimination, like, lam, limits))
         assert found.states is not None
         method = found.method
         if found.lower_bound - trial * budget > lower:

@@ -18,7 +18,8 @@ from autoshard.solver.network import Array, CostNetwork, Indices
 _ADDITIVE = 1e-15
 #: differences of one variable computed in one piece; above, likely pairs are sought first
 _DENSE = 60_000
-_CHUNK = 4_000_000
+#: differences of likely pairs in one piece, which stays in the cache
+_CHUNK = 100_000
 _ROUNDS = 8
 #: of so few states it is faster to look at each alone
 _FEW = 8
@@ -313,7 +314,9 @@ def _dominance_of_pairs(net: Residual, i: int) -> NDArray[np.bool_]:
         t, s = better[at : at + step], worse[at : at + step]
         worst = u[t] - u[s]
         for table in net.rows[i].values():
-            worst += np.fmax.reduce(table[t] - table[s], axis=1)
+            apart = table[t]
+            apart -= table[s]
+            worst += np.fmax.reduce(apart, axis=1)
         found[t, s] = worst <= 0.0
     return found
 

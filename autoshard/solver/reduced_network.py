@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autoshard.solver.budgeted import Begun
+from autoshard.solver.budgeted import Begun, Priced
 from autoshard.solver.elimination_order import Order, find_order
 from autoshard.solver.prune import Residual
 
@@ -51,7 +51,9 @@ class Reduced:
 
 @dataclass
 class Reduction:
-    """A place for it. made: None before the network was pruned. begun: searches in it, by their budget."""
+    """A place for it. made: None before the network was pruned. begun: searches in it, by their budget.
+    priced: what they found at prices."""
 
     made: Reduced | None = None
     begun: dict[float, Begun] = field(default_factory=dict)
+    priced: Priced = field(default_factory=Priced)

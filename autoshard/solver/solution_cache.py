@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
-from autoshard.solver.network import Array, Limits, Solution
+from autoshard.solver.network import Array, CostNetwork, Limits, Solution
 from autoshard.solver.reduced_network import Reduction
 from autoshard.solver.single_elimination import Orders
 
 T = TypeVar("T")
 Weights: TypeAlias = tuple[float, ...]
 
+#: a variable takes as long as so many states more
+_ALONE = 10
+
 
 class Known:
     """What was solved: weights of seconds, of bytes with the budget (None without one), limits -> solution.
 
     orders: of elimination of its networks. What pins leave is compared by identity: a problem has one set of
-    masks, or few.
+    masks, or few. work: states and variables of networks, as often as these were solved.
     """
 
     def __init__(self, orders: Orders | None = None) -> None:
         self.orders = orders or Orders()
+        self.work = 0
         self._found: dict[object, list[tuple[tuple[Array | None, ...], Solution]]] = {}
         self._reduced: dict[object, list[tuple[tuple[Array | None, ...], Reduction]]] = {}
 
@@ -42,6 +46,10 @@ class Known:
             found = Reduction()
             entries.append((tuple(allowed), found))
         return found
+
+    def count(self, network: CostNetwork, times: int = 1) -> None:
+        """A network is solved so many times."""
+        self.work += times * sum([_ALONE + len(u) for u in network.unary])
 
     def put(
         self,

@@ -148,7 +148,8 @@ def _within(
         reduction.made = Reduced.of(_pruned(_whole(network)))
     net = reduction.made
     try:
-        held = minimise_within(net.small, net.order, budget - net.bytes, limits, reduction.begun)
+        room, begun, priced = budget - net.bytes, reduction.begun, reduction.priced
+        held = minimise_within(net.small, net.order, room, limits, begun, priced)
     except InfeasibleNetwork as error:
         states = net.whole(error.states)
         raise InfeasibleNetwork(network.bytes_of(states), states, budget) from None

@@ -108,6 +108,8 @@ def _warnings(
     warnings = [f"{op} has no rule and runs replicated" for op in replicated]
     if settled.interrupted:
         warnings.append("the search was interrupted: this is the best plan found until then")
+    if settled.spent:
+        warnings.append("the search did all the work that it may: this is the best plan found until then")
     if not settled.posed.strict:
         warnings.append(f"not all work could be divided as the axes of {settled.posed.mesh} mean")
     room = usable_memory(cluster.device)

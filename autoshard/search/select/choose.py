@@ -26,7 +26,7 @@ from autoshard.search.solve.formulate import Posed, layer_calls
 from autoshard.search.solve.problem_cache import Poses
 from autoshard.search.solve.solve_placements import Placed, place
 from autoshard.search.solve.step_config import Setting
-from autoshard.search.solve.tune import tune
+from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 
 __all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
@@ -64,7 +64,7 @@ def choose(
         found = search.one(given[0].mesh)
     else:
         found = search.many(given)
-    if not ask.rivals or found.interrupted:
+    if not ask.rivals or found.interrupted or found.spent:
         return found
     try:
         told = search.rivals(world, found)
@@ -73,8 +73,11 @@ def choose(
     return replace(search.better(found, given), rivals=told)
 
 
-def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
-    """The same configuration with a share ``room`` of the memory, None if nothing fits that."""
+def retuned(settled: Settled, ask: Ask, room: float, *, quick: bool = False) -> Settled | None:
+    """The same configuration with a share ``room`` of the memory, None if nothing fits that.
+
+    quick: with little work.
+    """
     if ask.budget is None:
         return None
     posed = settled.posed
@@ -85,6 +88,7 @@ def retuned(settled: Settled, ask: Ask, room: float) -> Settled | None:
             int(room * ask.budget),
             recompute=ask.recompute,
             allowed=posed.allowed,
+            limits=QUICK if quick else FINAL,
         )
     except InfeasibleNetwork:
         return None
@@ -236,7 +240,7 @@ class _Search:
         fits = Settled(posed, tuned, where, self.cluster, tuned.lower_bound)
         if self.exact.judge is not None:
             try:
-                fits = self.exact.judge.fit(fits, inf)
+                fits = self.exact.judge.fit(fits, inf, self.exact.spent)
             except (InfeasibleError, UsageError):
                 return None
         self.fitted.append(fits)

@@ -24,7 +24,7 @@ from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.problem_cache import Poses
 from autoshard.search.solve.solve_placements import Placed, place
 from autoshard.search.solve.step_config import Setting
-from autoshard.search.solve.tune import QUICK, tune
+from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 
 
@@ -35,9 +35,9 @@ class Judge(Protocol):
         """Of a step with its stages cut; inf if they do not fit."""
         ...
 
-    def fit(self, found: Settled, limit: float) -> Settled:
+    def fit(self, found: Settled, limit: float, spent: Callable[[], bool]) -> Settled:
         """The solution, or one that holds less and fits as a program, or else any that takes no less than
-        ``limit`` seconds. Raises InfeasibleError."""
+        ``limit`` seconds. spent: whether the first that fits will do. Raises InfeasibleError."""
         ...
 
     def measured(self, found: Settled) -> float | None:
@@ -70,6 +70,10 @@ class Exact:
         self.judge = judge
         self.failures: list[AutoshardError] = []
         self.interrupted = False
+
+    def spent(self) -> bool:
+        """Whether all work was done that was asked for."""
+        return self.poses.work > self.ask.work
 
     def best(self, ranked: Nearest) -> Settled | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
@@ -130,7 +134,7 @@ class Exact:
         """What is solved anyway, before anything is fitted: unless it is proven to be slower than what waits
         for that, which most likely fits."""
         try:
-            found = None if self.interrupted else left.take(race.wants)
+            found = None if self.interrupted or self.spent() else left.take(race.wants)
         except KeyboardInterrupt:
             self.interrupted = True
             return None
@@ -177,7 +181,7 @@ class Exact:
         return solved
 
     def _leaves_out(self, race: Race, estimated: Estimated) -> bool:
-        return race.begun and (self.interrupted or race.leaves_out(estimated))
+        return race.begun and (self.interrupted or self.spent() or race.leaves_out(estimated))
 
     def _closer(self, estimated: Estimated) -> Estimated | None:
         """A closer look; if it is interrupted for the first time, the same as before."""
@@ -218,10 +222,12 @@ class Exact:
         while (first := race.next(expected)) is not None:
             any_was = True
             found, judged = first
+            if race.best is not None and self.spent():
+                continue  # a fit may be solved several times
             measured, needed = None, race.needed(found.configuration)
             if judged < needed and self.judge is not None:
                 try:
-                    fits = found if self.interrupted else self.judge.fit(found, needed)
+                    fits = found if self.interrupted else self.judge.fit(found, needed, self.spent)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
                     race.fail(found.configuration)
@@ -276,9 +282,16 @@ class Exact:
         """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
         `tune`."""
         ask, budget = self.ask, self.ask.budget
+        limits = QUICK if self.spent() else FINAL
         try:
             return tune(
-                posed.problem, setting, budget, recompute=ask.recompute, allowed=posed.allowed, beat=beat
+                posed.problem,
+                setting,
+                budget,
+                recompute=ask.recompute,
+                allowed=posed.allowed,
+                limits=limits,
+                beat=beat,
             )
         except InfeasibleNetwork as error:
             assert budget is not None
@@ -320,7 +333,8 @@ class Exact:
         """Seconds that none of the others goes below, ``limit`` at most."""
         lowest = Lowest(others, self._exact_bound)
         try:
-            return min(limit, lowest.seconds) if self.interrupted else lowest.raised(limit)
+            stopped = self.interrupted or self.spent()
+            return min(limit, lowest.seconds) if stopped else lowest.raised(limit)
         except KeyboardInterrupt:
             self.interrupted = True
             return min(limit, lowest.seconds)
@@ -370,8 +384,13 @@ class Exact:
             (c not in solved, e.rough, solved.get(c, max(e.seconds, e.bound)), name_of(c))
             for c, e in others.items()
         )
-        rejected = (Rejected(name, s, not guessed) for guessed, _, s, name in priced if isfinite(s))
-        return replace(best, bound=bound, rejected=tuple(rejected), interrupted=self.interrupted)
+        return replace(
+            best,
+            bound=bound,
+            rejected=tuple(Rejected(name, s, not guessed) for guessed, _, s, name in priced if isfinite(s)),
+            interrupted=self.interrupted,
+            spent=self.spent(),
+        )
 
 
 def name_of(where: Configuration) -> str:

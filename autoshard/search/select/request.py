@@ -13,6 +13,9 @@ from autoshard.search.solve.configuration import Configuration
 from autoshard.search.solve.formulate import Posed
 from autoshard.search.solve.solve_placements import Placed
 
+#: a little more than an encoder-decoder of 11B parameters takes on 96 devices
+WORK = 5_400_000
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -22,7 +25,9 @@ class Ask:
     with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
     computing that hides parameter collectives (None: what the cluster says). recipe: what training keeps
     per parameter. rivals: whether to price what a user would have picked by hand. pins: placements that are
-    decided already. tactics: what to decide axis by axis, on a mesh that is given.
+    decided already. tactics: what to decide axis by axis, on a mesh that is given. work: that may be done
+    for its problems (see `solver.solution_cache`) before the best plan that fits is taken: counted, not
+    timed, so that plans are the same on every machine.
     """
 
     budget: int | None = None
@@ -33,6 +38,7 @@ class Ask:
     rivals: bool = False
     pins: tuple[Pin, ...] = ()
     tactics: tuple[Tactic, ...] = ()
+    work: int = WORK
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Settled:
 
     bound: seconds; no plan that was considered is faster. own_bound: seconds; no placements and no
     recomputation make the chosen configuration faster. rejected: other configurations, those that were
-    solved first, best first. interrupted: whether the search was stopped before its end.
+    solved first, best first. interrupted: whether the search was stopped before its end. spent: whether it
+    ended because all work was done that was asked of it.
     """
 
     posed: Posed
@@ -64,6 +71,7 @@ class Settled:
     bound: float
     rejected: tuple[Rejected, ...] = ()
     interrupted: bool = False
+    spent: bool = False
     rivals: tuple[Rival, ...] = ()
     stages: tuple[Stage, ...] = ()
 

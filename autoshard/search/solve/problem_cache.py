@@ -47,6 +47,11 @@ class Poses:
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
+    @property
+    def work(self) -> int:
+        """That was done for all problems: see `Known`."""
+        return sum(p.problem.known.work for p in (*self._posed.values(), *self._grown.values()))
+
     def of(
         self,
         mesh: Mesh,

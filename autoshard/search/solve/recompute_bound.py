@@ -51,6 +51,7 @@ def dual_bound(
         key = (policy, exposure)
         if key not in networks:
             networks[key] = each[policy].network(problem.terms, exposure, allowed)
+        problem.known.count(networks[key])
         seconds = proven_seconds(networks[key].at_price(price), limits, problem.known.orders)
         return seconds - price * budget
 

@@ -163,6 +163,7 @@ def _solved(
             times, None, limits, allowed
         )
         if found is None:
+            problem.known.count(network)
             found = solve(network, None, limits, orders=problem.known.orders)
             problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
         return replace(found, bytes=network.bytes_of(found.states))
@@ -171,7 +172,9 @@ def _solved(
     if found is None:
         reduction = problem.known.reduction(times, weights, allowed)
         orders = problem.known.orders
+        problem.known.count(network)
         found = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
+        problem.known.count(network, found.stats.multiplier_steps)
         problem.known.put(times, held, limits, allowed, found)
     return found
 
@@ -187,6 +190,7 @@ def priced(
     """Placements of least seconds where a byte costs ``price`` seconds."""
     bound = Exposure(0.0, 0.0, 0.0, 0.0)
     network = setting.network(problem.terms, bound, allowed)
+    problem.known.count(network)
     solution = solve(network.at_price(price), limits=limits, orders=problem.known.orders)
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
