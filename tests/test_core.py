@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_search import SHAPES, few, layered, network_of
 
-from autoshard.search import Limits, solve
 from autoshard.solver.diving import widen
 from autoshard.solver.eliminate import Elimination
 from autoshard.solver.elimination_core import Core
 from autoshard.solver.elimination_order import Familiar, find_order, order_beside
 from autoshard.solver.improvement_moves import measure
+from autoshard.solver.network import Limits
 from autoshard.solver.prune import Residual
+from autoshard.solver.solve import solve
 
 
 @given(st.integers(0, 2**32), st.sampled_from(SHAPES), st.integers(1, 6), st.sampled_from([0.0, 0.3]))

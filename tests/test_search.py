@@ -9,26 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoshard.search import (
-    CostNetwork,
-    InfeasibleNetwork,
-    Limits,
-    NoFiniteAssignment,
-    Solution,
-    brute_force,
-    min_marginals,
-    solve,
-)
+from autoshard.solver.brute_force import brute_force
 from autoshard.solver.budgeted import Priced
 from autoshard.solver.diving import dive, widen
 from autoshard.solver.elimination_order import Familiar, find_order
 from autoshard.solver.improvement_moves import descend, measure
 from autoshard.solver.milp import solve_milp
+from autoshard.solver.min_marginals import min_marginals
 from autoshard.solver.minimise import Found, minimise_pruned
+from autoshard.solver.network import CostNetwork, InfeasibleNetwork, Limits, NoFiniteAssignment, Solution
 from autoshard.solver.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.solver.reduced_network import Reduction
 from autoshard.solver.single_elimination import Orders, least
-from autoshard.solver.solve import least_cost, proven_seconds
+from autoshard.solver.solve import least_cost, proven_seconds, solve
 
 #: tables of a few entries, so that every fallback has to work
 TINY = Limits(table=30, total=60, down=60, pareto=200, labels=3, mini=20, nodes=25, milp=0)
