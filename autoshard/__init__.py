@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from autoshard.interop.export import export
+    from autoshard.options import PassOptions, PlanOptions
     from autoshard.planner.planning import Planned
     from autoshard.rules.user import UserRule, rule
     from autoshard.runtime.optim.adamw import AdamW
@@ -47,6 +48,8 @@ __all__ = [
     "InfeasibleError",
     "Mesh",
     "NoRuleError",
+    "PassOptions",
+    "PlanOptions",
     "Planned",
     "UsageError",
     "UserRule",
@@ -76,6 +79,8 @@ def _home(name: str) -> str | None:
         return "autoshard.rules.user"
     if name in ("check_rule", "WrongRule"):
         return "autoshard.verify.rule_check"
+    if name in ("PlanOptions", "PassOptions"):
+        return "autoshard.options"
     if name == "export":
         return "autoshard.interop.export"
     if name == "clip_grad_norm_":

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.traced_function import Differentiate
 from autoshard.cluster import (
     Cluster,
     Mesh,
@@ -20,14 +18,12 @@ from autoshard.cluster import (
     parse_target,
     usable_memory,
 )
-from autoshard.cost.recipe import recipe_named
 from autoshard.errors import UsageError, VerificationError
-from autoshard.ir.offload import Offload
+from autoshard.options import PassOptions, PlanOptions, options_from, split_options
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.candidates import PipeAsk
-from autoshard.planner.lowering import emission, emit
-from autoshard.planner.planning import Planned, Progress, Question, Source
+from autoshard.planner.lowering import DEFAULT, emit
+from autoshard.planner.planning import Planned, PlanningRequest, Progress, Source
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -35,10 +31,7 @@ from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules
 from autoshard.runtime.arguments import split_inputs
 from autoshard.search.plan.plan import Plan
-from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
-from autoshard.search.select.choose import Ask
-from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.torch_adapters.compiled import uncompiled
 
 
@@ -59,95 +52,39 @@ def plan(
     *,
     example_inputs: Any,
     cluster: str | os.PathLike[str] | Cluster | None = None,
-    memory: int | None = None,
-    devices: int | None = None,
-    global_batch: int | None = None,
-    optimizer: str = "adamw",
-    recompute: bool = True,
-    pins: Sequence[str] = (),
-    tactics: str = "",
-    schedule: str = "",
-    chunks: int | None = None,
-    microbatches: int | None = None,
-    slices: int | None = None,
-    rivals: bool = False,
-    replicate_unknown: bool = False,
+    options: PlanOptions | None = None,
     rules: Rules = None,
-    offload: str = "",
-    differentiate: Differentiate = "auto",
     target: str = "",
     progress: Progress | None = None,
+    **overrides: Any,
 ) -> Planned:
     """Decide how a model runs on a mesh. Pure: needs no process group, no device, no memory for weights.
 
-    mesh: a text (``"dp=2,tp=2"``), a torch DeviceMesh, or a cluster (name or TOML file), whose mesh
-    shape is then searched over ``devices`` ranks (default: WORLD_SIZE or the cluster's own number).
-    example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
-    pair of both, or a single tensor. cluster: whose prices to use (default: cpu-gloo for a model on
-    the CPU, h100-dgx otherwise). memory: bytes per rank (default: 94 % of the
-    device where a cluster is named; no limit, but a warning, where only a mesh is). global_batch:
-    sequences per optimizer step, for which the number of microbatches is then chosen (default: the batch
-    of the example inputs, in one piece). optimizer: what is kept per parameter, ``adamw`` or
-    ``adamw-fp32`` (see `cost.recipe`). recompute: whether activations may be computed again in backward.
-    pins: placements that are decided already, as ``"model.layers.*.q_proj.weight=tp:S(0)"``. tactics: what to
-    decide axis by axis on a given mesh, as ``"dp on batch; auto on tp"``. schedule, chunks, microbatches: of
-    a pipeline, chosen where not given (see `autoshard.schedules`); a mesh with a ``pp`` axis divides the
-    model into stages, a cluster may be searched for one, too, and without ``global_batch`` the batch of the
-    example inputs is then that of a whole step. slices: into how many parts of its sequence every microbatch
-    is divided, with the schedule ``seq1f1b`` (default: 2). rivals: also price what a user
-    would have picked by hand (see `Planned.settled`).
-    replicate_unknown: whether an op without a rule runs on whole tensors, on every rank.
-    rules: the user's own (see `autoshard.rule`). offload: what lives in host memory, as
-    ``"activations,optimizer"`` (see `offload.Offload`). differentiate: ``"auto"`` for the gradients of the
-    one loss that a model returns, ``"all"`` for those of all its outputs (see `capture.capture`).
+    Args:
+        mesh: a text (``"dp=2,tp=2"``), a torch DeviceMesh, or a cluster (name or TOML file), whose mesh shape
+            is then searched over ``devices`` ranks (default: WORLD_SIZE or the cluster's own number). A mesh
+            with a ``pp`` axis divides the model into stages; a cluster may be searched for one, too.
+        example_inputs: tensors of global shape: a mapping (keyword arguments), a tuple (positional ones), a
+            pair of both, or a single tensor. Without ``global_batch`` they are a step in one microbatch, or
+            with ``pp`` a whole step.
+        cluster: whose prices to use (default: cpu-gloo for a model on the CPU, h100-dgx otherwise). Where one
+            is named, ``memory`` is 94 % of its device's unless given.
+        options: how the plan is searched; overrides: fields of it by name, `autoshard.PlanOptions`.
+        rules: the user's own sharding rules, see `autoshard.rule`.
+        target: what the plan is called.
 
     Raises CaptureError, NoRuleError, UsageError, and InfeasibleError if no plan fits the memory.
     """
-    say = progress or (lambda _: None)
-    away = Offload.parse(offload)
-    _check_memory(memory)
+    chosen = options_from(PlanOptions, overrides, options)
     args, kwargs = split_inputs(example_inputs)
     where = parse_target(mesh)
     machine = _cluster_of(where, cluster, model)
     named = isinstance(where, Cluster) or cluster is not None
-    ranks = where.world_size if isinstance(where, Mesh) else _devices(machine, devices)
-    limit = usable_memory(machine.used_by(ranks).device) if memory is None and named else memory
-    if global_batch is not None and global_batch < 1:
-        raise UsageError(f"global_batch is {global_batch}", hint="give the sequences of one optimizer step")
-    ask = Ask(
-        batch=global_batch,
-        recipe=recipe_named(optimizer),
-        recompute=recompute,
-        rivals=rivals,
-        pins=tuple(map(Pin.parse, pins)),
-        tactics=_tactics(tactics, where),
-    )
-    question = Question(
-        where,
-        machine,
-        ranks,
-        global_batch,
-        PipeAsk(schedule, chunks, microbatches, slices),
-        ask,
-        memory=limit,
-        target=target,
-        offload=away,
-        progress=say,
-    )
-    return question.planned(Source(model, args, kwargs, replicate_unknown, rules, differentiate))
-
-
-def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
-    if not text.strip():
-        return ()
-    if not isinstance(where, Mesh):
-        raise UsageError("tactics need a mesh", hint="give the mesh whose axes they use, as dp=4,tp=2")
-    return parse_tactics(text, where)
-
-
-def _check_memory(memory: object) -> None:
-    if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool) or memory <= 0):
-        raise UsageError(f"memory is {memory!r}", hint="bytes per rank, for instance 16 * 2**30")
+    ranks = where.world_size if isinstance(where, Mesh) else _devices(machine, chosen.devices)
+    limit = usable_memory(machine.used_by(ranks).device) if chosen.memory is None and named else chosen.memory
+    request = PlanningRequest(where, machine, ranks, chosen, limit, target, progress or (lambda _: None))
+    source = Source(model, args, kwargs, chosen.replicate_unknown, rules, chosen.differentiate)
+    return request.planned(source)
 
 
 def _cluster_of(where: Mesh | Cluster, cluster: Any, model: nn.Module) -> Cluster:
@@ -185,7 +122,7 @@ def compile(
 
     A `Planned` is compiled as it is; a bare `Plan` (one that was stored) needs the model's example
     inputs and the user's rules again, and raises VerificationError if the model is not the one it was
-    made for. passes: which optional passes run, see `emitting.Emission`.
+    made for. passes: fields of `autoshard.PassOptions` by name.
     """
     say = progress or (lambda _: None)
     if isinstance(plan, Plan):
@@ -193,15 +130,21 @@ def compile(
         source = Source(model, args, kwargs, bool(plan.replicated), rules)
         machine = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or plan.cluster)
         plan = Planned(plan, source.analysed(say), machine, None, source)
-    return Compiled(compile_analysed(plan, say, **passes))
+    return Compiled(compile_analysed(plan, say, options_from(PassOptions, passes)))
 
 
-def compile_analysed(planned: Planned, progress: Progress | None = None, **passes: Any) -> Program:
+def compile_analysed(
+    planned: Planned,
+    progress: Progress | None = None,
+    passes: PassOptions = DEFAULT,
+    **overrides: Any,
+) -> Program:
     """The program of a plan, from the analysis it was made with.
 
-    The program is one microbatch; a model that was captured with another batch is captured again. passes: see
-    `emitting.Emission`.
+    The program is one microbatch; a model that was captured with another batch is captured again. overrides:
+    fields of ``passes`` by name.
     """
+    passes = options_from(PassOptions, overrides, passes)
     say = progress or (lambda _: None)
     analysis, plan = planned.analysis, planned.plan
     captured = batch_of(analysis.folded)
@@ -223,7 +166,7 @@ def compile_analysed(planned: Planned, progress: Progress | None = None, **passe
         terms = step_terms(planned.source, planned.analysis, analysis, say)
         warn_of(terms)
     say("emitting programs")
-    program = emit(plan, analysis, planned.cluster, emission(**passes), say, terms)
+    program = emit(plan, analysis, planned.cluster, passes, say, terms)
     return replace(program, user_ops=_user_ops(analysis))
 
 
@@ -260,73 +203,55 @@ def parallelize(
     *,
     example_inputs: Any = None,
     cluster: str | os.PathLike[str] | Cluster | None = None,
-    memory: int | None = None,
-    schedule: str = "",
-    chunks: int | None = None,
-    microbatches: int | None = None,
-    slices: int | None = None,
-    differentiate: Differentiate = "auto",
     local_batch: bool = False,
     seed: int = 0,
-    replicate_unknown: bool = False,
     rules: Rules = None,
-    **passes: Any,
+    **options: Any,
 ) -> Any:
     """A model that runs in parallel on a mesh; its parameters become DTensors under their own names.
 
     With example inputs the program is made at once, without them at the first call, whose arguments
-    then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, the model is
-    trained by ``train_step`` (see `runtime.module.ParallelModule`), and schedule, chunks and microbatches are
-    chosen unless given; for slices and replicate_unknown see `plan`, for the optional passes `compile`. Every
-    rank given the same arguments comes to the same plan. For a loss on other outputs than the one that the
-    model returns, a program for the gradients of all outputs is compiled at the first such backward, or at
-    once with ``differentiate="all"``. All ranks give the same global batch, or each its own part of it; with
-    ``local_batch=True`` example inputs and calls have a batch of the rank's own, as under DDP, and the loss
-    is that of all of them. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class or
-    a factory.
+    then serve (they must have global shapes). With a ``pp`` axis they are those of a whole step, and the
+    model is trained by ``train_step`` (see `runtime.module.ParallelModule`). Every rank given the same
+    arguments comes to the same plan. For a loss on other outputs than the one that the model returns, a
+    program for the gradients of all outputs is compiled at the first such backward, or at once with
+    ``differentiate="all"``. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class
+    or a factory.
+
+    Args:
+        mesh, example_inputs, cluster, rules: see `plan`.
+        local_batch: False: all ranks give the same global batch, or each its own part of it. True: example
+            inputs and calls have a batch of the rank's own, as under DDP, and the loss is that of all.
+        seed: of dropout.
+        options: fields of `autoshard.PlanOptions` and `autoshard.PassOptions` by name.
     """
+    about = {"cluster": cluster, "local_batch": local_batch, "seed": seed, "rules": rules, **options}
     if model is None:
-        return functools.partial(
-            _decorate,
-            mesh=mesh,
-            example_inputs=example_inputs,
-            cluster=cluster,
-            memory=memory,
-            schedule=schedule,
-            chunks=chunks,
-            microbatches=microbatches,
-            slices=slices,
-            differentiate=differentiate,
-            local_batch=local_batch,
-            seed=seed,
-            replicate_unknown=replicate_unknown,
-            rules=rules,
-            **passes,
-        )
+        return functools.partial(_decorate, mesh=mesh, example_inputs=example_inputs, **about)
     if mesh is None:
         raise UsageError("parallelize needs a mesh", hint='for instance mesh="dp=2,tp=2"')
     _check_plain_module(model)
     model = uncompiled(model)
-    emission(**passes)
-    options: dict[str, Any] = {
-        "cluster": cluster,
-        "memory": memory,
-        "schedule": schedule,
-        "chunks": chunks,
-        "microbatches": microbatches,
-        "slices": slices,
-        "differentiate": differentiate,
-        "local_batch": local_batch,
-        "seed": seed,
-        "replicate_unknown": replicate_unknown,
-        "rules": rules,
-        "passes": passes,
-    }
+    planned, passed = split_options(options)
+
+    def make(inputs: Any) -> nn.Module:
+        return _parallelize_now(
+            model,
+            mesh,
+            inputs,
+            planned,
+            passed,
+            cluster=cluster,
+            local_batch=local_batch,
+            seed=seed,
+            rules=rules,
+        )
+
     if example_inputs is None:
         from autoshard.runtime.lazy import make_lazy
 
-        return make_lazy(model, lambda inputs: _parallelize_now(model, mesh, inputs, **options))
-    return _parallelize_now(model, mesh, example_inputs, **options)
+        return make_lazy(model, make)
+    return make(example_inputs)
 
 
 def _check_plain_module(model: Any) -> None:
@@ -347,43 +272,43 @@ def _parallelize_now(
     model: nn.Module,
     mesh: Any,
     example_inputs: Any,
+    options: PlanOptions,
+    passes: PassOptions,
     *,
-    seed: int,
+    cluster: str | os.PathLike[str] | Cluster | None,
     local_batch: bool,
-    passes: Mapping[str, Any],
-    **options: Any,
+    seed: int,
+    rules: Rules,
 ) -> nn.Module:
     from autoshard.runtime.checks.recapture import captured_of
     from autoshard.runtime.groups import device_mesh_for
     from autoshard.runtime.local_batch import global_example
     from autoshard.runtime.module import bind
 
-    away = passes.get("offload", "")
     if local_batch:
         where = parse_target(mesh)
-        ranks = where.world_size if isinstance(where, Mesh) else _devices(where, None)
+        ranks = where.world_size if isinstance(where, Mesh) else _devices(where, options.devices)
         example_inputs = global_example(example_inputs, ranks)
-    planned = plan(model, mesh, example_inputs=example_inputs, offload=away, **options)
-    program = compile_analysed(planned, **passes)
+    planned = plan(model, mesh, example_inputs=example_inputs, cluster=cluster, options=options, rules=rules)
+    program = compile_analysed(planned, passes=passes)
     given = mesh if isinstance(mesh, DeviceMesh) else None
 
     planned_mesh, source = planned.plan.mesh, planned.source
     assert source is not None
 
     def with_all_outputs(built: nn.Module, inputs: Any) -> Program:
-        more = {**options, "offload": away, "differentiate": "all", "pins": storage_pins(program)}
-        return compile_analysed(plan(built, planned_mesh, example_inputs=inputs, **more), **passes)
+        more = replace(options, differentiate="all", pins=storage_pins(program))
+        other = plan(built, planned_mesh, example_inputs=inputs, cluster=cluster, options=more, rules=rules)
+        return compile_analysed(other, passes=passes)
 
+    state = planned.analysis.folded.joint.captured_state
     inputs = source.args, source.kwargs
-    captured = captured_of(
-        planned.analysis.folded.joint.captured_state, inputs, source.differentiate, with_all_outputs
-    )
     return bind(
         program,
         model,
         device_mesh_for(program.whole_mesh, given),
         seed=seed,
-        captured=captured,
+        captured=captured_of(state, inputs, source.differentiate, with_all_outputs),
         local_batch=local_batch,
     )
 

@@ -105,8 +105,29 @@ def options_from(kind: type[T], values: Mapping[str, Any], base: T | None = None
     return kind(**{**given, **values})
 
 
-def names_of(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind))
+def split_options(values: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions]:
+    """Options of both kinds by name; one that both have is given to both. Raises UsageError for others."""
+    planned, passed = ({f.name for f in fields(kind)} for kind in (PlanOptions, PassOptions))
+    for name in values:
+        if name not in planned | passed:
+            raise UsageError(
+                f"there is no option {name!r}", hint=f"one of {', '.join(sorted(planned | passed))}"
+            )
+    return (
+        PlanOptions(**{k: v for k, v in values.items() if k in planned}),
+        PassOptions(**{k: v for k, v in values.items() if k in passed}),
+    )
+
+
+def chosen_of(options: PlanOptions) -> dict[str, Any]:
+    """The fields that differ from their defaults, as JSON has them."""
+    plain = PlanOptions()
+    values = {f.name: getattr(options, f.name) for f in fields(options)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value != getattr(plain, name)
+    }
 
 
 def visible_fields(kind: type[Any]) -> list[Field[Any]]:

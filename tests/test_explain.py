@@ -19,6 +19,7 @@ from autoshard.cli.why_not import alternative_of, check_axes, pin_for
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir.placement import R, Shard
+from autoshard.options import PlanOptions
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -31,7 +32,7 @@ from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import chain_lines, explanation_lines
 from autoshard.report.html import page
 from autoshard.report.lookup import Index, Place
-from autoshard.report.what_if import Solver, Wishes
+from autoshard.report.what_if import Solver
 from autoshard.search.plan.plan import why_key
 from autoshard.search.problem.pins import Pin
 
@@ -228,7 +229,7 @@ def test_how_alternatives_are_written() -> None:
 
 def solver(name: str = "llama", mesh: str = MESH) -> Solver:
     found = planned(name, mesh, reasons=True)
-    return Solver(found.analysis, found.plan, found.cluster, Wishes(), lambda _: None)
+    return Solver(found.analysis, found.plan, found.cluster, PlanOptions(), lambda _: None)
 
 
 def test_the_next_best_choice_costs_its_margin() -> None:

@@ -15,7 +15,8 @@ from planned import analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError
-from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.options import PlanOptions
+from autoshard.planner.candidates import searched
 from autoshard.search.bound.candidate_queue import Nearest
 from autoshard.search.bound.estimate import Estimated
 from autoshard.search.select.mesh_shapes import Shapes
@@ -118,7 +119,7 @@ def _shapes(budget: int | None) -> tuple[Shapes, list[tuple[Staged, ...]], Exact
     setting = Setting(1, layer_calls(model.folded), overlap=cluster.device.overlap)
     poses = Poses(model, cluster, setting, ADAMW, lambda _: None)
     ask = Ask(batch=BATCH, budget=budget)
-    meshes = searched(cluster, DEVICES, 4, BATCH, PipeAsk())
+    meshes = searched(cluster, DEVICES, 4, BATCH, PlanOptions())
     shapes = Shapes(poses, ask, setting, BATCH, lambda _: None)
     return shapes, shapes_of(meshes), Exact(poses, ask, setting, lambda _: None)
 

@@ -23,7 +23,8 @@ from autoshard.cli.output import Progress
 from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.placement import Placement, Shard
-from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.options import PlanOptions
+from autoshard.planner.candidates import searched
 from autoshard.planner.planning import Source, plan_analysed
 from autoshard.search.plan.plan_json import plan_to_json
 from autoshard.search.problem.decisions import ValueVar
@@ -179,7 +180,7 @@ def test_plans_are_the_same_byte_for_byte() -> None:
 def test_megatron_has_a_pipeline_where_a_node_of_tensor_ranks_is_not_enough() -> None:
     """With as few stages as fit, by a schedule that it has; without, where pipelines are not asked for."""
     machine, model = load_cluster("h100-dgx"), analysed("llama-deep").model
-    meshes = searched(machine, 16, 4, 16, PipeAsk())
+    meshes = searched(machine, 16, 4, 16, PlanOptions())
     for budget, wanted in ((300_000, "dp=2,tp=8"), (180_000, "pp=2,tp=8")):
         found = choose(model, meshes, machine, Ask(batch=16, rivals=True, budget=budget))
         megatron = found.rivals[-1]

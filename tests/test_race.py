@@ -13,7 +13,8 @@ from planned import analysed
 
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
-from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.options import PlanOptions
+from autoshard.planner.candidates import searched
 from autoshard.planner.planning import plan_analysed
 from autoshard.search.bound.candidate_queue import Nearest
 from autoshard.search.bound.estimate import Estimated, Proof
@@ -59,7 +60,7 @@ class Programs:
 
 def chosen(judge: Programs, work: int = WORK) -> Settled:
     machine = load_cluster("h100-dgx")
-    meshes = searched(machine, 4, 4, BATCH, PipeAsk())
+    meshes = searched(machine, 4, 4, BATCH, PlanOptions())
     return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH, work=work), judge=judge)
 
 
@@ -76,7 +77,7 @@ def test_what_does_not_fit_makes_room_for_others(slow: float) -> None:
 def test_an_axis_of_experts_is_tried_and_taken_where_that_is_faster() -> None:
     """Beside all other meshes, and never to a plan's disadvantage."""
     machine, model = load_cluster("h100-dgx"), analysed("mixtral").model
-    meshes = [searched(machine, 8, 2, BATCH, PipeAsk(), experts) for experts in (0, experts_of(model))]
+    meshes = [searched(machine, 8, 2, BATCH, PlanOptions(), experts) for experts in (0, experts_of(model))]
     assert {str(s.mesh) for s in meshes[1]} - {str(s.mesh) for s in meshes[0]} == {
         "fsdp=4,ep=2",
         "fsdp=2,ep=4",

@@ -14,10 +14,11 @@ from torch import nn
 from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Folded
+from autoshard.options import PlanOptions
 from autoshard.passes.pipeline import Lowering
 from autoshard.passes.stages.truncate_layers import Shorter
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import PipeAsk, given
+from autoshard.planner.candidates import given
 from autoshard.planner.memory_fit import Fitter
 from autoshard.planner.planning import plan_analysed
 from autoshard.planner.slot_costs import _filled, _Pricing
@@ -117,7 +118,7 @@ def _analysed(name: str) -> Analysis:
 def _placed(analysis: Analysis, mesh: str) -> tuple[Folded, Lowering, Fitter]:
     cluster = load_cluster("h100-dgx")
     layers, batch = sum(layer_calls(analysis.folded).values()), batch_of(analysis.folded)
-    staged = given(Mesh.parse(mesh), cluster, layers, batch, PipeAsk())
+    staged = given(Mesh.parse(mesh), cluster, layers, batch, PlanOptions())
     planned = plan_analysed(analysis, [staged], cluster, ask=Ask(batch=None), reasons=False)
     assert planned.settled is not None
     fitter = Fitter(analysis, cluster, Ask(), fixed=False, progress=lambda _: None)

@@ -10,7 +10,8 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.options import PlanOptions
+from autoshard.planner.candidates import searched
 from autoshard.search.bound import best_bound as proving
 from autoshard.search.bound import dual_function as floor
 from autoshard.search.bound.ranking import _Bounded
@@ -70,7 +71,7 @@ def _bounded(name: str, cluster_name: str, devices: int, share: float) -> tuple[
     setting = Setting(1, layer_calls(model.folded), overlap=cluster.device.overlap)
     poses = Poses(model, cluster.used_by(devices), setting, ADAMW, lambda _: None)
     layers, experts = sum(layer_calls(model.folded).values()), experts_of(model)
-    staged = searched(cluster, devices, layers, BATCH, PipeAsk(), experts)
+    staged = searched(cluster, devices, layers, BATCH, PlanOptions(), experts)
     groups = shapes_of(
         Shapes(poses, Ask(batch=BATCH), setting, BATCH, lambda _: None).reachable(staged), experts
     )

@@ -28,8 +28,9 @@ from autoshard.cost.stage_machines import (
     stage_machines,
     whole_mesh,
 )
+from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import PipeAsk, given, searched
+from autoshard.planner.candidates import given, searched
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.search.plan.plan import Cut
 from autoshard.search.plan.plan_json import plan_to_json
@@ -72,9 +73,9 @@ def _planned(
 ) -> Planned:
     """staged: whether meshes have a pipeline, None for both. mesh: the only one."""
     if mesh:
-        meshes = [given(Mesh.parse(mesh), cluster, LAYERS, batch, PipeAsk("1f1b"))]
+        meshes = [given(Mesh.parse(mesh), cluster, LAYERS, batch, PlanOptions(schedule="1f1b"))]
     else:
-        meshes = searched(cluster, ranks, LAYERS, batch, PipeAsk())
+        meshes = searched(cluster, ranks, LAYERS, batch, PlanOptions())
     chosen = [s for s in meshes if staged is None or (s.ranks > 1) == staged]
     memory = usable_memory(cluster.device)
     return plan_analysed(
@@ -98,7 +99,7 @@ def test_ranks_of_one_kind_are_not_told_apart() -> None:
 
 def test_one_group_of_several_is_a_cluster_of_one_kind() -> None:
     """As many devices as the first of its groups has."""
-    found = searched(MIXED, 64, LAYERS, 256, PipeAsk())
+    found = searched(MIXED, 64, LAYERS, 256, PlanOptions())
     assert any(s.ranks > 1 for s in found)
     assert not any(s.devices or s.links for s in found)
 
@@ -160,7 +161,7 @@ def test_no_device_is_faster_than_its_limit() -> None:
     assert slow == 1.0
     assert fast >= 989 * 0.621 / (312 * 0.768)
     pace = Pace(_gpt().model, MIXED, Setting(1, layer_calls(_gpt().folded)))
-    staged = pace.of(given(Mesh.parse("pp=2,fsdp=64"), MIXED, LAYERS, 64, PipeAsk()))
+    staged = pace.of(given(Mesh.parse("pp=2,fsdp=64"), MIXED, LAYERS, 64, PlanOptions()))
     one, other = staged.pipes[0].speeds
     assert one == pytest.approx(1.0)
     assert 1.64 < other < fast  # between the ratios of memory and of products
@@ -239,7 +240,7 @@ def test_halves_that_are_far_apart_are_two_stages() -> None:
     machine = _measured(near)
     found = plan_analysed(
         _gpt(),
-        searched(machine, 32, LAYERS, 32, PipeAsk()),
+        searched(machine, 32, LAYERS, 32, PlanOptions()),
         machine,
         memory=usable_memory(machine.device),
         ask=Ask(batch=32),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autoshard.cli import options as opt
-from autoshard.cli.output import Progress, memory_of, print_json, reporting, stdout
-from autoshard.cli.plan import Wishes, batch_options, make_plan
+from autoshard.cli.from_options import with_options
+from autoshard.cli.output import Progress, print_json, reporting, stdout
+from autoshard.cli.plan import batch_options, make_plan
 from autoshard.errors import UsageError
+from autoshard.options import PassOptions, PlanOptions, chosen_of, options_from
 
 if TYPE_CHECKING:
     from autoshard.program.program import Program
@@ -22,30 +24,20 @@ PlanOption = Annotated[
 ]
 
 
+@with_options
 def compile_command(
     out: opt.OutOption,
+    options: PlanOptions,
+    passes: PassOptions,
     target: opt.MaybeTarget = None,
     mesh: opt.MeshOption = None,
     cluster: opt.ClusterOption = None,
-    gpus: opt.GpusOption = None,
     plan: PlanOption = None,
-    global_batch: opt.GlobalBatchOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
-    memory: opt.MemoryOption = None,
-    schedule: opt.ScheduleOption = "",
-    chunks: opt.ChunksOption = None,
-    microbatches: opt.MicrobatchesOption = None,
-    slices: opt.SlicesOption = None,
     overwrite: opt.OverwriteOption = False,
-    replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
-    allow: opt.AllowOption = "",
-    hierarchy: opt.HierarchyOption = "off",
-    offload: opt.OffloadOption = "",
     without: opt.WithoutOption = "",
-    kernels: opt.KernelsOption = False,
-    ring: opt.RingOption = True,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -56,42 +48,25 @@ def compile_command(
         from autoshard.program.store import check_target, save_program
 
         check_target(out, overwrite=overwrite)
-        Offload.parse(offload)
+        Offload.parse(options.offload)
         say = Progress()
-        passes = {
-            "allow": allow,
-            "hierarchy": hierarchy,
-            "kernels": kernels,
-            "ring": ring,
-            "offload": offload,
-            **_switched(without),
-        }
+        passes = options_from(PassOptions, {"offload": options.offload, **_switched(without)}, passes)
         if plan is None:
             if target is None:
                 raise UsageError(
                     "no target is given", hint="autoshard compile TARGET --mesh dp=2,tp=2 -o DIR"
                 )
-            options = batch_options(target, batch, global_batch, seq)
-            wishes = Wishes(
-                memory_of(memory),
-                global_batch,
-                schedule=schedule,
-                chunks=chunks,
-                microbatches=microbatches,
-                slices=slices,
-                replicate_unknown=replicate_unknown,
-                rules=rules,
-                offload=offload,
-            )
-            planned = make_plan(target, mesh, cluster, gpus, options, wishes, say)
-            program = api.compile_analysed(planned, say, **passes)
+            inputs = batch_options(target, batch, options.global_batch, seq)
+            planned = make_plan(target, mesh, cluster, inputs, options, rules, say)
+            program = api.compile_analysed(planned, say, passes)
         else:
-            if target or mesh or gpus or global_batch or batch or seq or memory:
+            asked = chosen_of(replace(options, offload=""))
+            if target or mesh or batch or seq or asked:
                 raise UsageError(
                     "--plan already says what to compile", hint="leave out the target and its options"
                 )
-            program, options = _from_plan(plan, cluster, rules, say, passes)
-        program = api.with_options(program, **{k: str(v) for k, v in options.items()})
+            program, inputs = _from_plan(plan, cluster, rules, say, passes)
+        program = api.with_options(program, **{k: str(v) for k, v in inputs.items()})
         save_program(program, out, overwrite=overwrite)
         _report(program, out, json)
 
@@ -108,18 +83,18 @@ def _switched(without: str) -> dict[str, bool]:
 
 
 def _from_plan(
-    folder: Path, cluster: str | None, rules: Path | None, say: Progress, passes: Mapping[str, Any]
+    folder: Path, cluster: str | None, rules: Path | None, say: Progress, passes: PassOptions
 ) -> tuple[Program, dict[str, int]]:
-    """The program of a stored plan; the model is captured again. passes: see `emitting.Emission`."""
+    """The program of a stored plan; the model is captured again."""
     from autoshard import api
     from autoshard.cli.folders import read_plan
     from autoshard.interop.targets import build, load_rules
 
     stored, request = read_plan(folder)
-    options = dict(request.options)
+    inputs = dict(request.inputs)
     own = load_rules(rules)
     say(f"building {request.target}")
-    built = build(request.target, batch=options.get("batch"), seq=options.get("seq"))
+    built = build(request.target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     compiled = api.compile(
         built.model,
         stored,
@@ -127,9 +102,9 @@ def _from_plan(
         cluster=cluster or stored.cluster,
         rules=own,
         progress=say,
-        **passes,
+        **vars(passes),
     )
-    return compiled.program, options
+    return compiled.program, inputs
 
 
 def _report(program: Program, out: Path, json: bool) -> None:

@@ -102,12 +102,11 @@ def _answer(
     """Solve the question of the folder again, with the alternative."""
     from autoshard.cli.why_not import pin_for
     from autoshard.cluster import Mesh
-    from autoshard.report.what_if import Solver, Wishes
+    from autoshard.report.what_if import Solver
 
     request = opened.request
     planned = opened.planned or opener.planned(opened.plan, request, prices)
-    wishes = Wishes(request.pins, request.tactics, request.optimizer, request.recompute)
-    solver = Solver(planned.analysis, opened.plan, prices, wishes, opener.say)
+    solver = Solver(planned.analysis, opened.plan, prices, request.options, opener.say)
     if isinstance(wanted, Mesh):
         return solver.on_mesh(wanted)
     assert found is not None

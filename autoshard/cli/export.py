@@ -83,7 +83,7 @@ def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, 
     stored, request = read_plan(folder)
     own = load_rules(rules)
     say(f"building {request.target}")
-    built = build(request.target, batch=request.options.get("batch"), seq=request.options.get("seq"))
+    built = build(request.target, batch=request.inputs.get("batch"), seq=request.inputs.get("seq"))
     args, kwargs = split_inputs(built.inputs)
     say("capturing")
     joint = capture(built.model, args, kwargs)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from autoshard.errors import UsageError, VerificationError
+from autoshard.options import PlanOptions, chosen_of, options_from
 from autoshard.program.store import replaced_whole
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 
+_SCHEMA = 2
 _FILES = frozenset(("plan.json", "request.json"))
 
 
@@ -19,16 +21,12 @@ _FILES = frozenset(("plan.json", "request.json"))
 class Request:
     """What was asked for, so far as the plan does not say it.
 
-    rules: path of the user's own rules, "" for none.
+    inputs: sizes of the target's example inputs. rules: path of the user's own rules, "" for none.
     """
 
     target: str
-    options: Mapping[str, int]
-    replicate_unknown: bool = False
-    pins: tuple[str, ...] = ()
-    tactics: str = ""
-    optimizer: str = "adamw"
-    recompute: bool = True
+    inputs: Mapping[str, int]
+    options: PlanOptions = field(default_factory=PlanOptions)
     rules: str = ""
 
 
@@ -49,14 +47,10 @@ def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -
     """Write both files; the folder appears complete or not at all."""
     check_plan_folder(folder, overwrite=overwrite)
     document = {
-        "schema": 1,
+        "schema": _SCHEMA,
         "target": request.target,
-        "options": dict(request.options),
-        "replicate_unknown": request.replicate_unknown,
-        "pins": list(request.pins),
-        "tactics": request.tactics,
-        "optimizer": request.optimizer,
-        "recompute": request.recompute,
+        "inputs": dict(request.inputs),
+        "options": chosen_of(request.options),
         "rules": request.rules,
     }
     with replaced_whole(folder) as staging:
@@ -75,18 +69,13 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
         ) from None
     try:
         raw = json.loads(request_text)
-        options = {str(k): int(v) for k, v in raw["options"].items()}
-        request = Request(
-            str(raw["target"]),
-            options,
-            bool(raw["replicate_unknown"]),
-            tuple(map(str, raw.get("pins", ()))),
-            str(raw.get("tactics", "")),
-            str(raw.get("optimizer", "adamw")),
-            bool(raw.get("recompute", True)),
-            str(raw.get("rules", "")),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if raw["schema"] != _SCHEMA:
+            raise ValueError(f"schema {raw['schema']}, this version reads {_SCHEMA}")
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["options"].items()}
+        inputs = {str(k): int(v) for k, v in raw["inputs"].items()}
+        chosen = options_from(PlanOptions, options)
+        request = Request(str(raw["target"]), inputs, chosen, str(raw["rules"]))
+    except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
         raise VerificationError(
             f"{folder}/request.json cannot be read", why=f"{type(error).__name__}: {error}", hint="plan again"
         ) from None

@@ -74,7 +74,7 @@ class Opener:
         plan, request = read_plan(folder)
         planned = self.planned(plan, request)
         program = compile_analysed(planned, self.say)
-        program = with_options(program, **{k: str(v) for k, v in request.options.items()})
+        program = with_options(program, **{k: str(v) for k, v in request.inputs.items()})
         return Opened(folder, program, request, True, planned)
 
     def planned(self, plan: Plan, request: Request, cluster: Cluster | None = None) -> Planned:
@@ -114,7 +114,7 @@ def _sizes(plan: Plan, request: Request) -> dict[str, int]:
     """
     from autoshard.interop.targets import is_config
 
-    sizes = dict(request.options)
+    sizes = dict(request.inputs)
     if is_config(request.target) and plan.batch > 1:
         sizes["batch"] = plan.batch
     return sizes

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from autoshard.cli import options as opt
+from autoshard.cli.from_options import with_options
 from autoshard.cli.output import (
     INTERRUPTED,
     Progress,
-    memory_of,
     print_json,
     print_table,
     reporting,
@@ -20,6 +20,7 @@ from autoshard.cli.output import (
     table,
 )
 from autoshard.errors import UsageError
+from autoshard.options import PlanOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,48 +35,17 @@ _LIVES = {"whole": "whole on every data rank", "divided": "each data rank its ow
 TIE_SECONDS = 5e-8
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked of a plan beside the target and the machine."""
-
-    memory: int | None = None
-    global_batch: int | None = None
-    optimizer: str = "adamw"
-    recompute: bool = True
-    pins: tuple[str, ...] = ()
-    tactics: str = ""
-    schedule: str = ""
-    chunks: int | None = None
-    microbatches: int | None = None
-    slices: int | None = None
-    rivals: bool = False
-    replicate_unknown: bool = False
-    rules: Path | None = None
-    offload: str = ""
-
-
+@with_options
 def plan_command(
     target: opt.TargetArgument,
+    options: PlanOptions,
     mesh: opt.MeshOption = None,
     cluster: opt.ClusterOption = None,
-    gpus: opt.GpusOption = None,
-    global_batch: opt.GlobalBatchOption = None,
     batch: opt.BatchOption = None,
     seq: opt.SeqOption = None,
-    memory: opt.MemoryOption = None,
-    optimizer: opt.OptimizerOption = "adamw",
-    recompute: opt.RecomputeOption = True,
-    pin: opt.PinOption = None,
-    tactics: opt.TacticsOption = "",
-    schedule: opt.ScheduleOption = "",
-    chunks: opt.ChunksOption = None,
-    microbatches: opt.MicrobatchesOption = None,
-    slices: opt.SlicesOption = None,
     out: opt.MaybeOut = None,
     overwrite: opt.OverwriteOption = False,
-    replicate_unknown: opt.ReplicateOption = False,
     rules: opt.RulesOption = None,
-    offload: opt.OffloadOption = "",
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -89,35 +59,11 @@ def plan_command(
 
         if out is not None:
             check_plan_folder(out, overwrite=overwrite)
-        options = batch_options(target, batch, global_batch, seq)
-        wishes = Wishes(
-            memory_of(memory),
-            global_batch,
-            optimizer,
-            recompute,
-            tuple(pin or ()),
-            tactics,
-            schedule,
-            chunks,
-            microbatches,
-            slices,
-            True,
-            replicate_unknown,
-            rules,
-            offload,
-        )
-        planned = make_plan(target, mesh, cluster, gpus, options, wishes, Progress())
+        inputs = batch_options(target, batch, options.global_batch, seq)
+        priced = replace(options, baselines=True)
+        planned = make_plan(target, mesh, cluster, inputs, priced, rules, Progress())
         if out is not None:
-            request = Request(
-                target,
-                options,
-                replicate_unknown,
-                wishes.pins,
-                tactics,
-                optimizer,
-                recompute,
-                "" if rules is None else str(rules),
-            )
+            request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
         summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
         if json:
@@ -148,21 +94,21 @@ def make_plan(
     target: str,
     mesh: str | None,
     cluster: str | None,
-    gpus: int | None,
-    options: dict[str, int],
-    wishes: Wishes,
+    inputs: dict[str, int],
+    options: PlanOptions,
+    rules: Path | None,
     say: Progress,
 ) -> Planned:
-    """Build the target on the meta device and plan it."""
-    where = destination(mesh, cluster, gpus)  # before the model is built: mistakes show at once
+    """Build the target on the meta device and plan it. inputs: sizes of the target's example inputs."""
+    where = destination(mesh, cluster, options.devices)  # before the model is built: mistakes show at once
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
     from autoshard.ir.offload import Offload
 
-    Offload.parse(wishes.offload)
-    own = load_rules(wishes.rules)
+    Offload.parse(options.offload)
+    own = load_rules(rules)
     say(f"building {target}")
-    built = build(target, batch=options.get("batch"), seq=options.get("seq"))
+    built = build(target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     for note in built.notes:
         say.note(note)
     return api.plan(
@@ -170,21 +116,8 @@ def make_plan(
         where,
         example_inputs=built.inputs,
         cluster=cluster if mesh else None,
-        memory=wishes.memory,
-        devices=gpus,
-        global_batch=wishes.global_batch,
-        optimizer=wishes.optimizer,
-        recompute=wishes.recompute,
-        pins=wishes.pins,
-        tactics=wishes.tactics,
-        schedule=wishes.schedule,
-        chunks=wishes.chunks,
-        microbatches=wishes.microbatches,
-        slices=wishes.slices,
-        rivals=wishes.rivals,
-        replicate_unknown=wishes.replicate_unknown,
+        options=options,
         rules=own,
-        offload=wishes.offload,
         target=target,
         progress=say,
     )

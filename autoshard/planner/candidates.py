@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Axis, Mesh, divisors, expert_candidates, mesh_candidates
 from autoshard.cost.collective import AxisLink, seconds
@@ -18,6 +16,7 @@ from autoshard.cost.stage_machines import (
     whole_mesh,
 )
 from autoshard.errors import UsageError
+from autoshard.options import PlanOptions
 from autoshard.planner.stage_link import pipe_link
 from autoshard.schedules.registry import check_slices, default_slices, lookup
 from autoshard.search.solve.configuration import Staged, data_ways
@@ -27,36 +26,22 @@ from autoshard.search.solve.pipeline_model import Pipe, pipes_of
 _MESSAGE = 2.0**20
 
 
-@dataclass(frozen=True)
-class PipeAsk:
-    """What is decided about a pipeline already.
+def check_pipeline(options: PlanOptions) -> None:
+    """UsageError for a schedule that there is not, or slices that it cannot have."""
+    if options.schedule:
+        lookup(options.schedule)
+    if options.slices is not None and not options.schedule:
+        raise UsageError(
+            f"slices={options.slices} was asked for and no schedule",
+            hint='give schedule="seq1f1b" as well',
+        )
+    if options.slices is not None:
+        check_slices(options.schedule, options.slices)
 
-    schedule: by name, "" for the best. chunks, microbatches: None for the best. slices: of the sequence, None
-    for what is usual with the schedule.
-    """
 
-    schedule: str = ""
-    chunks: int | None = None
-    microbatches: int | None = None
-    slices: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.schedule:
-            lookup(self.schedule)
-        for name in ("chunks", "microbatches", "slices"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name} is {value}", hint="give 1 or more")
-        if self.slices is not None and not self.schedule:
-            raise UsageError(
-                f"slices={self.slices} was asked for and no schedule", hint='give schedule="seq1f1b" as well'
-            )
-        if self.slices is not None:
-            check_slices(self.schedule, self.slices)
-
-    def sliced(self) -> int:
-        """Slices of the sequence of a microbatch."""
-        return (self.slices or default_slices(self.schedule)) if self.schedule else 1
+def _sliced(options: PlanOptions) -> int:
+    """Slices of the sequence of a microbatch."""
+    return (options.slices or default_slices(options.schedule)) if options.schedule else 1
 
 
 def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
@@ -69,7 +54,7 @@ def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
     return Mesh(rest or (Axis("dp", 1),)), mesh.axes[at].size, at
 
 
-def given(mesh: Mesh, machine: Cluster, layers: int, total: int, ask: PipeAsk) -> Staged:
+def given(mesh: Mesh, machine: Cluster, layers: int, total: int, options: PlanOptions) -> Staged:
     """The one mesh that was asked for. total: sequences per step."""
     inner, ranks, at = inner_mesh(mesh)
     if ranks > 1 and at != 0:
@@ -80,12 +65,12 @@ def given(mesh: Mesh, machine: Cluster, layers: int, total: int, ask: PipeAsk) -
             "they did not",
             hint=f"write pp={ranks},{inner}",
         )
-    pipes, batches = _pipes(ranks, layers, ask), _batches(inner, total, ask)
+    pipes, batches = _pipes(ranks, layers, options), _batches(inner, total, options)
     return _Machines(machine).staged(inner, ranks, pipes, batches)
 
 
 def searched(
-    machine: Cluster, world: int, layers: int, total: int, ask: PipeAsk, experts: int = 0
+    machine: Cluster, world: int, layers: int, total: int, options: PlanOptions, experts: int = 0
 ) -> list[Staged]:
     """Every mesh that fits the wiring of a cluster, alone and as one of several pipeline ranks.
 
@@ -94,18 +79,18 @@ def searched(
     Of pipelines on a cluster of unlike groups, those whose ranks are each in one group, or whole groups.
     """
     meshes = mesh_candidates(machine, world) + expert_candidates(machine, world, experts)
-    plain = [Staged(m, batches=_batches(m, total, ask)) for m in meshes]
+    plain = [Staged(m, batches=_batches(m, total, options)) for m in meshes]
     if total < 2:
         return plain
-    found = [] if ask.schedule else plain
+    found = [] if options.schedule else plain
     machines = _Machines(machine)
     for ranks in divisors(world)[1:]:
         if ranks > max(1, layers):
             continue
-        pipes = _pipes(ranks, layers, ask)
+        pipes = _pipes(ranks, layers, options)
         for mesh in inner_candidates(machine, world // ranks, ranks):
             if total % data_ways(mesh) == 0:
-                found.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, ask)))
+                found.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
     return found
 
 
@@ -141,24 +126,24 @@ class _Machines:
         return self._links[ranks]
 
 
-def _pipes(ranks: int, layers: int, ask: PipeAsk) -> tuple[Pipe, ...]:
-    if ranks == 1 and (ask.slices or 1) > 1:
+def _pipes(ranks: int, layers: int, options: PlanOptions) -> tuple[Pipe, ...]:
+    if ranks == 1 and (options.slices or 1) > 1:
         raise UsageError(
-            f"slices={ask.slices} was asked for, and the mesh has no pipeline",
+            f"slices={options.slices} was asked for, and the mesh has no pipeline",
             hint="give the mesh a pp axis, as in pp=4,dp=2",
         )
-    return tuple(pipes_of(ranks, layers, ask.schedule, ask.chunks, ask.sliced()))
+    return tuple(pipes_of(ranks, layers, options.schedule, options.chunks, _sliced(options)))
 
 
-def _batches(mesh: Mesh, total: int, ask: PipeAsk) -> tuple[int, ...]:
+def _batches(mesh: Mesh, total: int, options: PlanOptions) -> tuple[int, ...]:
     """The microbatch that is asked for, in sequences over the mesh."""
-    if ask.microbatches is None:
+    if options.microbatches is None:
         return ()
-    if total % (ask.microbatches * data_ways(mesh)):
+    if total % (options.microbatches * data_ways(mesh)):
         raise UsageError(
-            f"{total} sequences do not divide into {ask.microbatches} microbatches",
+            f"{total} sequences do not divide into {options.microbatches} microbatches",
             where=f"mesh {mesh}",
             why=f"each is split over {data_ways(mesh)} data ranks",
             hint="choose another number of microbatches, or another batch",
         )
-    return (total // ask.microbatches,)
+    return (total // options.microbatches,)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from autoshard.cluster.cluster import Cluster, host_of
 from autoshard.cluster.mesh import Axis, Mesh
@@ -15,10 +14,10 @@ from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.model import CostModel
 from autoshard.cost.on_mesh import model_of
 from autoshard.cost.stage_machines import bounding_machine
-from autoshard.errors import UsageError
 from autoshard.ir.comm import BUCKET_BYTES
 from autoshard.ir.flow import Flow
 from autoshard.ir.offload import Offload
+from autoshard.options import PassOptions
 from autoshard.passes.memory.offload import Hosting
 from autoshard.passes.overlap.schedule_ops import Seconds
 from autoshard.passes.partition.hierarchy import ByLevel
@@ -29,7 +28,7 @@ from autoshard.passes.simplify.scale_terms import totals_in
 from autoshard.passes.stages.scatter_sends import Saving
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.fingerprint import fingerprint_of
-from autoshard.planner.hierarchy_choice import OFF, Way, best_way, comparison, ways
+from autoshard.planner.hierarchy_choice import Way, best_way, comparison, ways
 from autoshard.planner.host_memory import least
 from autoshard.planner.node_costs import NodePrices
 from autoshard.planner.stage_link import in_parts, pipe_link
@@ -45,57 +44,19 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
 from autoshard.simulate.stage_costs import StagePrices
 
-
-@dataclass(frozen=True)
-class Emission:
-    """Which optional passes a program is made with.
-
-    allow: with how few bits parameters, gradients and activations may travel between ranks where that is
-    faster, as ``"int8-weights,int4-gradients,int8-activations"``; nothing is ever rounded without it.
-    hierarchy: how collectives are laid on the levels of wiring that their axis crosses, ``"auto"`` for the
-    best by the simulated step (see `hierarchies.ways`); the program's mesh then has an axis for each of them.
-    kernels: whether chains of ops that have a kernel of ours become one op. bucket: whether collectives of
-    parameters share messages. overlap: whether messages are on their way while something else is computed.
-    ring: whether products and the gathers before them, or the reduce-scatters after them, are done in chunks
-    that go round the ranks, where that is faster. offload: what waits in host memory, as
-    ``"activations,optimizer"`` (see `offload.Offload`).
-    """
-
-    allow: str = ""
-    hierarchy: str = OFF
-    kernels: bool = False
-    bucket: bool = True
-    overlap: bool = True
-    ring: bool = True
-    offload: str = ""
-
-
-def emission(**passes: Any) -> Emission:
-    """What is wanted by name. Raises UsageError for a name that there is not."""
-    known = [f.name for f in fields(Emission)]
-    for name in passes:
-        if name not in known:
-            raise UsageError(
-                f"there is no option {name!r}", hint=f"the optional passes are {', '.join(known)}"
-            )
-    made = Emission(**passes)
-    Offload.parse(made.offload)
-    return made
-
-
 #: share of the memory that a message of several layers may fill, one over this
 _JOINED = 32
 #: passes that can be left out
 OPTIONAL = ("bucket", "overlap", "kernels", "ring")
 #: every pass that makes a step shorter without anything being allowed
-DEFAULT = Emission()
+DEFAULT = PassOptions()
 
 
 def emit(
     plan: Plan,
     analysis: Analysis,
     cluster: Cluster,
-    wanted: Emission = DEFAULT,
+    wanted: PassOptions = DEFAULT,
     say: Callable[[str], None] = lambda _: None,
     terms: BatchTerms = NO_TERMS,
 ) -> Program:
@@ -131,7 +92,7 @@ def emit(
 
 
 def laid_out(
-    plan: Plan, analysis: Analysis, cluster: Cluster, way: Way, wanted: Emission = DEFAULT
+    plan: Plan, analysis: Analysis, cluster: Cluster, way: Way, wanted: PassOptions = DEFAULT
 ) -> Program:
     """The program of a plan with collectives laid on levels in one way, of the batch that was captured.
 
@@ -143,7 +104,7 @@ def laid_out(
 
 
 def lowering_of(
-    plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: Emission = DEFAULT
+    plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: PassOptions = DEFAULT
 ) -> Lowering:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
@@ -184,7 +145,7 @@ def _joined(cluster: Cluster, plan: Plan) -> int:
     return BUCKET_BYTES if plan.budget is None else min(BUCKET_BYTES, plan.budget // _JOINED)
 
 
-def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, wanted: Emission) -> Hosting | None:
+def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, wanted: PassOptions) -> Hosting | None:
     """What waits in host memory, and at which prices. Raises UsageError if the cluster does not know them."""
     kinds = Offload.parse(wanted.offload)
     if not kinds:
@@ -221,7 +182,7 @@ def _whole(mesh: Mesh, plan: Plan) -> Mesh:
     return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
 
 
-def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: Emission) -> Lowering:
+def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: PassOptions) -> Lowering:
     """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
     taken = replace(
         how,

@@ -18,11 +18,12 @@ from autoshard.cost.stage_machines import rooms
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.options import PassOptions
 from autoshard.passes.pipeline import Lowering, lower
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.depth_extrapolation import Look, Step, look_at_deep
 from autoshard.planner.host_memory import HostNeed, least, need_of
-from autoshard.planner.lowering import Emission, laid_for, lowering_of, saving_of, schedule_of
+from autoshard.planner.lowering import laid_for, lowering_of, saving_of, schedule_of
 from autoshard.planner.stage_partition import (
     Cutting,
     Schedules,
@@ -402,7 +403,7 @@ class Fitter:
         """The plan of a solution, and how the passes place its model."""
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
-        wanted = Emission(offload=str(self.offload))
+        wanted = PassOptions(offload=str(self.offload))
         return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,20 +14,23 @@ from torch.utils import _pytree as pytree
 from autoshard.capture.capture import capture
 from autoshard.capture.traced_function import Differentiate
 from autoshard.cluster import Cluster, Mesh
-from autoshard.cost.recipe import hosted
-from autoshard.errors import BatchError, CaptureError, InfeasibleError
+from autoshard.cost.recipe import hosted, recipe_named
+from autoshard.errors import BatchError, CaptureError, InfeasibleError, UsageError
 from autoshard.ir.offload import NO_OFFLOAD, Offload
+from autoshard.options import PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import PipeAsk, given, searched
+from autoshard.planner.candidates import check_pipeline, given, searched
 from autoshard.planner.memory_fit import Fitter, Peak
 from autoshard.planner.stage_partition import Staging
 from autoshard.rules.user import Rules
 from autoshard.search.plan.plan import Plan
+from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of, experts_of
 from autoshard.search.problem.rescale_batch import unlike_batch
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
 from autoshard.search.solve.formulate import layer_calls
 
@@ -83,25 +87,45 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanningRequest:
     """What a model is to be planned for.
 
     where: a mesh, or a cluster whose meshes are searched. machine: the cluster, with its prices. ranks: in
-    all. batch: sequences of a step, None for those that the model is captured with. pipes, ask: what is
-    decided already, and what else is asked of the search. memory: bytes per rank, None for no limit. target:
-    what the plan is called. offload: what lives in host memory.
+    all. memory: bytes per rank, None for no limit. target: what the plan is called.
     """
 
     where: Mesh | Cluster
     machine: Cluster
     ranks: int
-    batch: int | None
-    pipes: PipeAsk
-    ask: Ask
+    options: PlanOptions
     memory: int | None
     target: str
-    offload: Offload
     progress: Progress
+
+    def __post_init__(self) -> None:
+        check_pipeline(self.options)
+
+    @property
+    def batch(self) -> int | None:
+        """Sequences of a step, None for those that the model is captured with."""
+        return self.options.global_batch
+
+    @cached_property
+    def offload(self) -> Offload:
+        return Offload.parse(self.options.offload)
+
+    @cached_property
+    def ask(self) -> Ask:
+        """The search's part of it."""
+        options = self.options
+        return Ask(
+            batch=options.global_batch,
+            recipe=recipe_named(options.optimizer),
+            recompute=options.recompute,
+            rivals=options.baselines,
+            pins=tuple(map(Pin.parse, options.pins)),
+            tactics=_tactics(options.tactics, self.where),
+        )
 
     def planned(self, source: Source) -> Planned:
         """The best plan. Raises what the search raises."""
@@ -156,7 +180,7 @@ class Question:
             memory=self.memory,
             ask=ask,
             target=self.target,
-            fixed=bool(self.pipes.schedule),
+            fixed=bool(self.options.schedule),
             offload=self.offload,
             progress=self.progress,
             among=among,
@@ -167,9 +191,17 @@ class Question:
         layers = sum(layer_calls(analysis.folded).values())
         if isinstance(self.where, Mesh):
             total = self.batch or batch_of(analysis.folded)
-            return [given(self.where, self.machine, layers, total, self.pipes)]
+            return [given(self.where, self.machine, layers, total, self.options)]
         experts = experts_of(analysis.model)
-        return searched(self.machine, self.ranks, layers, self.batch or 1, self.pipes, experts)
+        return searched(self.machine, self.ranks, layers, self.batch or 1, self.options, experts)
+
+
+def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
+    if not text.strip():
+        return ()
+    if not isinstance(where, Mesh):
+        raise UsageError("tactics need a mesh", hint="give the mesh whose axes they use, as dp=4,tp=2")
+    return parse_tactics(text, where)
 
 
 def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:

@@ -10,8 +10,9 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import recipe_named
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.offload import Offload
+from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.candidates import PipeAsk, given
+from autoshard.planner.candidates import given
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.report.summary import Summary, summarise
 from autoshard.search.plan.plan import Plan
@@ -22,16 +23,6 @@ from autoshard.search.select.tactics import parse_tactics
 from autoshard.search.solve.formulate import layer_calls
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What was asked of a plan that the plan itself does not say; as in `autoshard.plan`."""
-
-    pins: tuple[str, ...] = ()
-    tactics: str = ""
-    optimizer: str = "adamw"
-    recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,10 +61,10 @@ class Solver:
     """Solves the question of a stored plan again. analysis: of the model it was made for."""
 
     def __init__(
-        self, analysis: Analysis, plan: Plan, cluster: Cluster, wishes: Wishes, progress: Progress
+        self, analysis: Analysis, plan: Plan, cluster: Cluster, options: PlanOptions, progress: Progress
     ) -> None:
         self.analysis, self.plan, self.cluster = analysis, plan, cluster
-        self.wishes, self.progress = wishes, progress
+        self.options, self.progress = options, progress
 
     def pinned(self, pin: Pin) -> WhatIf:
         """With one more pin. Raises UsageError if the plan's own question cannot be solved any more."""
@@ -104,23 +95,28 @@ class Solver:
         plan, pipeline = self.plan, self.plan.pipeline
         captured = batch_of(self.analysis.folded)
         total = plan.microbatches * (plan.batch or captured)
-        ask = PipeAsk()
+        pipe = PlanOptions()
         if keep and pipeline is not None:
-            ask = PipeAsk(pipeline.schedule, pipeline.chunks, plan.microbatches, _slices(pipeline.slices))
+            pipe = PlanOptions(
+                schedule=pipeline.schedule,
+                chunks=pipeline.chunks,
+                microbatches=plan.microbatches,
+                slices=_slices(pipeline.slices),
+            )
         elif keep and plan.microbatches > 1:
-            ask = PipeAsk(microbatches=plan.microbatches)
+            pipe = PlanOptions(microbatches=plan.microbatches)
         layers = sum(layer_calls(self.analysis.folded).values())
-        own = tuple(map(Pin.parse, self.wishes.pins))
-        tactics = parse_tactics(self.wishes.tactics, mesh) if self.wishes.tactics and keep else ()
+        own = tuple(map(Pin.parse, self.options.pins))
+        tactics = parse_tactics(self.options.tactics, mesh) if self.options.tactics and keep else ()
         return plan_analysed(
             self.analysis,
-            [given(mesh, self.cluster, layers, total, ask)],
+            [given(mesh, self.cluster, layers, total, pipe)],
             self.cluster,
             memory=plan.budget,
             ask=Ask(
                 batch=None if total == captured and plan.microbatches == 1 and keep else total,
-                recipe=recipe_named(self.wishes.optimizer),
-                recompute=self.wishes.recompute,
+                recipe=recipe_named(self.options.optimizer),
+                recompute=self.options.recompute,
                 pins=(*own, *pins),
                 tactics=tactics,
             ),

@@ -10,9 +10,10 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster, usable_memory
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import MIXED
+from autoshard.options import PlanOptions
 from autoshard.passes.pipeline import Lowering
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import PipeAsk, given
+from autoshard.planner.candidates import given
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.planner.stage_partition import Staging, staged
 from autoshard.rules.local import MeshShape
@@ -131,7 +132,13 @@ def planned(
     machine = load_cluster(cluster)
     layers = sum(layer_calls(analysis.folded).values())
     total = microbatches * batch_of(analysis.folded)
-    where = given(Mesh.parse(f"pp={ranks}"), machine, layers, total, PipeAsk(schedule, chunks, microbatches))
+    where = given(
+        Mesh.parse(f"pp={ranks}"),
+        machine,
+        layers,
+        total,
+        PlanOptions(schedule=schedule, chunks=chunks, microbatches=microbatches),
+    )
     ask = Ask(batch=total, recipe=MIXED)
     return plan_analysed(
         analysis, [where], machine, memory=usable_memory(machine.device), ask=ask, fixed=True

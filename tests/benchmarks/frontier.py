@@ -19,10 +19,11 @@ from autoshard.api import plan
 from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, is_message
+from autoshard.options import PassOptions
 from autoshard.passes.partition.hierarchy import Levels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
 from autoshard.planner.hierarchy_choice import Way
-from autoshard.planner.lowering import Emission, laid_out
+from autoshard.planner.lowering import laid_out
 from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
@@ -133,7 +134,7 @@ def _row(
     levels = (Levels("fsdp", part.levels),) if part.levels else ()
     way = Way(part.name, levels, part.secondary)
     # what runs beside computing is said by the behaviour, as for other people's code
-    wanted = Emission(allow=part.allow, overlap=False)
+    wanted = PassOptions(allow=part.allow, overlap=False)
     program = laid_out(wish.plan, wish.analysis, wish.cluster, way, wanted)
     step = estimate_step(program, cluster, behaviour=how)
     ranks = Mesh.parse(program.mesh).world_size

@@ -58,35 +58,29 @@ def plan_case(case: Case) -> PlanningRow:
     """
     from autoshard.capture.capture import capture
     from autoshard.cluster import Mesh, load_cluster, usable_memory
-    from autoshard.cost.recipe import recipe_named
-    from autoshard.ir.offload import NO_OFFLOAD
+    from autoshard.options import PlanOptions
     from autoshard.planner.analysis import analyse
-    from autoshard.planner.candidates import PipeAsk
-    from autoshard.planner.planning import Question, Source
+    from autoshard.planner.planning import PlanningRequest, Source
     from autoshard.report.summary import summarise
-    from autoshard.search.select.choose import Ask
     from autoshard.validate.models import on_meta
 
     model, inputs = on_meta(case.model, case.batch, case.seq)
     cluster = load_cluster(case.cluster)
     batch = None if case.mesh else case.batch
-    question = Question(
+    request = PlanningRequest(
         Mesh.parse(case.mesh) if case.mesh else cluster,
         cluster,
         case.devices,
-        batch,
-        PipeAsk(),
-        Ask(batch=batch, recipe=recipe_named(case.optimizer), rivals=not case.mesh),
+        PlanOptions(global_batch=batch, optimizer=case.optimizer, baselines=not case.mesh),
         # as for `autoshard.plan`: a mesh alone has no limit of memory
         memory=None if case.mesh else usable_memory(cluster.used_by(case.devices).device),
         target="",
-        offload=NO_OFFLOAD,
         progress=lambda _: None,
     )
     start = time.perf_counter()
     joint = capture(model, (), inputs)
     captured = time.perf_counter()
-    planned = question.planned_from(Source(model, (), inputs), analyse(joint))
+    planned = request.planned_from(Source(model, (), inputs), analyse(joint))
     end = time.perf_counter()
     summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
     assert summary.step is not None

@@ -10,8 +10,9 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Cluster, Mesh, load_cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
+from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import PipeAsk, searched
+from autoshard.planner.candidates import searched
 from autoshard.planner.planning import Source
 from autoshard.planner.stage_link import pipe_link
 from autoshard.search.bound.stage_imbalance import uneven_seconds
@@ -129,7 +130,7 @@ def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparis
     ours: Settled | None = None
     why = ""
     try:
-        meshes = searched(cluster, first.devices, first.model.layers, first.batch, PipeAsk())
+        meshes = searched(cluster, first.devices, first.model.layers, first.batch, PlanOptions())
         ours = choose(asked.many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
     except AutoshardError as error:
         why = error.what

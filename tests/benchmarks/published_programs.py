@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from autoshard.cluster import Cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError
-from autoshard.ir.offload import NO_OFFLOAD
-from autoshard.planner.candidates import PipeAsk
+from autoshard.options import PlanOptions
 from autoshard.planner.memory_fit import Fitter, Peak
-from autoshard.planner.planning import Planned, Question
+from autoshard.planner.planning import Planned, PlanningRequest
 from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
 from autoshard.search.select.choose import Ask
 from benchmarks.published import SLOWER, Asked, machine, name_of, questions, settle
@@ -73,19 +72,16 @@ def simulate(rows: Sequence[Published], progress: Callable[[str], None]) -> Iter
 
 def _ours(asked: Asked, cluster: Cluster) -> Planned:
     first, budget = asked.first, usable_memory(cluster.device)
-    question = Question(
+    request = PlanningRequest(
         cluster,
         cluster,
         first.devices,
-        first.batch,
-        PipeAsk(),
-        Ask(budget=budget, batch=first.batch, recipe=MIXED),
+        PlanOptions(global_batch=first.batch, optimizer=MIXED.name),
         memory=budget,
         target="",
-        offload=NO_OFFLOAD,
         progress=lambda _: None,
     )
-    return question.planned_from(asked.source, asked.many)
+    return request.planned_from(asked.source, asked.many)
 
 
 def _published(asked: Asked, row: Published, cluster: Cluster) -> tuple[Peak, bool]:

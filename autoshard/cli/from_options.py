@@ -1,0 +1,73 @@
+"""Command line options from the fields of option classes (`autoshard.options`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from autoshard.cli.output import memory_of, reporting
+from autoshard.options import PassOptions, PlanOptions, visible_fields
+
+_KINDS = (PlanOptions, PassOptions)
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of its parameters of an option class.
+
+    A field that two classes have is one option, given to both.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    kinds = {name: kind for name, kind in hints.items() if kind in _KINDS}
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(command).parameters.items():
+        made = map(_parameter, visible_fields(kinds[name])) if name in kinds else (parameter,)
+        for each in made:
+            annotation = hints.get(each.name, each.annotation) if each is parameter else each.annotation
+            keyword = each.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY)
+            parameters.setdefault(each.name, keyword)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        built = {}
+        with reporting(bool(given.get("debug"))):
+            for name, kind in kinds.items():
+                built[name] = kind(**{f.name: _value(f, given[f.name]) for f in visible_fields(kind)})
+        own = {k: v for k, v in given.items() if k in hints and k not in kinds}
+        command(**own, **built)
+
+    run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: p.annotation for name, p in parameters.items()}
+    del run.__wrapped__  # its signature is another one
+    return run
+
+
+def _parameter(field: Field[Any]) -> inspect.Parameter:
+    about = field.metadata
+    kind: Any = {"bool": bool, "int | None": int | None}.get(str(field.type), str)
+    if "unit" in about:
+        kind = str | None
+    if str(field.type).startswith("tuple"):
+        kind = list[str] | None
+    flag = about.get("flag", "--" + field.name.replace("_", "-"))
+    if kind is bool and field.default:
+        flag = f"{flag}/--no-{flag[2:]}"
+    counted = kind == int | None
+    shown = typer.Option(
+        flag, metavar=about.get("metavar"), min=about.get("least", 1) if counted else None, help=about["help"]
+    )
+    plain = kind in (bool, str)
+    default = field.default if plain and field.default is not MISSING else None
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+    )
+
+
+def _value(field: Field[Any], given: Any) -> Any:
+    if "unit" in field.metadata:
+        return memory_of(given)
+    return tuple(given or ()) if str(field.type).startswith("tuple") else given
