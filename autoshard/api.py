@@ -22,7 +22,7 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.options import PassOptions, PlanOptions, options_from, split_options
 from autoshard.passes.simplify.batch_terms import NO_TERMS
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.lowering import DEFAULT, emit
+from autoshard.planner.lowering import DEFAULT, lower_plan
 from autoshard.planner.planning import Planned, PlanningRequest, Progress, Source
 from autoshard.planner.step_terms import step_terms, warn_of
 from autoshard.program.program import Program
@@ -166,7 +166,7 @@ def compile_analysed(
         terms = step_terms(planned.source, planned.analysis, analysis, say)
         warn_of(terms)
     say("emitting programs")
-    program = emit(plan, analysis, planned.cluster, passes, say, terms)
+    program = lower_plan(plan, analysis, planned.cluster, passes, say, terms)
     return replace(program, user_ops=_user_ops(analysis))
 
 

@@ -39,12 +39,12 @@ from autoshard.passes.simplify.decompose import decompose
 from autoshard.passes.simplify.fold_repeats import fold_repeats
 from autoshard.passes.simplify.normalize import normalize
 from autoshard.passes.simplify.scale_terms import scale_terms
-from autoshard.passes.simplify.segment_cache import Known
+from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.passes.stages.cut_pipeline import cut_pipeline
 from autoshard.passes.stages.scatter_sends import Saving, scatter_sends
 from autoshard.passes.stages.split_backward import split_backward
 from autoshard.passes.stages.truncate_layers import Shortened
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Plan
@@ -55,7 +55,7 @@ Watch = Callable[[str, "Folded | Lowered"], None]
 
 
 @dataclass(frozen=True)
-class Lowering:
+class LoweringOptions:
     """What the passes after the search need besides the graph.
 
     rules: the rule of every op, the user's own among them. split_backward: whether the schedule runs the
@@ -88,10 +88,10 @@ class Lowering:
     hierarchy: tuple[ByLevel, ...] = ()
     secondary: Secondary = NO_SECONDARY
     hosting: Hosting | None = None
-    known: Known = field(default_factory=Known, compare=False, repr=False)
+    known: SegmentCache = field(default_factory=SegmentCache, compare=False, repr=False)
     terms: BatchTerms = NO_TERMS
 
-    def of(self, short: Shortened) -> Lowering:
+    def of(self, short: Shortened) -> LoweringOptions:
         """The same for the model without most of its equal layers."""
         return replace(self, flow=short.flow, plan=short.plan)
 
@@ -111,13 +111,13 @@ def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
     return _watched("030_normalize", normalize(folded), watch)
 
 
-def place(folded: Folded, how: Lowering, watch: Watch | None = None) -> Lowered:
+def place(folded: Folded, how: LoweringOptions, watch: Watch | None = None) -> Lowered:
     """The passes after the search up to what every rank of an uncut model computes."""
     lowered = _moved(folded, how, watch)
     return _watched("050_localize", localize(lowered, how.rules, how.mesh, how.known), watch)
 
 
-def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
+def _moved(folded: Folded, how: LoweringOptions, watch: Watch | None) -> Lowered:
     """The graph with collectives, its ops still on whole tensors."""
     lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
     _watched("040_insert_collectives", lowered, watch)
@@ -127,12 +127,14 @@ def _moved(folded: Folded, how: Lowering, watch: Watch | None) -> Lowered:
     return _watched("045_recompute", lowered, watch)
 
 
-def check_slices(folded: Folded, how: Lowering, slices: int) -> None:
+def check_slices(folded: Folded, how: LoweringOptions, slices: int) -> None:
     """UsageError, naming the op and the user's line, unless microbatches can be divided into slices."""
     places_of(statements_of(_moved(folded, how, None)), folded.joint, how.rules, slices)
 
 
-def lower(folded: Folded, how: Lowering, watch: Watch | None = None, uncut: Uncut | None = None) -> Lowered:
+def lower(
+    folded: Folded, how: LoweringOptions, watch: Watch | None = None, uncut: Unpartitioned | None = None
+) -> Lowered:
     """All passes after the search.
 
     uncut: what `place` makes of the model, if that is known and microbatches are not divided into slices.
@@ -228,21 +230,21 @@ def _ports(folded: Folded, kind: str) -> set[str]:
     return {p.name for p in folded.joint.ports if p.kind == kind}
 
 
-def kept_ports(folded: Folded, how: Lowering) -> set[str]:
+def kept_ports(folded: Folded, how: LoweringOptions) -> set[str]:
     """Parameters whose gathered copies the plan keeps from forward to backward."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.keep}
 
 
-def late_ports(folded: Folded, how: Lowering) -> set[str]:
+def late_ports(folded: Folded, how: LoweringOptions) -> set[str]:
     """Parameters whose gradients the plan reduces once a step, if it has several microbatches."""
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
 
 
-def _late(folded: Folded, how: Lowering, lowered: Lowered) -> set[str]:
+def _late(folded: Folded, how: LoweringOptions, lowered: Lowered) -> set[str]:
     """Gradients that the plan keeps whole until the end of a step of several microbatches."""
     if how.plan.microbatches == 1:
         return set()

@@ -23,7 +23,7 @@ from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.pins import Pin
-from autoshard.search.select.choose import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.verify.result import StaticReport
 from autoshard.verify.static import verify_static
 
@@ -73,7 +73,7 @@ def _changed(name: str, mesh: str, *, keep: bool = False, again: bool = False) -
 
 def _pinned(name: str, mesh: str, *pins: str) -> Program:
     """A program with some parameters placed by hand."""
-    ask = Ask(pins=tuple(map(Pin.parse, pins)))
+    ask = SearchRequest(pins=tuple(map(Pin.parse, pins)))
     found = plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER), ask=ask)
     return compile_analysed(found)
 

@@ -79,13 +79,13 @@ class Kind:
         return model
 
     def batch(self, model: nn.Module) -> dict[str, Any]:
-        from autoshard.interop.hf_inputs import Asked
+        from autoshard.interop.hf_inputs import InputRequest
         from autoshard.interop.hf_tasks import task_of
 
         if self.inputs is not None:
             return self.inputs()
         config = self.config()
-        return task_of(config).inputs(Asked(model, config, BATCH, SEQ)).inputs
+        return task_of(config).inputs(InputRequest(model, config, BATCH, SEQ)).inputs
 
 
 class WithLoss(nn.Module):

@@ -17,7 +17,7 @@ from autoshard.ir.comm import is_ring
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
 from autoshard.search.problem.pins import Pin
-from autoshard.search.select.choose import Ask
+from autoshard.search.select.request import SearchRequest
 
 #: weights by columns, then by rows: what lies between layers is then divided along the sequence
 _PINS = {
@@ -62,7 +62,7 @@ def free_rings() -> Iterator[None]:
 @functools.cache
 def planned(name: str, mesh: str) -> Planned:
     """A plan whose weights are divided over tp."""
-    ask = Ask(pins=tuple(map(Pin.parse, _PINS.get(name, ()))))
+    ask = SearchRequest(pins=tuple(map(Pin.parse, _PINS.get(name, ()))))
     return plan_analysed(analysed(name), [Mesh.parse(mesh)], even_cluster(), ask=ask, reasons=False)
 
 

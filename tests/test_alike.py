@@ -20,9 +20,9 @@ from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.search.problem.cost_terms import profile
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.tied_decisions import Alike
-from autoshard.search.solve.formulate import Posed, layer_calls, pose
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.problem.tied_decisions import TiedDecisions
+from autoshard.search.solve.formulate import ShardingProblem, formulate, layer_calls
+from autoshard.search.solve.step_config import StepConfig
 
 HEADS, WIDTH, STEPS = 4, 8, 40
 
@@ -85,15 +85,15 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor, Analysis]:
     return model, x, analyse(capture(model, (), {"x": x}))
 
 
-def posed_of(model: Model, mesh: str) -> tuple[Posed, Setting]:
-    setting = Setting(2, layer_calls(model.folded), overlap=0.8)
-    return pose(model, Mesh.parse(mesh), load_cluster("h100-dgx"), setting), setting
+def posed_of(model: Model, mesh: str) -> tuple[ShardingProblem, StepConfig]:
+    setting = StepConfig(2, layer_calls(model.folded), overlap=0.8)
+    return formulate(model, Mesh.parse(mesh), load_cluster("h100-dgx"), setting), setting
 
 
 def apart(model: Model) -> Model:
     """The same model, every op of which decides for itself."""
     loose = replace(model)
-    loose.__dict__["alike"] = Alike({}, {}, across=False)
+    loose.__dict__["alike"] = TiedDecisions({}, {}, across=False)
     return loose
 
 
@@ -147,7 +147,7 @@ def test_what_differs_in_more_than_numbers_decides_alone() -> None:
     """Layers of other sizes, too few of them, and small segments."""
     layers: list[Any] = [Scaled(0.9), Scaled(0.8), nn.Linear(32, 32), nn.Linear(32, 32, bias=False)]
     folded = analyse(capture(Stack(layers), (torch.randn(INPUT),), {})).folded
-    found = Alike.of(folded)
+    found = TiedDecisions.of(folded)
     assert not found.ops
     assert not found.inputs
     assert not found.across

@@ -24,8 +24,9 @@ from autoshard.planner.analysis import analyse
 from autoshard.planner.stage_link import pipe_link
 from autoshard.search.bound.stage_imbalance import busiest, chain_of
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.rescale_batch import rebatched
-from autoshard.search.select.choose import Ask, choose
+from autoshard.search.problem.rescale_batch import with_batch
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.configuration import Staged
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.models import Architecture, on_meta
@@ -196,11 +197,11 @@ def test_published_pipelines_are_priced_as_the_search_prices_them(tmp_path: Path
     cluster = machine(published)
     model, inputs = on_meta(published.model, 4, published.seq)
     analysis = analyse(capture(model, (), inputs))
-    theirs, fits = settle(rebatched(analysis.model, published.micro), published, cluster, None)
+    theirs, fits = settle(with_batch(analysis.model, published.micro), published, cluster, None)
     mesh = Mesh.parse(published.mesh)
     link = pipe_link(cluster, mesh, 2)
     alone = Staged(mesh, (published.pipe,), (published.micro,), link)
-    ours = choose(analysis.model, [alone], cluster, Ask(batch=published.batch, recipe=MIXED))
+    ours = choose(analysis.model, [alone], cluster, SearchRequest(batch=published.batch, recipe=MIXED))
     assert fits and theirs.configuration.pipe.hop > 0
     assert theirs.configuration.pipe.hop == pytest.approx(ours.placed.setting.pipe.hop)
     assert theirs.placed.seconds == pytest.approx(ours.placed.seconds, rel=1e-6)

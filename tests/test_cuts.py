@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.search.solve import stage_cuts as cuts
-from autoshard.search.solve.stage_cuts import Ask, Line, best_cuts, places_of, step_seconds
+from autoshard.search.solve.stage_cuts import CutRequest, Line, best_cuts, places_of, step_seconds
 
 TIMES = st.floats(0.0, 10.0, allow_nan=False).map(lambda x: round(x, 2))
 
@@ -27,7 +27,7 @@ def lines(draw: st.DrawFn) -> Line:
     return Line(forward, backward, held, state, np.where(blocked, np.inf, send), params)
 
 
-def brute_force(lines: Sequence[Line], ask: Ask) -> float | None:
+def brute_force(lines: Sequence[Line], ask: CutRequest) -> float | None:
     """The least step over all cuts that fit. lines: of every stage."""
     n = len(lines[0])
     best: float | None = None
@@ -55,7 +55,7 @@ def test_the_programme_equals_brute_force(
 ) -> None:
     stages = ranks * chunks
     flight = tuple(min(microbatches, stages - k) for k in range(stages))
-    ask = Ask(stages, microbatches, chunks, flight, budget)
+    ask = CutRequest(stages, microbatches, chunks, flight, budget)
     wanted = brute_force([line] * stages, ask)
     found = best_cuts(line, ask)
     assert (found is None) == (wanted is None)
@@ -95,7 +95,7 @@ def test_unlike_ranks_are_cut_as_brute_force_does(
     ]
     flight = tuple(min(microbatches, stages - k) for k in range(stages))
     budgets = () if rooms is None else tuple(rooms[:ranks]) * chunks
-    ask = Ask(stages, microbatches, chunks, flight, None if rooms is None else max(budgets), budgets)
+    ask = CutRequest(stages, microbatches, chunks, flight, None if rooms is None else max(budgets), budgets)
     of = [kinds[stage % ranks] for stage in range(stages)]
     wanted, found = brute_force(of, ask), best_cuts(of, ask)
     assert (found is None) == (wanted is None)
@@ -107,7 +107,7 @@ def test_a_rank_twice_as_fast_takes_twice_as_many_layers() -> None:
     work, zero = np.array([1.0] * 12), np.zeros(12)
     slow = Line(work, zero, zero, zero, zero)
     fast = replace(slow, forward=work / 2)
-    found = best_cuts([slow, fast], Ask(2, 8))
+    found = best_cuts([slow, fast], CutRequest(2, 8))
     assert found is not None
     assert found.ends == (3,)
 
@@ -116,12 +116,12 @@ def test_a_heavy_head_takes_layers_from_the_last_stage() -> None:
     """Twelve layers and a head of three layers' weight on four stages."""
     work = np.array([1.0] * 12 + [3.0])
     zero = np.zeros(13)
-    found = best_cuts(Line(work, zero, zero, zero, zero), Ask(4, 8))
+    found = best_cuts(Line(work, zero, zero, zero, zero), CutRequest(4, 8))
     assert found is not None
     assert found.slowest == 4.0
     assert found.ends[-1] >= 10
     equal = [3.0, 3.0, 3.0, 6.0]
-    assert found.seconds < step_seconds(equal, Ask(4, 8))
+    assert found.seconds < step_seconds(equal, CutRequest(4, 8))
 
 
 @given(

@@ -16,15 +16,15 @@ import autoshard.planner.depth_extrapolation as deep
 from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Folded
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.depth_extrapolation import Look, look_at_deep
-from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.depth_extrapolation import TruncatedRun, extrapolate_depth
+from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import plan_analysed
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.formulate import layer_calls
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 
 MODELS = {
     "llama": lambda: _llama(layers=14),
@@ -33,7 +33,7 @@ MODELS = {
     "gemma2": _gemma2,
     "opt": _opt,
 }
-Case = tuple[Folded, Lowering, Callable[[Folded, Lowering], Look]]
+Case = tuple[Folded, LoweringOptions, Callable[[Folded, LoweringOptions], TruncatedRun]]
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,11 @@ def _case(
 ) -> Case:
     """A model as it is placed on a mesh, with some calls of every layer that run again."""
     analysis, machine = _analysed(name), load_cluster(cluster)
-    planned = plan_analysed(analysis, [Mesh.parse(mesh)], machine, ask=Ask(batch=None), reasons=False)
+    planned = plan_analysed(
+        analysis, [Mesh.parse(mesh)], machine, ask=SearchRequest(batch=None), reasons=False
+    )
     assert planned.settled is not None
-    fitter = Fitter(analysis, machine, Ask(), fixed=False, progress=lambda _: None)
+    fitter = MemoryFitter(analysis, machine, SearchRequest(), fixed=False, progress=lambda _: None)
     how = fitter.lowering(planned.settled)[1]
     folded = planned.settled.posed.model.folded
     chosen = {s: Recompute(again, int(share * c)) for s, c in layer_calls(folded).items()} if again else {}
@@ -70,14 +72,14 @@ def test_it_is_what_the_whole_program_says(name: str, mesh: str, cluster: str) -
     known = 0
     for again, share, microbatches in [("", 0, 1), ("", 0, 3), ("full", 1, 1), ("selective", 0.3, 2)]:
         folded, how, look = _case(name, mesh, cluster, again, share, microbatches)
-        found = look_at_deep(folded, how, look, inf)
+        found = extrapolate_depth(folded, how, look, inf)
         if found is None:
             continue
         known += 1
         whole = look(folded, how)
         assert found.bytes == pytest.approx(whole.bytes, rel=1e-9)
         assert found.step == pytest.approx(whole.step().seconds, rel=1e-3)
-        for each in fields(Held):
+        for each in fields(ResidentBytes):
             wanted = getattr(whole.held, each.name)
             assert getattr(found.held, each.name) == pytest.approx(wanted, rel=1e-9, abs=1e-6 * whole.bytes)
     # two stacks, the second of which reads what the first makes, say too little of each other
@@ -87,40 +89,40 @@ def test_it_is_what_the_whole_program_says(name: str, mesh: str, cluster: str) -
 def test_seconds_are_those_of_what_fits() -> None:
     folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
     bytes_ = look(folded, how).bytes
-    tight, wide = (look_at_deep(folded, how, look, share * bytes_) for share in (0.9, 1.1))
+    tight, wide = (extrapolate_depth(folded, how, look, share * bytes_) for share in (0.9, 1.1))
     assert tight is not None and tight.step is None and tight.bytes > 0.9 * bytes_
     assert wide is not None and wide.step is not None
 
 
 def test_what_may_peak_elsewhere_is_looked_at_whole() -> None:
     folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
-    assert look_at_deep(folded, how, look, inf) is not None
+    assert extrapolate_depth(folded, how, look, inf) is not None
 
-    def flat(folded: Folded, how: Lowering) -> Look:
+    def flat(folded: Folded, how: LoweringOptions) -> TruncatedRun:
         """The peak does not rise, while something below it does."""
         return replace(look(folded, how), bytes=1e12)
 
-    assert look_at_deep(folded, how, flat, inf) is None
+    assert extrapolate_depth(folded, how, flat, inf) is None
 
 
 def test_seconds_without_a_steady_state_are_those_of_the_whole() -> None:
     folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
 
-    def slower(folded: Folded, how: Lowering) -> Look:
+    def slower(folded: Folded, how: LoweringOptions) -> TruncatedRun:
         seen = look(folded, how)
         return replace(seen, step=lambda: replace(seen.step(), seconds=seen.step().seconds ** 2))
 
-    assert look_at_deep(folded, how, slower, inf) is None
+    assert extrapolate_depth(folded, how, slower, inf) is None
 
 
 def test_messages_that_come_to_hold_up_the_rest_are_those_of_the_whole() -> None:
     folded, how, look = _case("llama", "fsdp=4", "h100-dgx")
 
-    def behind(folded: Folded, how: Lowering) -> Look:
+    def behind(folded: Folded, how: LoweringOptions) -> TruncatedRun:
         """Messages of a layer take longer than the layer, but others hide them in a short program."""
         seen = look(folded, how)
         step = seen.step()
         parts = tuple((seconds, 1.5 * seconds) for seconds, _ in step.parts)
         return replace(seen, step=lambda: replace(step, parts=parts))
 
-    assert look_at_deep(folded, how, behind, inf) is None
+    assert extrapolate_depth(folded, how, behind, inf) is None

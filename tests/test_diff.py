@@ -21,7 +21,7 @@ from autoshard.program.store import save_program
 from autoshard.report.diff import Side, diff_of
 from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.problem.pins import Pin
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.simulate.step import estimate_step
 
 CPU = load_cluster("cpu-gloo")
@@ -34,7 +34,7 @@ def side(name: str, made: Program) -> Side:
 
 def pinned(*pins: str) -> Program:
     found = plan_analysed(
-        analysed("llama"), [Mesh.parse(MESH)], CPU, ask=Ask(pins=tuple(map(Pin.parse, pins)))
+        analysed("llama"), [Mesh.parse(MESH)], CPU, ask=SearchRequest(pins=tuple(map(Pin.parse, pins)))
     )
     return compile_analysed(found)
 

@@ -31,7 +31,7 @@ from autoshard.report.dot import dot_text
 from autoshard.report.explain import explain_name
 from autoshard.report.explain_text import chain_lines, explanation_lines
 from autoshard.report.html import page
-from autoshard.report.lookup import Index, Place
+from autoshard.report.lookup import Place, ProgramIndex
 from autoshard.report.what_if import Solver
 from autoshard.search.plan.plan import why_key
 from autoshard.search.problem.pins import Pin
@@ -98,7 +98,7 @@ def test_the_last_number_of_a_label_is_that_of_the_layer() -> None:
 
 
 def test_what_names_mean() -> None:
-    index = Index(llama())
+    index = ProgramIndex(llama())
     weight = "model.layers.1.self_attn.q_proj.weight"
     assert index.find(weight).kind == "parameter"
     assert index.find("layers.1.self_attn.q_proj.weight").name == weight
@@ -135,7 +135,7 @@ def test_a_parameter() -> None:
 def test_chains_end_where_a_placement_begins(name: str, mesh: str) -> None:
     """Every link is a value whose placement is what the link says; the last one is an origin."""
     made = program(name, mesh)
-    chains = Chains(Decisions.of(made), Index(made))
+    chains = Chains(Decisions.of(made), ProgramIndex(made))
     names = Mesh.parse(mesh).names
     seen = 0
     for number, item in enumerate(made.lowered.main):
@@ -166,7 +166,7 @@ def test_a_deep_model_is_told_once() -> None:
 
 def test_a_value_is_named_as_the_plan_names_it() -> None:
     """So that it can be pinned, however passes cut its segment."""
-    decided, index = Decisions.of(llama()), Index(llama())
+    decided, index = Decisions.of(llama()), ProgramIndex(llama())
     op = next(o for o in decided.ops.values() if o.module.endswith("mlp.up_proj") and o.op == "mm")
     for name in (op.name, f"{op.segment}/{op.name}"):
         assert index.find(name).kind == "value"

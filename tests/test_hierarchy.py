@@ -20,13 +20,13 @@ from autoshard.cluster.cluster import Level
 from autoshard.cluster.levels import levels_of
 from autoshard.ir import Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import axes_of as ir_axes_of
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, Partial, R, Shard
 from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part
-from autoshard.passes.partition.hierarchy import Levels, check_levels
+from autoshard.passes.partition.hierarchy import AxisLevels, check_levels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
-from autoshard.planner.hierarchy_choice import Way, ways
-from autoshard.planner.lowering import laid_out
+from autoshard.planner.hierarchy_choice import HierarchyOption, hierarchy_options
+from autoshard.planner.lowering import lay_out
 from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -67,7 +67,7 @@ def test_levels_are_the_wiring_between_the_ranks_of_each_part() -> None:
     """Ranks that differ along the part of a level lie in one group of it, and in different ones below."""
     cluster, mesh = load_cluster("mi250x-frontier"), Mesh.parse("fsdp=32")
     parts = levels_of(cluster, mesh, "fsdp")
-    refined = Mesh.parse(str(Levels("fsdp", parts).refined(MeshShape(mesh.names, mesh.sizes))))
+    refined = Mesh.parse(str(AxisLevels("fsdp", parts).refined(MeshShape(mesh.names, mesh.sizes))))
     inside = {"fsdp_package": (1, 2), "fsdp_node": (2, 8), "fsdp_slingshot": (8, 32)}
     for axis, (below, within) in inside.items():
         for group in refined.groups(axis):
@@ -85,7 +85,7 @@ def test_levels_are_the_wiring_between_the_ranks_of_each_part() -> None:
 )
 def test_refinements_that_do_not_fit(parts: tuple[tuple[str, int], ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_levels(Levels("fsdp", parts), MeshShape(("fsdp", "tp"), (8, 2)))
+        check_levels(AxisLevels("fsdp", parts), MeshShape(("fsdp", "tp"), (8, 2)))
 
 
 # -- wishes --------------------------------------------------------------------------------------------
@@ -102,14 +102,14 @@ def test_refinements_that_do_not_fit(parts: tuple[tuple[str, int], ...], words: 
 )
 def test_wishes_that_do_not_fit(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        ways(text, load_cluster("mi250x-frontier"), Mesh.parse("fsdp=16"), Mesh.parse("fsdp=16"))
+        hierarchy_options(text, load_cluster("mi250x-frontier"), Mesh.parse("fsdp=16"), Mesh.parse("fsdp=16"))
 
 
 def test_one_level_has_no_hierarchy() -> None:
     mesh = Mesh.parse("fsdp=8")
     with pytest.raises(UsageError, match="more than one level"):
-        ways("levels", load_cluster("h100-dgx"), mesh, mesh)
-    assert [w.name for w in ways("auto", load_cluster("h100-dgx"), mesh, mesh)] == ["off"]
+        hierarchy_options("levels", load_cluster("h100-dgx"), mesh, mesh)
+    assert [w.name for w in hierarchy_options("auto", load_cluster("h100-dgx"), mesh, mesh)] == ["off"]
 
 
 # -- programs ------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_three_levels_of_parameters_gradients_and_optimizer_state() -> None:
     assert copies and all(_split_over(v) == [PAIR] for v in copies)
 
 
-def _split_over(value: Placed) -> list[str]:
+def _split_over(value: PlacedValue) -> list[str]:
     axes = (NETWORK, NODE, PAIR)
     return [name for name, p in zip(axes, value.layout, strict=True) if isinstance(p, Shard)]
 
@@ -446,8 +446,8 @@ def test_what_comes_into_a_node(
 ) -> None:
     wish = zero3(planned("fsdp=8"))
     wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
-    apart = (Levels("fsdp", levels_of(three_levels(), Mesh.parse("fsdp=8"), "fsdp")),) if levels else ()
-    made = laid_out(wish.plan, wish.analysis, wish.cluster, Way("", apart, secondary))
+    apart = (AxisLevels("fsdp", levels_of(three_levels(), Mesh.parse("fsdp=8"), "fsdp")),) if levels else ()
+    made = lay_out(wish.plan, wish.analysis, wish.cluster, HierarchyOption("", apart, secondary))
     # the head's weight and the embedding are used once each way; activations are never sent
     assert crossing(made, three_levels()) / parameter_bytes(made) == pytest.approx(expected, rel=0.07)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
-from autoshard.program.program import Note, Program
+from autoshard.program.program import NodeNote, Program
 from autoshard.program.store import save_program
 from autoshard.report.document import VERSION, document
 from autoshard.report.dot import dot_text
@@ -145,7 +145,7 @@ def test_depth_costs_nothing() -> None:
 def hostile() -> Program:
     """A program whose names, lines and reasons try to leave the page's script."""
     made = llama()
-    notes = {k: tuple(Note(HOSTILE, HOSTILE, HOSTILE) for _ in rows) for k, rows in made.notes.items()}
+    notes = {k: tuple(NodeNote(HOSTILE, HOSTILE, HOSTILE) for _ in rows) for k, rows in made.notes.items()}
     return replace(made, notes=notes, target=HOSTILE, options=(("batch", HOSTILE),))
 
 

@@ -16,16 +16,16 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.recipe import ADAMW
 from autoshard.errors import InfeasibleError
 from autoshard.options import PlanOptions
-from autoshard.planner.candidates import searched
-from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.planner.candidates import candidate_meshes
+from autoshard.search.bound.candidate_queue import CandidateQueue
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.select.mesh_shapes import Shapes
-from autoshard.search.select.refine import Exact
-from autoshard.search.select.request import Ask
+from autoshard.search.select.mesh_shapes import MeshShapes
+from autoshard.search.select.refine import CandidateSolver
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.configuration import Configuration, Staged, shapes_of
 from autoshard.search.solve.formulate import layer_calls
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.step_config import StepConfig
 
 BATCH, DEVICES = 8, 8
 
@@ -43,7 +43,7 @@ class Looks:
         first, *rest = self.seconds[number]
         assert first is not None
         return Estimated(
-            where, cast(Setting, None), first, 0.0, view=View(self, tuple(rest)) if rest else None
+            where, cast(StepConfig, None), first, 0.0, view=View(self, tuple(rest)) if rest else None
         )
 
 
@@ -89,14 +89,14 @@ def test_the_first_is_the_one_that_a_look_at_all_would_find(
     last = {number: each[-1] for number, each in seconds.items()}
     fits = sorted(s for s in last.values() if s is not None and isfinite(s))
     looks = Looks(seconds)
-    found = list(Nearest(looks.estimated(n) for n in seconds).nearest(len(seconds)))
+    found = list(CandidateQueue(looks.estimated(n) for n in seconds).nearest(len(seconds)))
     assert [e.seconds for e in found] == fits
     assert all(last[e.configuration.batch] == e.seconds and not e.rough for e in found)
 
 
 def test_what_stays_behind_is_not_looked_at() -> None:
     looks = Looks({1: (1.0, 5.0), 2: (2.0, 3.0), 3: (4.0, 6.0)})
-    nearest = Nearest(looks.estimated(n) for n in looks.seconds)
+    nearest = CandidateQueue(looks.estimated(n) for n in looks.seconds)
     first = nearest.first()
     assert first is not None and first.configuration.batch == 2 and looks.taken == [1, 2]
     assert len(list(nearest)) == 3
@@ -106,7 +106,7 @@ def test_what_stays_behind_is_not_looked_at() -> None:
 
 def test_an_interrupted_look_loses_nothing() -> None:
     looks = Looks({1: (1.0, 5.0), 2: (2.0, None)}, interrupt=True)
-    nearest = Nearest(looks.estimated(n) for n in looks.seconds)
+    nearest = CandidateQueue(looks.estimated(n) for n in looks.seconds)
     with pytest.raises(KeyboardInterrupt):
         nearest.first()
     assert len(list(nearest)) == 2
@@ -114,14 +114,14 @@ def test_an_interrupted_look_loses_nothing() -> None:
     assert first is not None and first.seconds == 5.0 and len(list(nearest)) == 1
 
 
-def _shapes(budget: int | None) -> tuple[Shapes, list[tuple[Staged, ...]], Exact]:
+def _shapes(budget: int | None) -> tuple[MeshShapes, list[tuple[Staged, ...]], CandidateSolver]:
     model, cluster = analysed("gpt2").model, load_cluster("h100-dgx")
-    setting = Setting(1, layer_calls(model.folded), overlap=cluster.device.overlap)
-    poses = Poses(model, cluster, setting, ADAMW, lambda _: None)
-    ask = Ask(batch=BATCH, budget=budget)
-    meshes = searched(cluster, DEVICES, 4, BATCH, PlanOptions())
-    shapes = Shapes(poses, ask, setting, BATCH, lambda _: None)
-    return shapes, shapes_of(meshes), Exact(poses, ask, setting, lambda _: None)
+    setting = StepConfig(1, layer_calls(model.folded), overlap=cluster.device.overlap)
+    poses = ProblemCache(model, cluster, setting, ADAMW, lambda _: None)
+    ask = SearchRequest(batch=BATCH, budget=budget)
+    meshes = candidate_meshes(cluster, DEVICES, 4, BATCH, PlanOptions())
+    shapes = MeshShapes(poses, ask, setting, BATCH, lambda _: None)
+    return shapes, shapes_of(meshes), CandidateSolver(poses, ask, setting, lambda _: None)
 
 
 def _looks(estimated: Estimated) -> list[Estimated]:

@@ -39,10 +39,10 @@ from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.runtime.executor import RankProgram
-from autoshard.runtime.host import CudaHost, PlainHost, Stored
+from autoshard.runtime.host import CudaHost, HostValue, PlainHost
 from autoshard.runtime.optim import host_optimizer
 from autoshard.runtime.optim.host_optimizer import HostOptimizer
-from autoshard.runtime.profile.device import Clock
+from autoshard.runtime.profile.device import CallTimer
 from autoshard.runtime.profile.host import measure_host
 from autoshard.search.plan.plan import Pipeline, Recompute
 from autoshard.simulate.step import estimate_step
@@ -277,7 +277,7 @@ def test_live_bytes_are_those_simulated(kinds: str, monkeypatch: pytest.MonkeyPa
     made = compile_analysed(found, offload=kinds)
     store = PlainHost.store
 
-    def unseen(self: PlainHost, xs: Sequence[torch.Tensor]) -> list[Stored]:
+    def unseen(self: PlainHost, xs: Sequence[torch.Tensor]) -> list[HostValue]:
         with _disable_current_modes():
             return store(self, xs)
 
@@ -364,7 +364,7 @@ def test_a_cluster_file_says_what_was_measured() -> None:
         parse_cluster(
             text.replace("[device.host]\nbandwidth = 1e+13", "[device.host]\nbandwidth = 0"), where=""
         )
-    clock = Clock(torch.device("cpu"), 1, list)
+    clock = CallTimer(torch.device("cpu"), 1, list)
     host, _ = measure_host(clock, 4, 2e10, 1e-6)
     assert (host.bandwidth, host.latency, host.devices, host.memory_bandwidth) == (1e10, 1e-6, 4, 8e10)
 

@@ -24,7 +24,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Folded
 from autoshard.passes.pipeline import lower, place
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.lowering import lowering_of
 from autoshard.planner.planning import Planned, plan_analysed
@@ -245,7 +245,7 @@ def test_what_was_looked_at_before_is_cut_alike(again: dict[str, Recompute]) -> 
     uncut = replace(found.plan, microbatches=4, recompute=again)
     cut = replace(uncut, pipeline=Pipeline(4, 0, "1f1b", 1, cuts_of(folded, 4)))
     whole, how = (lowering_of(p, found.analysis.flow, found.analysis, found.cluster) for p in (uncut, cut))
-    known = Uncut.of(place(folded, whole))
+    known = Unpartitioned.of(place(folded, whole))
     assert lower(folded, how, uncut=known) == lower(folded, how)
     assert lower(folded, replace(how, split_backward=True), uncut=known) != lower(folded, how)
 

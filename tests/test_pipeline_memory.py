@@ -11,13 +11,13 @@ from autoshard.cluster import load_cluster
 from autoshard.passes.stages.stage_assignment import places_apart
 from autoshard.passes.stages.stage_boundaries import stage_ends
 from autoshard.planner.analysis import analyse
-from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import Planned
-from autoshard.planner.stage_partition import Cutting
+from autoshard.planner.stage_partition import StagePartition
 from autoshard.schedules.check import in_flight
 from autoshard.schedules.registry import make
 from autoshard.schedules.timeline import peak_bytes
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.pipeline_model import TRIED, Pipe
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.stage_costs import StagePrices
@@ -74,10 +74,10 @@ def test_state_of_stages_before_they_are_programs(name: str, mesh: str) -> None:
     assert planned.staging.costs.base == pytest.approx([s.total for s in prices.states], rel=1e-3)
 
 
-def cutting_of(planned: Planned) -> Cutting:
+def cutting_of(planned: Planned) -> StagePartition:
     assert planned.settled is not None
     cluster = load_cluster("h100-dgx")
-    fitter = Fitter(planned.analysis, cluster, Ask(), fixed=True, progress=lambda _: None)
+    fitter = MemoryFitter(planned.analysis, cluster, SearchRequest(), fixed=True, progress=lambda _: None)
     return fitter.cutting(planned.settled)
 
 

@@ -22,7 +22,7 @@ from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.cost.step_time import (
     Exposure,
     Overlap,
-    Sums,
+    StepSums,
     bubble_seconds,
     busy_seconds,
     dot,
@@ -36,17 +36,18 @@ from autoshard.ir.local_bytes import held_numel
 from autoshard.planner.analysis import analyse
 from autoshard.planner.fingerprint import fingerprint
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.cost_terms import Profile, Time, compose, profile
+from autoshard.search.problem.cost_terms import AssignmentCosts, Time, compose, profile
 from autoshard.search.problem.decisions import NodeVar, ParamState, ParamVar
 from autoshard.search.problem.problem import Model, batch_of
-from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
-from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways, microbatch_sizes
-from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.formulate import ShardingProblem, formulate, layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.search.solve.refit_params import refit
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 from autoshard.verify.lockstep import verify
@@ -59,7 +60,7 @@ def test_a_scaled_model_is_the_captured_one(name: str) -> None:
     """Scaled from 4 to 8 sequences, it is what a capture of 8 gives."""
     model, inputs = family(name).make()
     small = analyse(capture(model, (), {k: x[: BATCH // 2] for k, x in inputs.items()}))
-    found, wanted = rebatched(small.model, BATCH), analysed(name)
+    found, wanted = with_batch(small.model, BATCH), analysed(name)
     assert small.model.folded.segments != found.folded.segments
     for segment, graph in found.folded.segments.items():
         assert graph.types() == wanted.folded.segments[segment].types()
@@ -79,7 +80,7 @@ def test_a_model_scaled_to_one_sequence_is_like_the_captured_one(name: str) -> N
     """One sequence is no factor of anything; what is computed is what a capture of it computes."""
     model, inputs = family(name).make()
     wanted = analyse(capture(model, (), {k: x[:1] for k, x in inputs.items()}))
-    found = rebatched(analysed(name).model, 1)
+    found = with_batch(analysed(name).model, 1)
     assert not found.digits.batch and not wanted.digits.batch
     for (segment, number), rule in found.rules.items():
         graph = found.folded.segments[segment]
@@ -87,10 +88,10 @@ def test_a_model_scaled_to_one_sequence_is_like_the_captured_one(name: str) -> N
         rule.check([types[r] for r in refs_of(node)], node.types)
         assert min(rule.sizes, default=2) > 1, node
     assert _products(found) == _products(wanted.model)
-    with pytest.raises(NotRebatchable, match="one sequence"):
-        rebatched(wanted.model, 2)
-    with pytest.raises(NotRebatchable, match="no batch"):
-        rebatched(found, 0)
+    with pytest.raises(NotRescalable, match="one sequence"):
+        with_batch(wanted.model, 2)
+    with pytest.raises(NotRescalable, match="no batch"):
+        with_batch(found, 0)
 
 
 def _products(model: Model) -> Counter[object]:
@@ -144,7 +145,7 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
 
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 1.0)
-all_sums = st.builds(Sums, **{f.name: seconds for f in fields(Sums)})
+all_sums = st.builds(StepSums, **{f.name: seconds for f in fields(StepSums)})
 overlaps = st.builds(Overlap, microbatches=st.integers(1, 9), share=shares, edge=st.floats(0.0, 0.9))
 exposures = st.builds(Exposure, shares, shares, shares, shares)
 EACH = ("talk_forward", "talk_backward", "gather_forward", "gather_backward", "reduce")
@@ -152,14 +153,14 @@ COMMUNICATION = (*EACH, "first", "last", "once")
 
 
 @given(all_sums, overlaps, exposures)
-def test_weights_bound_the_step_from_below(sums: Sums, how: Overlap, exposure: Exposure) -> None:
+def test_weights_bound_the_step_from_below(sums: StepSums, how: Overlap, exposure: Exposure) -> None:
     total = step_time(sums, how).total
     assert dot(weights(how, exposure), sums) <= total * (1 + 1e-12) + 1e-12
     assert dot(weights(how, exposure_of(sums, how)), sums) == pytest.approx(total, rel=1e-12, abs=1e-12)
 
 
 @given(all_sums, overlaps, st.sampled_from(COMMUNICATION), seconds)
-def test_more_communication_is_never_faster(sums: Sums, how: Overlap, name: str, more: float) -> None:
+def test_more_communication_is_never_faster(sums: StepSums, how: Overlap, name: str, more: float) -> None:
     longer = replace(sums, **{name: getattr(sums, name) + more})
     before, after = step_time(sums, how), step_time(longer, how)
     assert after.total >= before.total - 1e-9
@@ -168,7 +169,7 @@ def test_more_communication_is_never_faster(sums: Sums, how: Overlap, name: str,
 
 
 @given(all_sums, overlaps)
-def test_without_overlap_everything_is_exposed(sums: Sums, how: Overlap) -> None:
+def test_without_overlap_everything_is_exposed(sums: StepSums, how: Overlap) -> None:
     step, m = step_time(sums, replace(how, share=0.0)), how.microbatches
     each = sum(getattr(sums, n) for n in EACH)
     once = sums.first + sums.last + sums.once
@@ -179,19 +180,19 @@ def test_without_overlap_everything_is_exposed(sums: Sums, how: Overlap) -> None
 
 def test_a_window_hides_its_share() -> None:
     """Two microbatches by hand: 3 s to gather in each beside 2 s of computing, of which half hides."""
-    sums = Sums(work_forward=2.0, gather_forward=3.0, first=1.0, update=0.5)
+    sums = StepSums(work_forward=2.0, gather_forward=3.0, first=1.0, update=0.5)
     step = step_time(sums, Overlap(2, share=0.5))
     # the first microbatch gathers 4 s, the second 3 s, and 1 s of each hides
     assert (step.compute, step.exposed, step.hidden, step.total) == (4.0, 3.0 + 2.0, 2.0, 9.5)
-    assert step_time(Sums(), Overlap(1)).total == 0.0
+    assert step_time(StepSums(), Overlap(1)).total == 0.0
 
 
 def test_what_is_done_once_beside_several_microbatches_is_bare() -> None:
     """Gathers for a whole step, and reductions once a step, are parts of their own then."""
-    taken = Profile(
+    taken = AssignmentCosts(
         {Time("work"): 8.0, Time("work", True): 8.0, Time("first"): 1.0, Time("last", True): 2.0}, {}
     )
-    one, several = (Setting(m, {"f": 3}, overlap=1.0) for m in (1, 4))
+    one, several = (StepConfig(m, {"f": 3}, overlap=1.0) for m in (1, 4))
     assert one.step(taken).hidden > 0 and one.sums(taken).once == 0.0
     assert several.step(taken).exposed == 3.0 and several.step(taken).hidden == 0.0
     # the weights say the same
@@ -210,15 +211,15 @@ def _calls(name: str) -> Mapping[str, int]:
     return layer_calls(analysed(name).folded)
 
 
-def _setting(name: str, microbatches: int, cluster: str) -> Setting:
-    return Setting(microbatches, _calls(name), overlap=load_cluster(cluster).device.overlap)
+def _setting(name: str, microbatches: int, cluster: str) -> StepConfig:
+    return StepConfig(microbatches, _calls(name), overlap=load_cluster(cluster).device.overlap)
 
 
 @functools.cache
-def _posed(name: str, mesh: str, batch: int, cluster: str) -> Posed:
+def _posed(name: str, mesh: str, batch: int, cluster: str) -> ShardingProblem:
     shape, model = Mesh.parse(mesh), analysed(name).model
     setting, machine = _setting(name, 1, cluster), load_cluster(cluster)
-    return pose(rebatched(model, batch), shape, machine, setting, merge=len(shape.axes) > 1)
+    return formulate(with_batch(model, batch), shape, machine, setting, merge=len(shape.axes) > 1)
 
 
 def _policies(name: str) -> Iterator[dict[str, Recompute]]:
@@ -240,12 +241,12 @@ def _policies(name: str) -> Iterator[dict[str, Recompute]]:
 def test_a_schedule_only_says_how_long_ranks_wait(
     seconds: list[float], stages: int, filling: float, hops: float
 ) -> None:
-    sums, how = Sums(*seconds), Overlap(8, 0.6, 0.1, stages, 3.0, 0.25)
+    sums, how = StepSums(*seconds), Overlap(8, 0.6, 0.1, stages, 3.0, 0.25)
     busy = busy_seconds(sums, how)
     total = step_time(sums, replace(how, filling=filling, hops=hops)).total
     assert total == busy + bubble_seconds(sums, stages, filling, hops)
-    parts = [Sums(**{f.name: getattr(sums, f.name)}) for f in fields(Sums)]
-    assert sum(parts, Sums()) == sums
+    parts = [StepSums(**{f.name: getattr(sums, f.name)}) for f in fields(StepSums)]
+    assert sum(parts, StepSums()) == sums
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama", "fsdp=2,tp=2"), ("mixtral", "fsdp=4")])
@@ -255,7 +256,7 @@ def test_composed_networks_add_up(name: str, mesh: str) -> None:
     free = replace(problem.terms, hard={})  # else next to no random assignment is allowed
     rng = np.random.default_rng(0)
     for number, policy in enumerate(_policies(name)):
-        setting = Setting(1 + number % 3, _calls(name), policy, overlap=0.5)
+        setting = StepConfig(1 + number % 3, _calls(name), policy, overlap=0.5)
         states = tuple(int(rng.integers(0, n)) for n in free.states)
         bound = Exposure(*rng.random(4))
         taken = profile(free, states)
@@ -315,8 +316,8 @@ def test_forbidden_pairs_stay_forbidden_whatever_the_weights() -> None:
 class _Candidate:
     """A configuration. least: seconds that it does not go below, in any memory and with any recomputation."""
 
-    posed: Posed
-    setting: Setting
+    posed: ShardingProblem
+    setting: StepConfig
     least: float
 
 
@@ -334,9 +335,9 @@ def _candidates(name: str, cluster: str, ranks: int) -> tuple[_Candidate, ...]:
     return tuple(sorted(found, key=lambda c: c.least))
 
 
-def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> Placed:
+def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> PlacementSolution:
     """The best of all within the budget: those that little work does not rule out get full limits."""
-    best: Placed | None = None
+    best: PlacementSolution | None = None
     open_: list[tuple[float, _Candidate]] = []
     for candidate in _candidates(name, cluster, ranks):
         if best is not None and candidate.least >= best.seconds:
@@ -357,9 +358,9 @@ def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> Placed:
 
 
 @functools.cache
-def _chosen(name: str, cluster: str, ranks: int, budget: int | None) -> Settled:
+def _chosen(name: str, cluster: str, ranks: int, budget: int | None) -> CandidateSolution:
     machine = load_cluster(cluster)
-    ask = Ask(batch=BATCH, budget=budget)
+    ask = SearchRequest(batch=BATCH, budget=budget)
     return choose(analysed(name).model, mesh_candidates(machine, ranks), machine, ask)
 
 
@@ -427,16 +428,16 @@ def _deep_llama() -> nn.Module:
 
 
 @functools.cache
-def _sharded() -> Posed:
+def _sharded() -> ShardingProblem:
     """Parameters sharded over four ranks, on links that are too slow to hide a gather."""
     _, inputs = family("llama").make()
     found = analyse(capture(_deep_llama(), (), inputs))
-    setting = Setting(1, layer_calls(found.folded), overlap=0.0)
+    setting = StepConfig(1, layer_calls(found.folded), overlap=0.0)
     mesh, cluster = Mesh.parse("dp=1,fsdp=4"), load_cluster("cpu-gloo")
-    return pose(found.model, mesh, cluster, setting, merge=True)
+    return formulate(found.model, mesh, cluster, setting, merge=True)
 
 
-def _lives(posed: Posed, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
+def _lives(posed: ShardingProblem, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
     """Of trained parameters: (life, whether anything is gathered, bytes)."""
     found = []
     for variable, state in zip(posed.problem.variables, states, strict=True):
@@ -447,7 +448,7 @@ def _lives(posed: Posed, states: Sequence[int]) -> list[tuple[ParamState, bool, 
     return found
 
 
-def _stages(posed: Posed, states: Sequence[int]) -> dict[int, float]:
+def _stages(posed: ShardingProblem, states: Sequence[int]) -> dict[int, float]:
     """ZeRO stage -> bytes of the parameters in it."""
     found = dict.fromkeys((1, 2, 3), 0.0)
     for life, gathered, size in _lives(posed, states):
@@ -459,7 +460,7 @@ def _stages(posed: Posed, states: Sequence[int]) -> dict[int, float]:
 def test_less_memory_means_a_later_stage() -> None:
     """From ZeRO-1, which reduces and gathers once a step, to ZeRO-3, which holds least."""
     posed = _sharded()
-    setting = Setting(4, layer_calls(posed.model.folded), overlap=0.0)
+    setting = StepConfig(4, layer_calls(posed.model.folded), overlap=0.0)
     free = tune(posed.problem, setting, None)
     with pytest.raises(InfeasibleNetwork) as none:
         tune(posed.problem, setting, 1.0, recompute=False)
@@ -489,7 +490,7 @@ def test_less_memory_means_a_later_stage() -> None:
 def test_too_little_memory_says_how_much_is_needed() -> None:
     model, machine, mesh = analysed("llama").model, load_cluster("cpu-gloo"), Mesh.parse("dp=1,fsdp=4")
     with pytest.raises(InfeasibleError, match="the smallest feasible is") as none:
-        choose(model, [mesh], machine, Ask(budget=1000, recompute=False))
+        choose(model, [mesh], machine, SearchRequest(budget=1000, recompute=False))
     assert none.value.smallest_bytes is not None
     least = int(none.value.smallest_bytes) + 1
-    assert choose(model, [mesh], machine, Ask(budget=least, recompute=False)).placed.bytes <= least
+    assert choose(model, [mesh], machine, SearchRequest(budget=least, recompute=False)).placed.bytes <= least

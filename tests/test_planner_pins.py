@@ -21,7 +21,7 @@ from autoshard.ir.placement import R, Shard
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
-from autoshard.search.select.choose import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.select.tactics import parse_tactics
 
 CLUSTER = "cpu-gloo"
@@ -33,7 +33,9 @@ GATE = "model.layers.*.mlp.gate_proj"
 @functools.cache
 def _made(pins: tuple[str, ...] = (), tactics: str = "", name: str = "llama") -> Planned:
     mesh = Mesh.parse(MESH)
-    ask = Ask(pins=tuple(map(Pin.parse, pins)), tactics=parse_tactics(tactics, mesh) if tactics else ())
+    ask = SearchRequest(
+        pins=tuple(map(Pin.parse, pins)), tactics=parse_tactics(tactics, mesh) if tactics else ()
+    )
     return plan_analysed(analysed(name), [mesh], load_cluster(CLUSTER), ask=ask)
 
 
@@ -216,7 +218,7 @@ def test_tactics_use_the_measured_order_of_ranks() -> None:
     bandwidth = np.array(pairs) * (1 - np.eye(4))
     machine = replace(load_cluster(CLUSTER), devices=4, links=Links(bandwidth))
     mesh = Mesh.parse(MESH)
-    ask = Ask(tactics=parse_tactics("dp on batch; auto on tp", mesh))
+    ask = SearchRequest(tactics=parse_tactics("dp on batch; auto on tp", mesh))
     made = plan_analysed(analysed("llama"), [mesh], machine, ask=ask)
     order = assign_ranks(mesh, machine.links)
     assert made.settled is not None and made.plan.order == order.devices != (0, 1, 2, 3)

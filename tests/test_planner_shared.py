@@ -18,19 +18,20 @@ from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.build import build_problem
 from autoshard.search.problem.decisions import ParamVar
 from autoshard.search.problem.feasible_states import possible
-from autoshard.search.problem.padded_params import padded
+from autoshard.search.problem.padded_params import padded_model
 from autoshard.search.problem.problem import Problem
 from autoshard.search.problem.problem_prices import Prices
-from autoshard.search.problem.rescale_batch import rebatched
+from autoshard.search.problem.rescale_batch import with_batch
 from autoshard.search.problem.search_axes import plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import Ask, Rejected, Settled, choose
+from autoshard.search.select.choose import Rejected, choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways
-from autoshard.search.solve.formulate import layer_calls, pose
-from autoshard.search.solve.problem_cache import Poses
+from autoshard.search.solve.formulate import formulate, layer_calls
+from autoshard.search.solve.problem_cache import ProblemCache
 from autoshard.search.solve.recompute_bound import dual_bound, extremes
 from autoshard.search.solve.solve_placements import place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import QUICK
 from autoshard.solver.min_marginals import min_marginals
 from autoshard.solver.network import CostNetwork, InfeasibleNetwork
@@ -39,8 +40,8 @@ from autoshard.solver.solve import solve
 HIDDEN = Exposure(0.0, 0.0, 0.0, 0.0)
 
 
-def _setting(name: str) -> Setting:
-    return Setting(1, layer_calls(analysed(name).folded), overlap=0.5)
+def _setting(name: str) -> StepConfig:
+    return StepConfig(1, layer_calls(analysed(name).folded), overlap=0.5)
 
 
 def _built(name: str, mesh: str) -> Problem:
@@ -80,7 +81,7 @@ def test_what_pins_leave_fits_what_is_left() -> None:
 
 
 def _network(name: str, mesh: str) -> CostNetwork:
-    posed = pose(analysed(name).model, Mesh.parse(mesh), load_cluster("h100-dgx"), _setting(name))
+    posed = formulate(analysed(name).model, Mesh.parse(mesh), load_cluster("h100-dgx"), _setting(name))
     return _setting(name).network(posed.problem.terms, HIDDEN)
 
 
@@ -107,7 +108,9 @@ def test_a_tight_budget_is_met_as_well_in_one_go(name: str, mesh: str) -> None:
 def test_a_solution_is_found_again_only_for_the_same_question() -> None:
     name = "gpt2"
     setting = _setting(name)
-    problem = pose(analysed(name).model, Mesh.parse("fsdp=2,tp=2"), load_cluster("h100-dgx"), setting).problem
+    problem = formulate(
+        analysed(name).model, Mesh.parse("fsdp=2,tp=2"), load_cluster("h100-dgx"), setting
+    ).problem
     free = place(problem, setting, None)
     assert place(problem, setting, None).states == free.states
     # the state that was taken, forbidden
@@ -131,7 +134,7 @@ def test_what_cannot_beat_the_bound_is_not_finished() -> None:
     """The bound is the same as that of all policies at all prices tried."""
     name = "llama"
     setting = _setting(name)
-    problem = pose(analysed(name).model, Mesh.parse("fsdp=4"), load_cluster("h100-dgx"), setting).problem
+    problem = formulate(analysed(name).model, Mesh.parse("fsdp=4"), load_cluster("h100-dgx"), setting).problem
     free = place(problem, setting, None)
     budget, price = 0.8 * free.bytes, free.seconds / free.bytes
 
@@ -167,7 +170,7 @@ def test_prices_of_equal_axes_are_shared() -> None:
 def test_a_problem_is_posed_once() -> None:
     model = analysed("llama").model
     machine = load_cluster("h100-dgx").used_by(4)
-    poses = Poses(model, machine, _setting("llama"), ADAMW, lambda _: None)
+    poses = ProblemCache(model, machine, _setting("llama"), ADAMW, lambda _: None)
     mesh = Mesh.parse("fsdp=4")
     assert poses.of(mesh, BATCH) is poses.of(mesh, BATCH)
     assert poses.of(mesh, BATCH) is not poses.of(mesh, BATCH // 2)
@@ -179,14 +182,14 @@ def test_a_problem_is_posed_once() -> None:
 def test_parameters_are_padded_where_they_are_stored() -> None:
     """88 rows over 64 ranks: 2 for each of the first 44, none for the others; 32 rows: half of the ranks."""
     model = analysed("llama").model
-    assert padded(model, 4) is model
-    stored = padded(model, 64)
+    assert padded_model(model, 4) is model
+    stored = padded_model(model, 64)
     for key, group in model.flow.classes.items():
         rows = group.first.type.shape[0] if group.first.type.shape else 0
         wanted = -(-rows // 64) * 64 if group.grads else rows
         assert (stored.flow.classes[key].first.type.shape or (0,))[0] == wanted
-    posed = pose(
-        rebatched(stored, 64), Mesh.parse("fsdp=64"), load_cluster("h100-dgx"), _setting("llama"), merge=True
+    posed = formulate(
+        with_batch(stored, 64), Mesh.parse("fsdp=64"), load_cluster("h100-dgx"), _setting("llama"), merge=True
     )
     lives = {v.place: v.states for v in posed.problem.variables if isinstance(v, ParamVar)}
     for key, group in stored.flow.classes.items():
@@ -199,11 +202,11 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
     """Our programs store whole what would leave a rank without rows; FSDP2 pads it."""
     model, machine, budget = analysed("llama").model, load_cluster("h100-dgx"), 500_000
     mesh, setting = Mesh.parse("fsdp=64"), replace(_setting("llama"), overlap=machine.device.overlap)
-    ours = pose(rebatched(model, 64), mesh, machine, setting)
+    ours = formulate(with_batch(model, 64), mesh, machine, setting)
     with pytest.raises(InfeasibleNetwork):
         place(ours.problem, setting.running_again("full"), budget)
     meshes = [mesh, Mesh.parse("fsdp=32,tp=2")]
-    found = choose(model, meshes, machine, Ask(batch=64, rivals=True, budget=budget))
+    found = choose(model, meshes, machine, SearchRequest(batch=64, rivals=True, budget=budget))
     assert str(found.configuration.mesh) == "fsdp=32,tp=2"
     (rival,) = [r for r in found.rivals if r.name == "FSDP2"]
     assert rival.mesh == "fsdp=64" and not rival.why
@@ -214,7 +217,7 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
 # -- what is said of what was not taken --------------------------------------------------------------------
 
 
-def _searched(stop_at: int = 0) -> Settled:
+def _searched(stop_at: int = 0) -> CandidateSolution:
     """A search over several meshes; stop_at: the configuration at which it is interrupted."""
     solving = 0
 
@@ -226,10 +229,10 @@ def _searched(stop_at: int = 0) -> Settled:
 
     machine = load_cluster("h100-dgx")
     meshes = [Mesh.parse(m) for m in ("dp=2,tp=2", "fsdp=4")]
-    return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
+    return choose(analysed("llama").model, meshes, machine, SearchRequest(batch=BATCH), say)
 
 
-def _explained(settled: Settled) -> Plan:
+def _explained(settled: CandidateSolution) -> Plan:
     return explain(settled, load_cluster("h100-dgx"), "fingerprint")
 
 
@@ -278,7 +281,7 @@ def test_the_chosen_configuration_has_a_bound_of_its_own() -> None:
 def test_a_problem_grown_to_a_batch_is_that_of_the_batch(name: str, mesh: str) -> None:
     """Same states, same prices; only layouts of values that hold the batch say otherwise."""
     cluster, shape = load_cluster("h100-dgx"), Mesh.parse(mesh)
-    poses = Poses(analysed(name).model, cluster, _setting(name), ADAMW, lambda _: None)
+    poses = ProblemCache(analysed(name).model, cluster, _setting(name), ADAMW, lambda _: None)
     few, many = 2 * data_ways(shape), 12 * data_ways(shape)
     grown, built = poses.priced(shape, many, (), few), poses.of(shape, many)
     assert grown is not built and grown.problem.choices == built.problem.choices
@@ -296,7 +299,7 @@ def test_a_single_sequence_per_rank_is_a_problem_of_its_own() -> None:
     """What is inside it may be split as if it were the batch."""
     shape = Mesh.parse("fsdp=2,tp=2")
     model, cluster = analysed("gpt2").model, load_cluster("h100-dgx")
-    poses = Poses(model, cluster, _setting("gpt2"), ADAMW, lambda _: None)
+    poses = ProblemCache(model, cluster, _setting("gpt2"), ADAMW, lambda _: None)
     ways = data_ways(shape)
     assert poses.priced(shape, 4 * ways, (), ways) is poses.of(shape, 4 * ways)
     free = Mesh.parse("fsdp=2,seq=2")

@@ -24,16 +24,17 @@ from autoshard.cluster import Mesh, load_cluster, mesh_candidates
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.placement import Placement, Shard
 from autoshard.options import PlanOptions
-from autoshard.planner.candidates import searched
+from autoshard.planner.candidates import candidate_meshes
 from autoshard.planner.planning import Source, plan_analysed
 from autoshard.search.plan.plan_json import plan_to_json
 from autoshard.search.problem.decisions import ValueVar
 from autoshard.search.select.baselines import _whole_between_layers
-from autoshard.search.select.choose import Ask, Settled, _Search, choose
+from autoshard.search.select.choose import _Search, choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Staged
-from autoshard.search.solve.formulate import layer_calls, pose
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import formulate, layer_calls
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import tune
 
 CLUSTER = "cpu-gloo"
@@ -44,9 +45,11 @@ MESH = "dp=2,tp=2"
 
 
 @functools.cache
-def _against(name: str, cluster: str) -> Settled:
+def _against(name: str, cluster: str) -> CandidateSolution:
     machine = load_cluster(cluster)
-    return choose(analysed(name).model, mesh_candidates(machine, 4), machine, Ask(batch=BATCH, rivals=True))
+    return choose(
+        analysed(name).model, mesh_candidates(machine, 4), machine, SearchRequest(batch=BATCH, rivals=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,23 +71,25 @@ class _Large:
     def __init__(self, *fit: str) -> None:
         self.fit_, self.asked = fit, list[str]()
 
-    def seconds(self, found: Settled) -> float:
+    def seconds(self, found: CandidateSolution) -> float:
         return found.placed.seconds
 
-    def fit(self, found: Settled, limit: float, spent: Callable[[], bool] = bool) -> Settled:
+    def fit(
+        self, found: CandidateSolution, limit: float, spent: Callable[[], bool] = bool
+    ) -> CandidateSolution:
         self.asked.append(found.configuration.name)
         if found.configuration.name not in self.fit_:
             raise InfeasibleError("too large")
         return found
 
-    def measured(self, found: Settled) -> float | None:
+    def measured(self, found: CandidateSolution) -> float | None:
         return None
 
 
 def test_a_rival_that_seems_faster_has_to_fit() -> None:
     """What the plan had to give up for its program to fit is asked of others, too."""
     machine = load_cluster("h100-dgx")
-    meshes, ask = mesh_candidates(machine, 4), Ask(batch=BATCH, rivals=True)
+    meshes, ask = mesh_candidates(machine, 4), SearchRequest(batch=BATCH, rivals=True)
     judge = _Large("tp=4")
     found = choose(analysed("gpt2").model, meshes, machine, ask, judge=judge)
     assert found.configuration.name == "tp=4"
@@ -97,7 +102,7 @@ def test_a_rival_that_seems_faster_has_to_fit() -> None:
 
 def test_a_plan_on_the_mesh_of_a_rival_may_be_the_better_one() -> None:
     """One that the search did not look at is taken if it was given, fits and is faster."""
-    machine, ask = load_cluster("h100-dgx"), Ask(batch=BATCH, rivals=True)
+    machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH, rivals=True)
     looked_at = [Staged(Mesh.parse("tp=4")), Staged(Mesh.parse("fsdp=2,tp=2"))]
     search = _Search(analysed("gpt2").model, machine.used_by(4), ask, lambda _: None, None)
     alone = search.many(looked_at)
@@ -116,7 +121,9 @@ def test_a_plan_on_the_mesh_of_a_rival_may_be_the_better_one() -> None:
 @pytest.mark.parametrize("batch", [None, BATCH])
 def test_a_mesh_that_was_given_stays_however_fast_a_rival_is(batch: int | None) -> None:
     machine = load_cluster("h100-dgx")
-    found = choose(analysed("gpt2").model, [Mesh.parse("tp=4")], machine, Ask(batch=batch, rivals=True))
+    found = choose(
+        analysed("gpt2").model, [Mesh.parse("tp=4")], machine, SearchRequest(batch=batch, rivals=True)
+    )
     assert found.configuration.name == "tp=4"
     assert any(r.seconds is not None and r.seconds < found.placed.seconds for r in found.rivals)
 
@@ -124,11 +131,11 @@ def test_a_mesh_that_was_given_stays_however_fast_a_rival_is(batch: int | None) 
 def test_megatron_keeps_what_travels_between_layers_whole() -> None:
     """Where the plan itself splits it: over the sequence."""
     model = analysed("llama").model
-    posed = pose(
+    posed = formulate(
         model,
         Mesh.parse("tp=4"),
         load_cluster(CLUSTER),
-        Setting(1, layer_calls(model.folded)),
+        StepConfig(1, layer_calls(model.folded)),
     )
     allowed = _whole_between_layers(posed)
     kept = place(posed.problem, posed.free.setting, None, allowed=allowed)
@@ -160,7 +167,7 @@ sys.stdout.write(limited_plan())
 def limited_plan() -> str:
     """A plan with everything in it: one of two meshes, microbatches, recomputation."""
     meshes = [Mesh.parse("fsdp=2,tp=2"), Mesh.parse("tp=4")]
-    machine, ask = load_cluster("h100-dgx"), Ask(batch=BATCH)
+    machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH)
     made = plan_analysed(analysed("gpt2"), meshes, machine, memory=270_000, ask=ask)
     assert made.plan.microbatches > 1 and made.plan.recompute
     return plan_to_json(made.plan)
@@ -180,14 +187,14 @@ def test_plans_are_the_same_byte_for_byte() -> None:
 def test_megatron_has_a_pipeline_where_a_node_of_tensor_ranks_is_not_enough() -> None:
     """With as few stages as fit, by a schedule that it has; without, where pipelines are not asked for."""
     machine, model = load_cluster("h100-dgx"), analysed("llama-deep").model
-    meshes = searched(machine, 16, 4, 16, PlanOptions())
+    meshes = candidate_meshes(machine, 16, 4, 16, PlanOptions())
     for budget, wanted in ((300_000, "dp=2,tp=8"), (180_000, "pp=2,tp=8")):
-        found = choose(model, meshes, machine, Ask(batch=16, rivals=True, budget=budget))
+        found = choose(model, meshes, machine, SearchRequest(batch=16, rivals=True, budget=budget))
         megatron = found.rivals[-1]
         assert megatron.mesh == wanted and megatron.seconds is not None
         assert megatron.seconds > found.placed.seconds
     alone = choose(
-        model, mesh_candidates(machine, 16), machine, Ask(batch=16, rivals=True, budget=180_000)
+        model, mesh_candidates(machine, 16), machine, SearchRequest(batch=16, rivals=True, budget=180_000)
     ).rivals[-1]
     assert alone.mesh == "dp=2,tp=8" and alone.seconds is None
 
@@ -206,9 +213,9 @@ def _interrupting(prefix: str, nth: int, seen: list[str]) -> Callable[[str], Non
     return say
 
 
-def _interrupted(nth: int) -> tuple[Settled, list[str]]:
+def _interrupted(nth: int) -> tuple[CandidateSolution, list[str]]:
     """At the nth shape of four ranks."""
-    machine, seen, ask = load_cluster(CLUSTER), list[str](), Ask(batch=BATCH, rivals=True)
+    machine, seen, ask = load_cluster(CLUSTER), list[str](), SearchRequest(batch=BATCH, rivals=True)
     meshes = mesh_candidates(machine, 4)
     found = choose(analysed("llama").model, meshes, machine, ask, _interrupting("searching", nth, seen))
     return found, seen
@@ -223,19 +230,19 @@ def test_interrupted_after_the_first_shape() -> None:
     assert not whole.interrupted and found.placed.seconds >= whole.placed.seconds
 
 
-def _two_solved(say: Callable[[str], None]) -> Settled:
+def _two_solved(say: Callable[[str], None]) -> CandidateSolution:
     """A search that solves two configurations."""
     machine = load_cluster("h100-dgx")
     meshes = [Mesh.parse(m) for m in ("dp=2,tp=2", "fsdp=4")]
-    return choose(analysed("llama").model, meshes, machine, Ask(batch=BATCH), say)
+    return choose(analysed("llama").model, meshes, machine, SearchRequest(batch=BATCH), say)
 
 
 @pytest.mark.parametrize("nth", [1, 2])
 def test_interrupted_while_solving(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nth configuration is not solved; without any, the best estimate is placed at once."""
-    solved: list[Placed] = []
+    solved: list[PlacementSolution] = []
 
-    def tune_some(*args: Any, **kwargs: Any) -> Placed:
+    def tune_some(*args: Any, **kwargs: Any) -> PlacementSolution:
         if len(solved) == nth - 1:
             raise KeyboardInterrupt
         solved.append(tune(*args, **kwargs))
@@ -324,7 +331,7 @@ def test_a_batch_that_no_mesh_divides_is_refused() -> None:
     machine = load_cluster(CLUSTER)
     meshes = [Mesh.parse(m) for m in ("dp=4,fsdp=2", "dp=2,fsdp=4")]
     with pytest.raises(UsageError, match="a batch of 7 does not divide over 8 batch shards"):
-        choose(analysed("llama").model, meshes, machine, Ask(batch=7))
+        choose(analysed("llama").model, meshes, machine, SearchRequest(batch=7))
 
 
 def test_a_batch_of_nothing_is_refused() -> None:
@@ -357,5 +364,5 @@ def test_a_model_that_was_captured_with_one_sequence_is_captured_again() -> None
             Source(model, (), one).analysed(said.append),
             mesh_candidates(machine, 4),
             machine,
-            ask=Ask(batch=BATCH),
+            ask=SearchRequest(batch=BATCH),
         )

@@ -28,7 +28,7 @@ from autoshard.passes.overlap.prefetch import _place, prefetch
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.program.program import Program
-from autoshard.search.select.choose import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.simulate.step import estimate_step
 from autoshard.verify.static import verify_static
 
@@ -63,9 +63,9 @@ def _analysed(name: str) -> Analysis:
 @functools.cache
 def _planned(name: str, cluster: str, mesh: str, room: float) -> Planned:
     meshes, machine = [Mesh.parse(mesh)], _cluster(cluster)
-    free = plan_analysed(_analysed(name), meshes, machine, ask=Ask(), reasons=False)
+    free = plan_analysed(_analysed(name), meshes, machine, ask=SearchRequest(), reasons=False)
     memory = int(room * free.settled.placed.bytes)
-    return plan_analysed(_analysed(name), meshes, machine, memory=memory, ask=Ask(), reasons=False)
+    return plan_analysed(_analysed(name), meshes, machine, memory=memory, ask=SearchRequest(), reasons=False)
 
 
 @functools.cache

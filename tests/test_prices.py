@@ -10,7 +10,7 @@ import autoshard
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.cost.kernel_time import attention_seconds, product_seconds
 from autoshard.cost.on_mesh import cost_model
-from autoshard.cost.step_time import Overlap, Sums, step_time
+from autoshard.cost.step_time import Overlap, StepSums, step_time
 from autoshard.ir import Node, Ref, TensorType
 from autoshard.ir.placement import R
 from autoshard.rules import attention, matmul
@@ -20,7 +20,7 @@ from autoshard.validate.models import Architecture, Kind, on_meta
 
 def test_a_window_of_computing_is_slowed_by_what_runs_beside_it() -> None:
     """One microbatch by hand: 2 s to gather beside 8 s of computing, of which half is gained."""
-    step = step_time(Sums(work_forward=8.0, gather_forward=2.0), Overlap(1, share=0.5))
+    step = step_time(StepSums(work_forward=8.0, gather_forward=2.0), Overlap(1, share=0.5))
     assert (step.compute, step.exposed, step.hidden, step.total) == (8.0, 1.0, 1.0, 9.0)
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.cluster import Cluster, Device, Level, Mesh, load_cluster, mesh_candidates
 from autoshard.cluster.links import read_matrix
-from autoshard.cluster.measured import Measured
+from autoshard.cluster.measured import CollectiveTimings
 from autoshard.cluster.write import cluster_text, matrix_text, write_all
 from autoshard.cost import AxisLink, link_of, seconds
 from autoshard.cost.fit import FITTED, Timing, fit_link
@@ -111,8 +111,8 @@ def test_sizes_reach_the_largest() -> None:
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     levels = (Level("node", 2, 1e-6, 1.234e9, 2), Level("network \\ \x7f", None, 1.25e-5, 1e8))
     tables = (
-        Measured("send", 2, (1024, 65536), (1.5e-5, 1.234e-3)),
-        Measured("all_gather", 2, (1, 2), (1.0, 2.0)),
+        CollectiveTimings("send", 2, (1024, 65536), (1.5e-5, 1.234e-3)),
+        CollectiveTimings("all_gather", 2, (1, 2), (1.0, 2.0)),
     )
     levels = (replace(levels[0], measured=tables), levels[1])
     kernels = replace(DEVICE.kernels, attention_start=1e-4, view=2e-6, hand=3e-5)

@@ -20,7 +20,7 @@ from autoshard.api import compile_analysed, plan
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Dtype, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
-from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import R, Shard
 from autoshard.passes import pipeline
 from autoshard.passes.simplify.activations import Activations
@@ -32,7 +32,7 @@ from autoshard.rules.quantized_gather import NORMS, wire_of
 from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
-from autoshard.simulate.work import Message
+from autoshard.simulate.work import CollectiveWork
 from autoshard.verify.lockstep import QUANTISED, Batch, Ranks, tolerance_of, verify
 from autoshard.verify.static import verify_static
 
@@ -112,10 +112,10 @@ def _lowered(gathered: str, more: tuple[Node, ...] = ()) -> Lowered:
     gather = Node("comm.all_gather.default", (Ref(gathered), "tp", 0), (), ("g",), (rows,))
     main = (*ops.values(), gather, *more)
     names = ["x", "w", "t", *(o for n in main for o in n.outs)]
-    values = {n: Placed(rows, (Shard(0),) if n == gathered else whole) for n in names}
+    values = {n: PlacedValue(rows, (Shard(0),) if n == gathered else whole) for n in names}
     used = Node("aten.neg.default", (Ref("g"),), (), ("end",), (rows,))
-    parts = (Part(0, "forward", 0, len(main) + 1),)
-    return Lowered({}, (*main, used), {**values, "end": Placed(rows, whole)}, ("end",), parts)
+    parts = (StagePart(0, "forward", 0, len(main) + 1),)
+    return Lowered({}, (*main, used), {**values, "end": PlacedValue(rows, whole)}, ("end",), parts)
 
 
 @pytest.mark.parametrize("gathered", ["mask", "cast", "grad"])
@@ -183,16 +183,16 @@ def test_the_message_is_priced_as_the_bytes_of_the_wires() -> None:
         _, segment, node = segment_with(made, op)
         mesh = Mesh.parse(made.mesh)
         works = Ops(mesh, mesh.coords(0), Behaviour()).work(node, segment.placed())
-        (prices[kernels],) = [w for w in works if isinstance(w, Message)]
+        (prices[kernels],) = [w for w in works if isinstance(w, CollectiveWork)]
     assert prices[True] == prices[False]
     assert prices[True].nbytes == 4 * (64 * 128 + 64 * 4) and prices[True].kind == "all_gather"
 
 
 def test_a_wire_lies_as_its_rows_do() -> None:
     mesh = MeshShape(("dp", "tp"), (2, 4))
-    rows = Placed(TensorType((4, 64, 128), "bf16"), (Shard(0), Shard(1)))
+    rows = PlacedValue(TensorType((4, 64, 128), "bf16"), (Shard(0), Shard(1)))
     found = wire_of(rows, 128, mesh)
-    assert found == Placed(TensorType((8 * (2 * 16 * 128 + 2 * 16 * 4),), "u8"), (Shard(0), Shard(0)))
+    assert found == PlacedValue(TensorType((8 * (2 * 16 * 128 + 2 * 16 * 4),), "u8"), (Shard(0), Shard(0)))
     assert wire_of(replace(rows, layout=(R, R)), 128, mesh) is not None
     assert wire_of(rows, 256, mesh) is None  # a group across rows
     assert wire_of(replace(rows, layout=(R, Shard(2))), 32, mesh) is None  # parts of rows

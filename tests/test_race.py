@@ -14,22 +14,22 @@ from planned import analysed
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import InfeasibleError
 from autoshard.options import PlanOptions
-from autoshard.planner.candidates import searched
+from autoshard.planner.candidates import candidate_meshes
 from autoshard.planner.planning import plan_analysed
-from autoshard.search.bound.candidate_queue import Nearest
-from autoshard.search.bound.estimate import Estimated, Proof
-from autoshard.search.bound.global_lower_bound import Lowest
+from autoshard.search.bound.candidate_queue import CandidateQueue
+from autoshard.search.bound.estimate import BoundInputs, Estimated
+from autoshard.search.bound.global_lower_bound import GlobalLowerBound
 from autoshard.search.problem.problem import experts_of
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.branch_and_bound import Race
-from autoshard.search.select.choose import Ask, Settled, choose
-from autoshard.search.select.refine import Exact
-from autoshard.search.select.request import WORK
+from autoshard.search.select.branch_and_bound import BranchAndBound
+from autoshard.search.select.choose import choose
+from autoshard.search.select.refine import CandidateSolver
+from autoshard.search.select.request import WORK, CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Configuration
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.step_config import StepConfig
 
 BATCH = 8
 
@@ -42,11 +42,13 @@ class Programs:
         self.made: list[tuple[Configuration, float, float]] = []
         self.cut: list[Configuration] = []
 
-    def seconds(self, found: Settled) -> float:
+    def seconds(self, found: CandidateSolution) -> float:
         self.cut.append(found.configuration)
         return self.slow * found.placed.seconds
 
-    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = bool) -> Settled:
+    def fit(
+        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = bool
+    ) -> CandidateSolution:
         where = found.configuration
         seconds = found.placed.seconds * (1.0 if where.pipe.ranks == 1 else self.slow)
         self.made.append((where, seconds, limit))
@@ -54,14 +56,14 @@ class Programs:
             raise InfeasibleError(f"{where.name} does not fit")
         return found
 
-    def measured(self, found: Settled) -> float | None:
+    def measured(self, found: CandidateSolution) -> float | None:
         return None
 
 
-def chosen(judge: Programs, work: int = WORK) -> Settled:
+def chosen(judge: Programs, work: int = WORK) -> CandidateSolution:
     machine = load_cluster("h100-dgx")
-    meshes = searched(machine, 4, 4, BATCH, PlanOptions())
-    return choose(analysed("gpt2").model, meshes, machine, Ask(batch=BATCH, work=work), judge=judge)
+    meshes = candidate_meshes(machine, 4, 4, BATCH, PlanOptions())
+    return choose(analysed("gpt2").model, meshes, machine, SearchRequest(batch=BATCH, work=work), judge=judge)
 
 
 @pytest.mark.parametrize("slow", [1.0, 100.0])
@@ -77,16 +79,18 @@ def test_what_does_not_fit_makes_room_for_others(slow: float) -> None:
 def test_an_axis_of_experts_is_tried_and_taken_where_that_is_faster() -> None:
     """Beside all other meshes, and never to a plan's disadvantage."""
     machine, model = load_cluster("h100-dgx"), analysed("mixtral").model
-    meshes = [searched(machine, 8, 2, BATCH, PlanOptions(), experts) for experts in (0, experts_of(model))]
+    meshes = [
+        candidate_meshes(machine, 8, 2, BATCH, PlanOptions(), experts) for experts in (0, experts_of(model))
+    ]
     assert {str(s.mesh) for s in meshes[1]} - {str(s.mesh) for s in meshes[0]} == {
         "fsdp=4,ep=2",
         "fsdp=2,ep=4",
     }
-    without, with_ = (choose(model, given, machine, Ask(batch=BATCH)) for given in meshes)
+    without, with_ = (choose(model, given, machine, SearchRequest(batch=BATCH)) for given in meshes)
     assert with_.placed.seconds <= without.placed.seconds
     tried = {with_.configuration.name, *(r.name.partition(" ")[0] for r in with_.rejected)}
     assert tried & {"fsdp=4,ep=2", "fsdp=2,ep=4"}
-    only = choose(model, [s for s in meshes[1] if "ep" in s.mesh.names], machine, Ask(batch=BATCH))
+    only = choose(model, [s for s in meshes[1] if "ep" in s.mesh.names], machine, SearchRequest(batch=BATCH))
     assert only.configuration.name in tried
 
 
@@ -110,11 +114,13 @@ class Stopped(Programs):
             if self.at < 0:
                 raise KeyboardInterrupt
 
-    def seconds(self, found: Settled) -> float:
+    def seconds(self, found: CandidateSolution) -> float:
         self._count("cut")
         return super().seconds(found)
 
-    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = bool) -> Settled:
+    def fit(
+        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = bool
+    ) -> CandidateSolution:
         self._count("fit")
         return super().fit(found, limit)
 
@@ -148,15 +154,16 @@ def test_only_what_may_be_the_fastest_becomes_a_program(slow: float) -> None:
 
 def _solved(
     where: Configuration, estimated: float, seconds: float, choices: int = 100, *, one_kind: bool = True
-) -> Race:
+) -> BranchAndBound:
     """A race in which one was solved and is a program."""
-    made = Race(one_kind=one_kind)
+    made = BranchAndBound(one_kind=one_kind)
     posed = SimpleNamespace(problem=SimpleNamespace(choices=choices))
     found = cast(
-        Settled, SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed)
+        CandidateSolution,
+        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed),
     )
     made.enter(where)
-    made.solve(Estimated(where, cast(Setting, None), estimated, 0.0), found, seconds)
+    made.solve(Estimated(where, cast(StepConfig, None), estimated, 0.0), found, seconds)
     assert made.next(inf) == (found, seconds)
     made.finish(found, seconds)
     return made
@@ -166,7 +173,7 @@ def _estimated(
     mesh: str, seconds: float, pipe: Pipe | None = None, *, hopeless: bool = False, choices: int = 100
 ) -> Estimated:
     where = Configuration(Mesh.parse(mesh), 8, 1, pipe or Pipe())
-    return Estimated(where, cast(Setting, None), seconds, 0.0, hopeless, choices)
+    return Estimated(where, cast(StepConfig, None), seconds, 0.0, hopeless, choices)
 
 
 def test_an_estimate_that_was_wrong_rules_out_its_like_alone() -> None:
@@ -187,7 +194,7 @@ def test_one_that_has_to_hold_less_says_little_of_others() -> None:
     assert race.leaves_out(other)
     posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
     less = SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=1.1), posed=posed)
-    race.finish(cast(Settled, less), 1.1, 1.15)
+    race.finish(cast(CandidateSolution, less), 1.1, 1.15)
     assert not race.leaves_out(other)
 
 
@@ -200,21 +207,22 @@ def test_what_divides_the_data_ranks_otherwise_errs_alike() -> None:
     assert not race.leaves_out(_estimated("dp=2,fsdp=2,tp=2", 1.005))
 
 
-def _finished(race: Race, where: Configuration, seconds: float, measured: float | None) -> None:
+def _finished(race: BranchAndBound, where: Configuration, seconds: float, measured: float | None) -> None:
     """One more was solved, and made a program where it is measured."""
     posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
     found = cast(
-        Settled, SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed)
+        CandidateSolution,
+        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed),
     )
     race.enter(where)
-    race.solve(Estimated(where, cast(Setting, None), seconds, 0.0), found, seconds)
+    race.solve(Estimated(where, cast(StepConfig, None), seconds, 0.0), found, seconds)
     assert race.next(inf) == (found, seconds)
     race.finish(found, seconds, measured)
 
 
 def test_the_last_word_is_what_programs_take() -> None:
     """And what they take beyond what they were judged to is expected of others like them."""
-    race = Race(one_kind=False)
+    race = BranchAndBound(one_kind=False)
     plain, piped = (Configuration(Mesh.parse("fsdp=8"), 8, 1, p) for p in (Pipe(), Pipe(2)))
     _finished(race, plain, 1.0, 1.2)
     assert race.reached == 1.2 and race.needed(plain) == pytest.approx(1.0)
@@ -264,23 +272,23 @@ def test_pipelines_that_only_divide_the_data_ranks_otherwise_are_left_out() -> N
     assert not race.leaves_out(_estimated("dp=2,tp=2", 0.9, Pipe(2, "1f1b")))
 
 
-class _Told(Exact):
+class _Told(CandidateSolver):
     """Solutions that take as long as estimated; notes in which order they were asked for."""
 
     def __init__(self, judge: Programs) -> None:
-        poses = cast(Poses, SimpleNamespace(work=0))
-        super().__init__(poses, Ask(), cast(Setting, None), lambda _: None, judge)
+        poses = cast(ProblemCache, SimpleNamespace(work=0))
+        super().__init__(poses, SearchRequest(), cast(StepConfig, None), lambda _: None, judge)
         self.order: list[str] = []
 
-    def _posed(self, where: Configuration) -> Posed:
-        return cast(Posed, None)
+    def _posed(self, where: Configuration) -> ShardingProblem:
+        return cast(ShardingProblem, None)
 
-    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
+    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         where = estimated.configuration
         self.order.append(str(where.mesh))
         placed = SimpleNamespace(seconds=estimated.seconds)
         posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
-        return cast(Settled, SimpleNamespace(configuration=where, placed=placed, posed=posed))
+        return cast(CandidateSolution, SimpleNamespace(configuration=where, placed=placed, posed=posed))
 
 
 def test_what_waited_for_a_program_comes_before_what_is_slower() -> None:
@@ -288,7 +296,10 @@ def test_what_waited_for_a_program_comes_before_what_is_slower() -> None:
     a third comes: the second is still the next."""
     exact, pipe = _Told(Programs(lambda where: where.name != "pp=2,fsdp=4")), Pipe(2, "1f1b")
     meshes = {"fsdp=4": 1.0, "fsdp=2,tp=2": 1.01, "tp=4": 1.1}
-    exact._run(Race(one_kind=False), Nearest(_estimated(mesh, at, pipe) for mesh, at in meshes.items()))
+    exact._run(
+        BranchAndBound(one_kind=False),
+        CandidateQueue(_estimated(mesh, at, pipe) for mesh, at in meshes.items()),
+    )
     assert exact.order[:2] == ["fsdp=4", "fsdp=2,tp=2"]
 
 
@@ -298,7 +309,7 @@ def test_worth_is_what_is_reached_or_waits() -> None:
         Configuration(Mesh.parse("fsdp=8"), 8, 1, Pipe()),
         Configuration(Mesh.parse("pp=2,fsdp=4"), 8, 4, Pipe(2, "1f1b")),
     )
-    race = Race(one_kind=False)
+    race = BranchAndBound(one_kind=False)
     assert race.worth(whole) == race.worth(piped) == inf
     race = _solved(whole, 1.0, 1.0)
     assert race.worth(whole) == 1.0
@@ -316,7 +327,7 @@ class _Bounds:
             self.asked += 1
             yield bound
 
-    def of(self, posed: Posed) -> Iterator[float]:
+    def of(self, posed: ShardingProblem) -> Iterator[float]:
         yield self.own
 
 
@@ -326,11 +337,11 @@ def test_what_is_proven_to_be_slower_is_not_solved() -> None:
     slow, open_ = _Bounds(0.9, 1.1, 5.0), _Bounds(0.9, 0.95)
     estimates = [
         _estimated("fsdp=8", 1.0),
-        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(Proof, slow)),
-        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(Proof, open_)),
+        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(BoundInputs, slow)),
+        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(BoundInputs, open_)),
     ]
-    left = Nearest(estimates)
-    exact._run(Race(one_kind=True), left)
+    left = CandidateQueue(estimates)
+    exact._run(BranchAndBound(one_kind=True), left)
     assert exact.order == ["fsdp=8", "fsdp=2,tp=4"]
     assert (slow.asked, open_.asked) == (2, 2)
     bounds = {str(e.configuration.mesh): e.bound for e in left}
@@ -341,22 +352,27 @@ def test_what_its_own_problem_proves_to_be_slower_is_not_solved() -> None:
     exact = _Told(Programs(lambda _: True))
     estimates = [
         _estimated("fsdp=8", 1.0),
-        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(Proof, _Bounds(0.9, own=1.05))),
-        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(Proof, _Bounds(0.9, own=0.95))),
+        replace(_estimated("fsdp=4,tp=2", 1.001), proof=cast(BoundInputs, _Bounds(0.9, own=1.05))),
+        replace(_estimated("fsdp=2,tp=4", 1.002), proof=cast(BoundInputs, _Bounds(0.9, own=0.95))),
     ]
-    exact._run(Race(one_kind=True), Nearest(estimates))
+    exact._run(BranchAndBound(one_kind=True), CandidateQueue(estimates))
     assert exact.order == ["fsdp=8", "fsdp=2,tp=4"]
 
 
 # -- what none of them goes below ----------------------------------------------------------------------------
 
 
-def _lowest(rows: dict[str, tuple[tuple[float, ...], float]], choices: int) -> tuple[Lowest, list[str]]:
+def _lowest(
+    rows: dict[str, tuple[tuple[float, ...], float]], choices: int
+) -> tuple[GlobalLowerBound, list[str]]:
     """Of configurations with these bounds and those by their own problems; who was asked for the latter."""
     asked: list[str] = []
     others = [
         replace(
-            _estimated(mesh, bounds[0]), bound=bounds[0], choices=choices, proof=cast(Proof, _Bounds(*bounds))
+            _estimated(mesh, bounds[0]),
+            bound=bounds[0],
+            choices=choices,
+            proof=cast(BoundInputs, _Bounds(*bounds)),
         )
         for mesh, (bounds, _) in rows.items()
     ]
@@ -365,7 +381,7 @@ def _lowest(rows: dict[str, tuple[tuple[float, ...], float]], choices: int) -> t
         asked.append(str(estimated.configuration.mesh))
         return rows[asked[-1]][1]
 
-    return Lowest(others, exactly), asked
+    return GlobalLowerBound(others, exactly), asked
 
 
 def test_the_lowest_is_looked_at_until_nothing_more_can_be_said() -> None:
@@ -395,7 +411,7 @@ def test_what_interrupts_a_look_leaves_a_bound() -> None:
     def stop(_: Estimated, enough: float) -> float:
         raise KeyboardInterrupt
 
-    lowest = Lowest(others, stop)
+    lowest = GlobalLowerBound(others, stop)
     with pytest.raises(KeyboardInterrupt):
         lowest.raised(1.0)
     assert lowest.seconds == 0.5
@@ -406,10 +422,10 @@ def test_a_pipeline_that_is_proven_to_be_slower_does_not_go_ahead() -> None:
     exact, pipe = _Told(Programs(lambda _: True)), Pipe(2, "1f1b")
     estimates = [
         _estimated("fsdp=8", 1.0),
-        replace(_estimated("fsdp=4", 1.05, pipe), proof=cast(Proof, _Bounds(1.02))),
+        replace(_estimated("fsdp=4", 1.05, pipe), proof=cast(BoundInputs, _Bounds(1.02))),
         _estimated("fsdp=2,tp=2", 1.06, pipe),
     ]
-    exact._run(Race(one_kind=False), Nearest(estimates))
+    exact._run(BranchAndBound(one_kind=False), CandidateQueue(estimates))
     assert exact.order == ["fsdp=8"]
 
 
@@ -429,12 +445,12 @@ def test_less_room_is_found_with_little_work_once_all_is_done() -> None:
     """The first solution that fits as a program is taken, where there are faster ones that need more room."""
     machine, analysis = load_cluster("h100-dgx"), analysed("gpt2")
     meshes = [Mesh.parse("fsdp=4")]
-    peak = plan_analysed(analysis, meshes, machine, memory=2**40, ask=Ask(batch=BATCH)).peak
+    peak = plan_analysed(analysis, meshes, machine, memory=2**40, ask=SearchRequest(batch=BATCH)).peak
     assert peak is not None
     memory = int(0.9 * peak.bytes)
     tight, quick = (
-        plan_analysed(analysis, meshes, machine, memory=memory, ask=Ask(batch=BATCH, work=work))
-        for work in (Ask().work, 0)
+        plan_analysed(analysis, meshes, machine, memory=memory, ask=SearchRequest(batch=BATCH, work=work))
+        for work in (SearchRequest().work, 0)
     )
     assert tight.peak is not None and quick.peak is not None
     assert max(tight.peak.bytes, quick.peak.bytes) <= memory

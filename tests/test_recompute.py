@@ -19,7 +19,7 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.min_cut_recompute import keep_least
 from autoshard.ir.placement import R, Shard
 from autoshard.passes.memory.recompute import recompute
@@ -314,7 +314,8 @@ def test_a_parameter_gathered_in_main_is_not_kept_for_it() -> None:
     )
     segments = {g.name: LoweredSegment(g, dict.fromkeys(g.types(), (R,)), {}) for g in (forward, backward)}
     values = {
-        n: Placed(whole, split if n == "p" else (R,)) for n in ("p", "x", "g", "w_a", "m_y", "m_z", "m_d")
+        n: PlacedValue(whole, split if n == "p" else (R,))
+        for n in ("p", "x", "g", "w_a", "m_y", "m_z", "m_d")
     }
     lowered = Lowered(segments, main, values, ("m_z", "m_d"))
     made = recompute(lowered, {"f": Recompute("full", 1)}, RULES, MeshShape(("fsdp",), (2,)))

@@ -27,11 +27,11 @@ from autoshard.cost.collective import AxisLink, seconds
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Node, Ref, TensorType
 from autoshard.ir.comm import GATHER_MM, MM_SCATTER, collective_kind, is_message, is_ring
-from autoshard.ir.lowered import Lowered, Placed
+from autoshard.ir.lowered import Lowered, PlacedValue
 from autoshard.ir.placement import P, R, Shard
 from autoshard.ir.rings import ring_flop, ring_of
 from autoshard.passes.partition.ring_products import Rings, ring_products
-from autoshard.passes.simplify.segment_cache import Known
+from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
@@ -43,8 +43,8 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
 from autoshard.simulate.rings import Beat, alone, beats, room
 from autoshard.simulate.step import estimate_step
-from autoshard.simulate.streams import Habits, Player, Step, pricer
-from autoshard.simulate.work import Message, Product, Sheet, Task, Traffic, Work
+from autoshard.simulate.streams import Habits, Player, SegmentCall, pricer
+from autoshard.simulate.work import CollectiveWork, MatmulWork, MemoryWork, OpTask, Sheet, Work
 from autoshard.verify.static import verify_static
 
 GATHER, SCATTER = "all_gather_mm", "mm_reduce_scatter"
@@ -212,7 +212,7 @@ def test_axes_that_are_taken_apart_have_no_rings() -> None:
 
     def made(*without: str) -> Lowered:
         how = Rings(MeshShape(("tp",), (2,)), lambda n, _: float(not is_ring(n)), frozenset(without))
-        return ring_products(plain.lowered, ports, grads, how, Known())
+        return ring_products(plain.lowered, ports, grads, how, SegmentCache())
 
     assert made("tp") == plain.lowered
     assert made("dp") != plain.lowered
@@ -394,10 +394,10 @@ def test_training_on_four_processes_equals_eager(tmp_path: Path) -> None:
 
 
 def _price(work: Work) -> float:
-    return {Message: 2.0, Product: 3.0, Traffic: 0.0}[type(work)]
+    return {CollectiveWork: 2.0, MatmulWork: 3.0, MemoryWork: 0.0}[type(work)]
 
 
-Made: TypeAlias = "tuple[Node, dict[str, Placed]]"
+Made: TypeAlias = "tuple[Node, dict[str, PlacedValue]]"
 
 
 def _gather(lead: tuple[int, ...] = (1, 64), weights: Sequence[int] = (16,)) -> Made:
@@ -405,10 +405,10 @@ def _gather(lead: tuple[int, ...] = (1, 64), weights: Sequence[int] = (16,)) -> 
     x, rows = TensorType((*lead, 8), "f32"), lead[0] * lead[1]
     made = [TensorType((rows, n), "f32") for n in weights]
     names = [f"y{k}" for k in range(len(weights))]
-    values = {"x": Placed(x, (Shard(1),)), "g": Placed(x, (R,))}
+    values = {"x": PlacedValue(x, (Shard(1),)), "g": PlacedValue(x, (R,))}
     for k, (n, type_) in enumerate(zip(weights, made, strict=True)):
-        values[f"w{k}"] = Placed(TensorType((8, n), "f32"), (Shard(1),))
-        values[f"y{k}"] = Placed(type_, (Shard(1),))
+        values[f"w{k}"] = PlacedValue(TensorType((8, n), "f32"), (Shard(1),))
+        values[f"y{k}"] = PlacedValue(type_, (Shard(1),))
     factors = (Ref("x"), *(Ref(f"w{k}") for k in range(len(weights))))
     return Node(GATHER_MM, (factors, "tp", 1), (), ("g", *names), (x, *made)), values
 
@@ -416,9 +416,9 @@ def _gather(lead: tuple[int, ...] = (1, 64), weights: Sequence[int] = (16,)) -> 
 def _scatter() -> Made:
     type_ = TensorType((64, 8), "f32")
     values = {
-        "a": Placed(TensorType((64, 16), "f32"), (Shard(1),)),
-        "w": Placed(TensorType((16, 8), "f32"), (Shard(0),)),
-        "y": Placed(type_, (Shard(0),)),
+        "a": PlacedValue(TensorType((64, 16), "f32"), (Shard(1),)),
+        "w": PlacedValue(TensorType((16, 8), "f32"), (Shard(0),)),
+        "y": PlacedValue(type_, (Shard(0),)),
     }
     return Node(MM_SCATTER, ((Ref("a"), Ref("w")), "tp", 0, (16, 8)), (), ("y",), (type_,)), values
 
@@ -429,18 +429,18 @@ OPS = Ops(Mesh.parse("tp=4"), (0,), Behaviour())
 @pytest.mark.parametrize("made", [_gather(), _scatter()])
 def test_all_but_the_first_product_are_beside_a_message(made: Made) -> None:
     found = beats(*made, OPS)
-    assert sum(isinstance(b.work, Message) for b in found) == 3
-    assert sum(isinstance(b.work, Product) for b in found) == 4
+    assert sum(isinstance(b.work, CollectiveWork) for b in found) == 3
+    assert sum(isinstance(b.work, MatmulWork) for b in found) == 4
     # 4 products of 3 s, messages of 2 s behind three of them
     assert alone(found, _price, 1.0) == 12.0
     assert alone(found, _price, 0.5) == 15.0
-    slow = alone(found, lambda w: 5.0 if isinstance(w, Message) else _price(w), 1.0)
+    slow = alone(found, lambda w: 5.0 if isinstance(w, CollectiveWork) else _price(w), 1.0)
     assert slow == 3 * 5 + 3
 
 
 def test_chunks_are_priced_as_the_small_products_they_are() -> None:
     node, values = _gather((1, 64), (16, 32))
-    products = [b.work for b in beats(node, values, OPS) if isinstance(b.work, Product)]
+    products = [b.work for b in beats(node, values, OPS) if isinstance(b.work, MatmulWork)]
     assert {(p.rows, p.columns, p.depth) for p in products} == {(16, 4, 8), (16, 8, 8)}
     assert sum(p.flop for p in products) * 4 == ring_flop(node, {n: v.type for n, v in values.items()})
 
@@ -448,7 +448,7 @@ def test_chunks_are_priced_as_the_small_products_they_are() -> None:
 def test_copies_are_counted_where_chunks_are_not_in_place() -> None:
     def copied(lead: tuple[int, ...]) -> float:
         works = [b.work for b in beats(*_gather(lead), OPS)]
-        return sum(w.nbytes for w in works if isinstance(w, Traffic))
+        return sum(w.nbytes for w in works if isinstance(w, MemoryWork))
 
     own, made = 64 * 8 * 4 / 4, 64 * 4 * 4
     assert copied((1, 64)) == 2 * own
@@ -458,7 +458,7 @@ def test_copies_are_counted_where_chunks_are_not_in_place() -> None:
     assert room(*_gather((2, 32)), OPS) == 2 * own
     assert room(*_scatter(), OPS) == 2 * 16 * 8 * 4
     for rows, shape in ((32, (1, 16)), (2048, (2, 512))):
-        products = [b.work for b in beats(*_gather((2, rows)), OPS) if isinstance(b.work, Product)]
+        products = [b.work for b in beats(*_gather((2, rows)), OPS) if isinstance(b.work, MatmulWork)]
         assert {(p.batch, p.rows) for p in products} == {shape}
 
 
@@ -490,15 +490,15 @@ def test_the_simulated_step_follows_the_chunks() -> None:
 def test_a_ring_alone_takes_as_long_as_in_the_timeline(made: Made, overlap: float, late: bool) -> None:
     found = beats(*made, OPS)
     price = pricer(even_cluster().device, [AxisLink(1e-6, 1e8, 4)])
-    tasks = tuple(Task("y", made[0].op.rpartition(".")[0], b.work, b.after, ()) for b in found)
+    tasks = tuple(OpTask("y", made[0].op.rpartition(".")[0], b.work, b.after, ()) for b in found)
     player = Player(price, (4,), Habits(overlap=overlap, late=late))
-    played = player.play([Step(Sheet(tasks, (len(tasks) - 1,)), (), ("y",))], (), ())
+    played = player.play([SegmentCall(Sheet(tasks, (len(tasks) - 1,)), (), ("y",))], (), ())
     assert played.seconds == pytest.approx(alone(found, price, overlap))
     assert played.hidden > 0
 
 
 def test_beats_wait_for_those_before_them() -> None:
-    chain = [Beat(Message("hop", 0, 1.0)), Beat(Product(1, 1, 1, 1, "f32", 1.0), (0,))]
+    chain = [Beat(CollectiveWork("hop", 0, 1.0)), Beat(MatmulWork(1, 1, 1, 1, "f32", 1.0), (0,))]
     assert alone(chain, _price, 1.0) == 5.0
 
 

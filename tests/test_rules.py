@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_check import Sample, WrongRule, check, digits_of, make_call
 from rule_samples import all_samples
 
 from autoshard.ir import Node, TensorType
@@ -19,9 +18,10 @@ from autoshard.rules import reduction
 from autoshard.rules.core import Factored, RuleFn, broadcast, opaque
 from autoshard.rules.registry import RULES
 from autoshard.rules.states import op_states
+from autoshard.verify.rule_check import OpSample, WrongRule, check, digits_of, make_call
 
 f64 = torch.float64
-SAMPLES: dict[str, list[Sample]] = {}
+SAMPLES: dict[str, list[OpSample]] = {}
 for _sample in all_samples():
     SAMPLES.setdefault(_sample.op, []).append(_sample)
 
@@ -112,63 +112,63 @@ def _real(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=f64, generator=torch.Generator().manual_seed(7))
 
 
-WRONG: dict[str, tuple[Sample, RuleFn]] = {
+WRONG: dict[str, tuple[OpSample, RuleFn]] = {
     "softmax with its dim not fixed": (
-        Sample("aten._softmax.default", (_real(5, 6), -1, False)),
+        OpSample("aten._softmax.default", (_real(5, 6), -1, False)),
         _free(RULES["aten._softmax.default"]),
     ),
     "cumsum with its dim not fixed": (
-        Sample("aten.cumsum.default", (_real(5, 6), 0)),
+        OpSample("aten.cumsum.default", (_real(5, 6), 0)),
         _free(RULES["aten.cumsum.default"]),
     ),
-    "mean as a sum": (Sample("aten.mean.dim", (_real(5, 6), [1])), reduction.sum_),
-    "maximum as a sum": (Sample("aten.amax.default", (_real(5, 6), [1])), reduction.sum_),
-    "sum as a maximum": (Sample("aten.sum.dim_IntList", (_real(5, 6), [1])), reduction.amax),
-    "gelu as linear": (Sample("aten.gelu.default", (_real(5, 6),)), _linear_pointwise),
-    "adding a number as linear": (Sample("aten.add.Tensor", (_real(5, 6), 1.0)), _linear_pointwise),
-    "add linear in one term": (Sample("aten.add.Tensor", (_real(5, 6), _real(6))), _linear_pointwise),
+    "mean as a sum": (OpSample("aten.mean.dim", (_real(5, 6), [1])), reduction.sum_),
+    "maximum as a sum": (OpSample("aten.amax.default", (_real(5, 6), [1])), reduction.sum_),
+    "sum as a maximum": (OpSample("aten.sum.dim_IntList", (_real(5, 6), [1])), reduction.amax),
+    "gelu as linear": (OpSample("aten.gelu.default", (_real(5, 6),)), _linear_pointwise),
+    "adding a number as linear": (OpSample("aten.add.Tensor", (_real(5, 6), 1.0)), _linear_pointwise),
+    "add linear in one term": (OpSample("aten.add.Tensor", (_real(5, 6), _real(6))), _linear_pointwise),
     "division linear in the divisor": (
-        Sample("aten.div.Tensor", (_real(5, 6), _real(5, 6))),
+        OpSample("aten.div.Tensor", (_real(5, 6), _real(5, 6))),
         _changed("aten.div.Tensor", linear=((1,),)),
     ),
     "product linear in both at once": (
-        Sample("aten.mm.default", (_real(5, 6), _real(6, 4))),
+        OpSample("aten.mm.default", (_real(5, 6), _real(6, 4))),
         _changed("aten.mm.default", linear=((0, 1),)),
     ),
     "product without its sum": (
-        Sample("aten.mm.default", (_real(5, 6), _real(6, 4))),
+        OpSample("aten.mm.default", (_real(5, 6), _real(6, 4))),
         _changed("aten.mm.default", reduce=((1, "max"),)),
     ),
     "layer norm over a split dim": (
-        Sample("aten.native_layer_norm.default", (_real(4, 6), [6], None, None, 1e-5)),
+        OpSample("aten.native_layer_norm.default", (_real(4, 6), [6], None, None, 1e-5)),
         _free_and_summed(RULES["aten.native_layer_norm.default"]),
     ),
     "reshape to the global shape": (
-        Sample("aten.reshape.default", (_real(4, 6), [24])),
+        OpSample("aten.reshape.default", (_real(4, 6), [24])),
         _changed("aten.reshape.default", local=None),
     ),
     "look-up in a part of a table as if it were whole": (
-        Sample("aten.embedding.default", (_real(6, 4), torch.tensor([0, 5, 3]))),
+        OpSample("aten.embedding.default", (_real(6, 4), torch.tensor([0, 5, 3]))),
         _changed("aten.embedding.default", local=None),
     ),
     "dropout with the same mask on every shard": (
-        Sample("autoshard.dropout.default", (_real(6, 8), 0.5, torch.tensor(1), 0, [0, 0], [6, 8])),
+        OpSample("autoshard.dropout.default", (_real(6, 8), 0.5, torch.tensor(1), 0, [0, 0], [6, 8])),
         _changed("autoshard.dropout.default", local=None),
     ),
     "dropout of strided shards": (
-        Sample("autoshard.dropout.default", (_real(6, 8), 0.5, torch.tensor(1), 0, [0, 0], [6, 8])),
+        OpSample("autoshard.dropout.default", (_real(6, 8), 0.5, torch.tensor(1), 0, [0, 0], [6, 8])),
         _changed("autoshard.dropout.default", contiguous=frozenset()),
     ),
     "squeeze of whatever has size 1 on a shard": (
-        Sample("aten.squeeze.default", (_real(4, 1),)),
+        OpSample("aten.squeeze.default", (_real(4, 1),)),
         _changed("aten.squeeze.default", local=None),
     ),
     "transpose that moves nothing": (
-        Sample("aten.t.default", (_real(6, 6),)),
+        OpSample("aten.t.default", (_real(6, 6),)),
         _changed("aten.t.default", outputs=(((0,), (1,)),)),
     ),
     "causal attention split by query rows": (
-        Sample("autoshard.sdpa.default", (*(_real(2, 2, 6, 4) for _ in range(3)), None, True, 0.5)),
+        OpSample("autoshard.sdpa.default", (*(_real(2, 2, 6, 4) for _ in range(3)), None, True, 0.5)),
         _free_and_summed(RULES["autoshard.sdpa.default"]),
     ),
 }
@@ -186,7 +186,7 @@ def test_replicated_outputs_must_be_equal_on_all_ranks() -> None:
         return replace(RULES["aten.zeros_like.default"](node, ins), outputs=(((), ()),), reduce=((0, "sum"),))
 
     with pytest.raises(AssertionError):
-        check(Sample("aten.zeros_like.default", (_real(5, 6),)), rule)
+        check(OpSample("aten.zeros_like.default", (_real(5, 6),)), rule)
 
 
 # -- states --------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_replicated_outputs_must_be_equal_on_all_ranks() -> None:
 
 def test_nested_uneven_splits_keep_to_rows() -> None:
     """6 rows on 2 x 2 ranks are 2, 1, 2, 1, which a flattened dim of 24 elements cannot say."""
-    call = make_call(Sample("aten.reshape.default", (_real(6, 4), [24])))
+    call = make_call(OpSample("aten.reshape.default", (_real(6, 4), [24])))
     rule = RULES["aten.reshape.default"](call.node, call.ins)
     nested = (Shard(0), Shard(0))
 
@@ -203,7 +203,7 @@ def test_nested_uneven_splits_keep_to_rows() -> None:
         return [s.inputs[0] for s in op_states(rule, types, outs, digits, (2, 2), lambda axis, classes: True)]
 
     assert nested not in inputs(rule, call.ins, call.node.types)
-    same = make_call(Sample("aten.tanh.default", (_real(6, 4),)))
+    same = make_call(OpSample("aten.tanh.default", (_real(6, 4),)))
     rule = RULES["aten.tanh.default"](same.node, same.ins)
     assert nested in inputs(rule, same.ins, same.node.types)
 
@@ -224,7 +224,7 @@ drawn = settings(max_examples=25)
 
 
 def _verify(op: str, *args: Any) -> None:
-    check(Sample(op, args), RULES[op], MESHES)
+    check(OpSample(op, args), RULES[op], MESHES)
 
 
 @st.composite

@@ -23,7 +23,7 @@ from autoshard.schedules.formulas import ideal_bubble, ideal_bubble_fraction
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
 from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
-from autoshard.schedules.searched import Found, search
+from autoshard.schedules.searched import SearchedSchedule, search
 from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.search.solve.pipeline_model import Pipe
 from benchmarks.schedules_table import rows
@@ -348,7 +348,7 @@ def test_search_says_what_the_least_needs() -> None:
 
 
 def test_search_is_repeatable() -> None:
-    runs: list[Found] = [search(4, 2, 7, uneven(8, 4, 3), 20.0) for _ in range(2)]
+    runs: list[SearchedSchedule] = [search(4, 2, 7, uneven(8, 4, 3), 20.0) for _ in range(2)]
     assert runs[0] == runs[1]
 
 

@@ -16,7 +16,7 @@ from autoshard.solver.elimination_order import Familiar, find_order
 from autoshard.solver.improvement_moves import descend, measure
 from autoshard.solver.milp import solve_milp
 from autoshard.solver.min_marginals import min_marginals
-from autoshard.solver.minimise import Found, minimise_pruned
+from autoshard.solver.minimise import MinimisedResidual, minimise_pruned
 from autoshard.solver.network import CostNetwork, InfeasibleNetwork, Limits, NoFiniteAssignment, Solution
 from autoshard.solver.prune import Contradiction, Residual, make_consistent, prune, survivors
 from autoshard.solver.reduced_network import Reduction
@@ -553,9 +553,9 @@ def test_a_network_that_was_pruned_before_gives_the_same_solutions(seed: int, sh
 def test_what_was_found_at_prices_is_not_sought_again_under_another_budget() -> None:
     asked: list[float] = []
 
-    def least(price: float, familiar: Familiar) -> Found:
+    def least(price: float, familiar: Familiar) -> MinimisedResidual:
         asked.append(price)
-        return Found([], price, "")
+        return MinimisedResidual([], price, "")
 
     priced = Priced()
     for prices in ((), (2.0,), (2.0, 1.0), (2.0, 3.0), (2.0,), (2.0, 1.0)):

@@ -15,17 +15,17 @@ from autoshard.capture.capture import capture
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Folded
 from autoshard.options import PlanOptions
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.passes.stages.truncate_layers import Shorter
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import given
-from autoshard.planner.memory_fit import Fitter
+from autoshard.planner.candidates import given_mesh
+from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import plan_analysed
 from autoshard.planner.slot_costs import _filled, _Pricing
 from autoshard.planner.stage_slots import Slots
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.problem import batch_of
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.formulate import layer_calls
 
 
@@ -115,24 +115,24 @@ def _analysed(name: str) -> Analysis:
     return analyse(capture(MODELS[name](), (), _tokens(96)()))
 
 
-def _placed(analysis: Analysis, mesh: str) -> tuple[Folded, Lowering, Fitter]:
+def _placed(analysis: Analysis, mesh: str) -> tuple[Folded, LoweringOptions, MemoryFitter]:
     cluster = load_cluster("h100-dgx")
     layers, batch = sum(layer_calls(analysis.folded).values()), batch_of(analysis.folded)
-    staged = given(Mesh.parse(mesh), cluster, layers, batch, PlanOptions())
-    planned = plan_analysed(analysis, [staged], cluster, ask=Ask(batch=None), reasons=False)
+    staged = given_mesh(Mesh.parse(mesh), cluster, layers, batch, PlanOptions())
+    planned = plan_analysed(analysis, [staged], cluster, ask=SearchRequest(batch=None), reasons=False)
     assert planned.settled is not None
-    fitter = Fitter(analysis, cluster, Ask(), fixed=False, progress=lambda _: None)
+    fitter = MemoryFitter(analysis, cluster, SearchRequest(), fixed=False, progress=lambda _: None)
     return planned.settled.posed.model.folded, fitter.lowering(planned.settled)[1], fitter
 
 
-def _again(folded: Folded, how: Lowering, share: float) -> Lowering:
+def _again(folded: Folded, how: LoweringOptions, share: float) -> LoweringOptions:
     """The first calls of every layer run again."""
     calls = layer_calls(folded)
     chosen = {s: Recompute("selective", int(share * c)) for s, c in calls.items()}
     return replace(how, plan=replace(how.plan, recompute=chosen))
 
 
-def _whole(folded: Folded, how: Lowering, fitter: Fitter) -> Slots:
+def _whole(folded: Folded, how: LoweringOptions, fitter: MemoryFitter) -> Slots:
     return _Pricing(folded, how, fitter.cluster, fitter.ask.recipe, 2).slots()
 
 

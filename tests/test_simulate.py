@@ -27,7 +27,7 @@ from autoshard.cost.kernel_time import attention_seconds, product_seconds, traff
 from autoshard.cost.link import link_of
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Node, Ref, TensorType
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, Replicate, Shard
 from autoshard.ir.transposed import turned_in
 from autoshard.ir.views import VIEWS
@@ -37,9 +37,9 @@ from autoshard.search.plan.plan import Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops, unfused
 from autoshard.simulate.step import estimate_step, simulated
-from autoshard.simulate.streams import Habits, Player, Step, pricer
+from autoshard.simulate.streams import Habits, Player, SegmentCall, pricer
 from autoshard.simulate.transients import Transients
-from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Work
+from autoshard.simulate.work import Attention, CollectiveWork, MatmulWork, MemoryWork, OpTask, Sheet, Work
 
 CPU = load_cluster("cpu-gloo")
 #: 10 multiprocessors, a product of 100 x 100 tiles at 1 PFLOP/s, no launch
@@ -84,17 +84,17 @@ def test_convolutions_are_products_of_places_and_channels() -> None:
     split = (Shard(0),)
     whole = (Replicate(),)
     values = {
-        "x": Placed(image, split),
-        "w": Placed(weight, whole),
-        "y": Placed(made, split),
-        "dx": Placed(image, split),
-        "dw": Placed(weight, (Partial(),)),
+        "x": PlacedValue(image, split),
+        "w": PlacedValue(weight, whole),
+        "y": PlacedValue(made, split),
+        "dx": PlacedValue(image, split),
+        "dw": PlacedValue(weight, (Partial(),)),
     }
     args = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
     forward = Node("aten.convolution.default", (Ref("x"), Ref("w"), None, *args), (), ("y",), (made,))
     ops = Ops(Mesh.parse("dp=4"), (0,), Behaviour())
     moved = 4.0 * (2 * 3 * 14 * 14 + 6 * 27 + 2 * 6 * 12 * 12)
-    assert ops.work(forward, values) == [Product(1, 2 * 144, 6, 27, "f32", moved)]
+    assert ops.work(forward, values) == [MatmulWork(1, 2 * 144, 6, 27, "f32", moved)]
     back = Node(
         "aten.convolution_backward.default",
         (Ref("y"), Ref("x"), Ref("w"), None, *args, (True, True, False)),
@@ -102,10 +102,10 @@ def test_convolutions_are_products_of_places_and_channels() -> None:
         ("dx", "dw", "db"),
         (image, weight, None),
     )
-    found = [work for work in ops.work(back, values) if isinstance(work, Product)]
+    found = [work for work in ops.work(back, values) if isinstance(work, MatmulWork)]
     assert [(w.rows, w.columns, w.turned[0]) for w in found] == [(2 * 196, 3, False), (6, 27, True)]
     only = replace(back, types=(None, weight, None))
-    (one,) = (work for work in ops.work(only, values) if isinstance(work, Product))
+    (one,) = (work for work in ops.work(only, values) if isinstance(work, MatmulWork))
     assert (one.rows, one.columns, one.depth) == (6, 27, 2 * 144)
 
 
@@ -176,15 +176,15 @@ def test_no_product_beats_the_peak_or_the_memory(rows: int, columns: int, depth:
 def test_unfused_attention_writes_its_scores() -> None:
     whole = Attention(8, 64, 32, 16, False, "f16", 2.0 * 8 * 64 * 32 * 32, 0.0)
     plain, dropped = (unfused(whole, 2, Behaviour(attention="unfused", dropout=p)) for p in (0.0, 0.1))
-    assert [type(w) for w in plain] == [Product, Traffic, Product]
-    assert sum(w.flop for w in plain if isinstance(w, Product)) == pytest.approx(whole.flop)
-    assert plain[1] == Traffic(2 * 2 * 8 * 64 * 32)
-    assert [type(w) for w in dropped] == [Product, Traffic, Traffic, Product]
+    assert [type(w) for w in plain] == [MatmulWork, MemoryWork, MatmulWork]
+    assert sum(w.flop for w in plain if isinstance(w, MatmulWork)) == pytest.approx(whole.flop)
+    assert plain[1] == MemoryWork(2 * 2 * 8 * 64 * 32)
+    assert [type(w) for w in dropped] == [MatmulWork, MemoryWork, MemoryWork, MatmulWork]
     back = replace(whole, backward=True)
     again = unfused(back, 2, Behaviour(attention="unfused", attention_again=True))
     once = unfused(back, 2, Behaviour(attention="unfused"))
     assert again[-len(once) :] == once and len(again) == len(once) + 2
-    products = [w for w in once if isinstance(w, Product)]
+    products = [w for w in once if isinstance(w, MatmulWork)]
     assert sum(w.flop for w in products) == pytest.approx(2 * whole.flop)
 
 
@@ -199,19 +199,21 @@ def played(
     sheet: Sheet, args: tuple[str, ...], outs: tuple[str, ...], gradients: tuple[str, ...] = (), **how: Any
 ) -> Any:
     habits = Habits(**{"ahead": False, "behind": False, "beside": False, "overlap": 1.0, **how})
-    return Player(price, (4,), habits).play([Step(sheet, tuple(args), tuple(outs))], {"w", "v"}, gradients)
+    return Player(price, (4,), habits).play(
+        [SegmentCall(sheet, tuple(args), tuple(outs))], {"w", "v"}, gradients
+    )
 
 
-def task(work: Work, after: tuple[int, ...] = (), inputs: tuple[int, ...] = ()) -> Task:
-    return Task("x", "op", work, after, inputs)
+def task(work: Work, after: tuple[int, ...] = (), inputs: tuple[int, ...] = ()) -> OpTask:
+    return OpTask("x", "op", work, after, inputs)
 
 
 GATHERS = Sheet(
     (
-        task(Message("all_gather", 0, 3.0), inputs=(0,)),
-        task(Traffic(2.0), after=(0,), inputs=(1,)),
-        task(Message("all_gather", 0, 3.0), inputs=(2,)),
-        task(Traffic(4.0), after=(1, 2)),
+        task(CollectiveWork("all_gather", 0, 3.0), inputs=(0,)),
+        task(MemoryWork(2.0), after=(0,), inputs=(1,)),
+        task(CollectiveWork("all_gather", 0, 3.0), inputs=(2,)),
+        task(MemoryWork(4.0), after=(1, 2)),
     ),
     (3,),
 )
@@ -229,9 +231,9 @@ def test_parameters_are_gathered_ahead() -> None:
 
 REDUCES = Sheet(
     (
-        task(Traffic(2.0), inputs=(0,)),
-        task(Message("reduce_scatter", 0, 3.0), after=(0,)),
-        task(Traffic(4.0), after=(0,)),
+        task(MemoryWork(2.0), inputs=(0,)),
+        task(CollectiveWork("reduce_scatter", 0, 3.0), after=(0,)),
+        task(MemoryWork(4.0), after=(0,)),
     ),
     (1, 2),
 )
@@ -249,16 +251,16 @@ def test_gradients_are_reduced_behind() -> None:
 
 def test_a_host_that_waits_for_every_op_is_never_ahead() -> None:
     """Three ops of 10 s and a gradient's message of 4 s, issued in 1 s each."""
-    computes = tuple(Task(f"y{k}", "op", Traffic(10.0), (k - 1,) if k else (), ()) for k in range(3))
+    computes = tuple(OpTask(f"y{k}", "op", MemoryWork(10.0), (k - 1,) if k else (), ()) for k in range(3))
     sheet = Sheet(
-        (computes[0], Task("g", "op", Message("all_reduce", 0, 4.0), (0,), ()), *computes[1:]), (1,)
+        (computes[0], OpTask("g", "op", CollectiveWork("all_reduce", 0, 4.0), (0,), ()), *computes[1:]), (1,)
     )
     sheet = replace(
         sheet, tasks=(*sheet.tasks[:2], replace(computes[1], after=(0,)), replace(computes[2], after=(2,)))
     )
     seconds = [
         Player(price, (4,), Habits(dispatch=1.0, blocking=blocking)).play(
-            [Step(sheet, (), ("g",))], (), ("g",)
+            [SegmentCall(sheet, (), ("g",))], (), ("g",)
         )
         for blocking in (False, True)
     ]
@@ -278,14 +280,14 @@ def test_gathers_are_issued_before_what_the_call_before_reduces() -> None:
     """Layers with parameters of 2 s to gather, 10 s to compute and 4 s to reduce."""
     layer = Sheet(
         (
-            Task("w", "op", Message("all_gather", 0, 2.0), (), (0,)),
-            Task("y", "op", Traffic(10.0), (0,), (1,)),
-            Task("g", "op", Message("reduce_scatter", 0, 4.0), (1,), ()),
+            OpTask("w", "op", CollectiveWork("all_gather", 0, 2.0), (), (0,)),
+            OpTask("y", "op", MemoryWork(10.0), (0,), (1,)),
+            OpTask("g", "op", CollectiveWork("reduce_scatter", 0, 4.0), (1,), ()),
         ),
         (1, 2),
     )
     habits = Habits(ahead=True, behind=True, beside=False, overlap=1.0)
-    steps = [Step(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}", f"g{k}")) for k in range(3)]
+    steps = [SegmentCall(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}", f"g{k}")) for k in range(3)]
     found = Player(price, (4,), habits).play(steps, {"w0", "w1", "w2"}, {"g0", "g1", "g2"}, spans=True)
     # bare are the first gather and the last reduction
     assert found.seconds == pytest.approx(2 + 3 * 10 + 4)
@@ -297,13 +299,13 @@ def test_a_shard_is_packed_beside_computing() -> None:
     """The copy of a shard into its message waits for nothing that is computed."""
     layer = Sheet(
         (
-            Task("s", "comm.all_gather_bucket", Traffic(1.0), (), (0,)),
-            Task("w", "comm.all_gather_bucket", Message("all_gather", 0, 5.0), (0,), ()),
-            Task("y", "op", Traffic(10.0), (1,), (1,)),
+            OpTask("s", "comm.all_gather_bucket", MemoryWork(1.0), (), (0,)),
+            OpTask("w", "comm.all_gather_bucket", CollectiveWork("all_gather", 0, 5.0), (0,), ()),
+            OpTask("y", "op", MemoryWork(10.0), (1,), (1,)),
         ),
         (2,),
     )
-    steps = [Step(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}",)) for k in range(3)]
+    steps = [SegmentCall(layer, (f"w{k}", f"y{k}"), (f"y{k + 1}",)) for k in range(3)]
     seconds = [
         Player(price, (4,), Habits(ahead, True, False, 1.0)).play(steps, {"w0", "w1", "w2"}, ()).seconds
         for ahead in (True, False)
@@ -316,17 +318,17 @@ def test_what_a_message_brought_is_copied_when_it_is_needed() -> None:
     takes 2 s, once."""
     gather = Sheet(
         (
-            Task("w", "comm.all_gather_bucket", Message("all_gather", 0, 5.0), (), (0, 1)),
-            Task("w", "comm.all_gather_bucket", Traffic(2.0), (0,), ()),
+            OpTask("w", "comm.all_gather_bucket", CollectiveWork("all_gather", 0, 5.0), (), (0, 1)),
+            OpTask("w", "comm.all_gather_bucket", MemoryWork(2.0), (0,), ()),
         ),
         (1, 1),
     )
-    call = Sheet((Task("y", "op", Traffic(10.0), (), (0, 1)),), (0,))
+    call = Sheet((OpTask("y", "op", MemoryWork(10.0), (), (0, 1)),), (0,))
     steps = [
-        Step(gather, ("p0", "q0"), ("w0", "v0")),
-        Step(gather, ("p1", "q1"), ("w1", "v1")),
-        Step(call, ("w0", "v0"), ("y0",)),
-        Step(call, ("w1", "v1"), ("y1",)),
+        SegmentCall(gather, ("p0", "q0"), ("w0", "v0")),
+        SegmentCall(gather, ("p1", "q1"), ("w1", "v1")),
+        SegmentCall(call, ("w0", "v0"), ("y0",)),
+        SegmentCall(call, ("w1", "v1"), ("y1",)),
     ]
     run = Player(price, (4,), Habits(late=True)).play(steps, {"p0", "q0", "p1", "q1"}, (), spans=True)
     assert (run.seconds, run.compute, run.exposed, run.hidden) == (5 + 2 * (2 + 10), 24.0, (5.0,), 5.0)
@@ -340,10 +342,10 @@ def test_a_copy_waits_for_its_message_inside_a_call_too() -> None:
     """A gather of 6 s with a copy of 2 s, beside 5 s of computing that does not need it."""
     sheet = Sheet(
         (
-            Task("w", "comm.all_gather", Message("all_gather", 0, 6.0), (), (0,)),
-            Task("w", "comm.all_gather", Traffic(2.0), (0,), ()),
-            Task("y", "op", Traffic(5.0), (), (1,)),
-            Task("z", "op", Traffic(3.0), (1, 2), ()),
+            OpTask("w", "comm.all_gather", CollectiveWork("all_gather", 0, 6.0), (), (0,)),
+            OpTask("w", "comm.all_gather", MemoryWork(2.0), (0,), ()),
+            OpTask("y", "op", MemoryWork(5.0), (), (1,)),
+            OpTask("z", "op", MemoryWork(3.0), (1, 2), ()),
         ),
         (3,),
     )
@@ -355,7 +357,7 @@ def test_messages_are_copied_unless_they_lie_as_they_are_sent() -> None:
 
     def copied(**how: Any) -> float:
         works = works_of(program, **how)
-        return sum(w.nbytes for op, w in works if op.startswith("comm.") and isinstance(w, Traffic))
+        return sum(w.nbytes for op, w in works if op.startswith("comm.") and isinstance(w, MemoryWork))
 
     plain, parameters = copied(), copied(flat_parameters=True)
     neither = copied(flat_parameters=True, flat_gradients=True)
@@ -370,11 +372,13 @@ def test_ranks_that_share_memory_pack_a_message_where_it_is_read() -> None:
     for mesh in ("fsdp=2", "tp=2"):
         program = one_stage("llama", mesh, microbatches=1)
         sent, shared = (works_of(program, transport=t) for t in ("device", "memory"))
-        bytes_of = [sum(w.nbytes for _, w in works if isinstance(w, Message)) for works in (sent, shared)]
+        bytes_of = [
+            sum(w.nbytes for _, w in works if isinstance(w, CollectiveWork)) for works in (sent, shared)
+        ]
         assert bytes_of[0] == bytes_of[1] > 0
         kinds = ("comm.all_gather", "comm.reduce_scatter", "comm.all_reduce")
         copies = [
-            sum(w.nbytes for op, w in works if op.startswith(kinds) and isinstance(w, Traffic))
+            sum(w.nbytes for op, w in works if op.startswith(kinds) and isinstance(w, MemoryWork))
             for works in (sent, shared)
         ]
         assert copies[0] > copies[1] == 0
@@ -385,7 +389,7 @@ def test_parts_in_several_pieces_are_copied() -> None:
     program = one_stage("llama", "tp=2", microbatches=1)
     strewn = works_of(program)
     lying = works_of(program, copied_messages=False)
-    extra = [sum(w.nbytes for _, w in works if isinstance(w, Traffic)) for works in (strewn, lying)]
+    extra = [sum(w.nbytes for _, w in works if isinstance(w, MemoryWork)) for works in (strewn, lying)]
     assert extra[0] > extra[1]
     nodes = {
         n.name: n
@@ -401,7 +405,7 @@ def test_parts_in_several_pieces_are_copied() -> None:
         for node in segment.graph.nodes:
             if node in cut:
                 works = pricer.ops.work(node, values)
-                assert any(isinstance(w, Traffic) and w.nbytes > 0 for w in works), node
+                assert any(isinstance(w, MemoryWork) and w.nbytes > 0 for w in works), node
 
 
 def test_looking_at_tensors_takes_time_where_the_device_issues_ops() -> None:
@@ -486,7 +490,7 @@ def test_gradients_of_norms_read_once_or_twice() -> None:
         [
             w.nbytes
             for op, w in works_of(program, norm_reads=reads)
-            if op == "aten.native_layer_norm_backward" and isinstance(w, Traffic)
+            if op == "aten.native_layer_norm_backward" and isinstance(w, MemoryWork)
         ]
         for reads in (1, 2)
     )

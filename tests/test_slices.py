@@ -26,7 +26,7 @@ from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Node, Origin, Ref
 from autoshard.ir.boundaries import check_parts, ends_of
-from autoshard.ir.lowered import Part
+from autoshard.ir.lowered import StagePart
 from autoshard.program.program import Program
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
@@ -288,7 +288,7 @@ def test_programs_are_read_back(tmp_path: Path) -> None:
 def test_a_slice_must_not_use_what_comes_later() -> None:
     lowered = program_of("llama-deep", 2, "dp=1", 2, 2).lowered
 
-    def exchanged(part: Part) -> Part:
+    def exchanged(part: StagePart) -> StagePart:
         return replace(part, slice=1 - part.slice) if part.phase == "forward" else part
 
     with pytest.raises(VerificationError, match="before its stage makes it"):

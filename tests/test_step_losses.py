@@ -24,8 +24,8 @@ from autoshard.ir.lowered import with_parts
 from autoshard.passes.simplify.scale_terms import TOTAL
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
-from autoshard.verify.lockstep import Batch, Ranks, Step, verify
-from autoshard.verify.single_rank import for_one_rank
+from autoshard.verify.lockstep import Batch, Ranks, StepResult, verify
+from autoshard.verify.single_rank import single_rank_program
 from autoshard.verify.static import verify_static
 
 #: mesh, schedule (none without pp), microbatches
@@ -114,7 +114,7 @@ def test_what_is_no_sum_is_told_and_averaged() -> None:
     with pytest.warns(UserWarning, match=r"pow at \S*step_losses.py:\d+ \(it is not linear"):
         program = made(model, inputs, *WAYS[0])
     assert len(program.alone) == 1
-    one = for_one_rank(program, model, inputs)
+    one = single_rank_program(program, model, inputs)
     found = verify(program, model, (), inputs, steps=2, one_rank=one)
     assert found.ok, found.worst()
 
@@ -164,7 +164,7 @@ def test_statistics_of_a_microbatch_beside_labels_of_the_whole_batch() -> None:
         assert torch.allclose(found.grads[name], p.grad, atol=1e-5), name  # type: ignore[arg-type]
 
 
-def stepped(program: Program, model: nn.Module, inputs: dict[str, Any]) -> Step:
+def stepped(program: Program, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
     """A step of all ranks in lockstep."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     initial = {n: x.detach().clone() for n, x in state.items()}
@@ -189,7 +189,7 @@ def test_samples_that_are_mixed_are_told() -> None:
     model, inputs = Mixing(), {"x": torch.randn(12, 8)}
     with pytest.warns(UserWarning, match="mixes the samples"):
         program = made(model, inputs, "dp=1", "", 3)
-    found = verify(program, model, (), inputs, steps=1, one_rank=for_one_rank(program, model, inputs))
+    found = verify(program, model, (), inputs, steps=1, one_rank=single_rank_program(program, model, inputs))
     assert found.ok, found.worst()
     wanted = torch.stack([model(x) for x in inputs["x"].chunk(3)]).mean()
     assert abs(found.losses[0] - float(wanted.detach())) < 1e-5

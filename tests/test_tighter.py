@@ -11,18 +11,18 @@ from autoshard.cost.recipe import ADAMW
 from autoshard.cost.step_time import Exposure
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.options import PlanOptions
-from autoshard.planner.candidates import searched
+from autoshard.planner.candidates import candidate_meshes
 from autoshard.search.bound import best_bound as proving
 from autoshard.search.bound import dual_function as floor
 from autoshard.search.bound.ranking import _Bounded
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.select.mesh_shapes import Shapes
-from autoshard.search.select.refine import Exact
-from autoshard.search.select.request import Ask
+from autoshard.search.select.mesh_shapes import MeshShapes
+from autoshard.search.select.refine import CandidateSolver
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.configuration import shapes_of
 from autoshard.search.solve.formulate import layer_calls
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.batched_elimination import SINGLE, least_of_each
 from autoshard.solver.eliminate import Elimination
 from autoshard.solver.elimination_order import Order, find_order
@@ -65,19 +65,22 @@ def test_many_networks_at_once_are_as_each_alone(seed: int) -> None:
         assert np.isinf(least) == np.isinf(found[k]) and (np.isinf(least) or found[k] > 0.9999 * least)
 
 
-def _bounded(name: str, cluster_name: str, devices: int, share: float) -> tuple[list[_Bounded], Poses, Exact]:
+def _bounded(
+    name: str, cluster_name: str, devices: int, share: float
+) -> tuple[list[_Bounded], ProblemCache, CandidateSolver]:
     """All microbatches on all meshes, with a share of the memory that the fastest placements take."""
     model, cluster = analysed(name).model, load_cluster(cluster_name)
-    setting = Setting(1, layer_calls(model.folded), overlap=cluster.device.overlap)
-    poses = Poses(model, cluster.used_by(devices), setting, ADAMW, lambda _: None)
+    setting = StepConfig(1, layer_calls(model.folded), overlap=cluster.device.overlap)
+    poses = ProblemCache(model, cluster.used_by(devices), setting, ADAMW, lambda _: None)
     layers, experts = sum(layer_calls(model.folded).values()), experts_of(model)
-    staged = searched(cluster, devices, layers, BATCH, PlanOptions(), experts)
+    staged = candidate_meshes(cluster, devices, layers, BATCH, PlanOptions(), experts)
     groups = shapes_of(
-        Shapes(poses, Ask(batch=BATCH), setting, BATCH, lambda _: None).reachable(staged), experts
+        MeshShapes(poses, SearchRequest(batch=BATCH), setting, BATCH, lambda _: None).reachable(staged),
+        experts,
     )
 
-    def shapes(budget: int | None) -> Shapes:
-        return Shapes(poses, Ask(batch=BATCH, budget=budget), setting, BATCH, lambda _: None)
+    def shapes(budget: int | None) -> MeshShapes:
+        return MeshShapes(poses, SearchRequest(batch=BATCH, budget=budget), setting, BATCH, lambda _: None)
 
     solved = []
     for group in groups:
@@ -89,10 +92,10 @@ def _bounded(name: str, cluster_name: str, devices: int, share: float) -> tuple[
     budget = int(share * most)
     tight = shapes(budget)
     found = [e.proof for group, _ in solved for e in tight.ranked(tight.solved(group))]
-    ask = Ask(batch=BATCH, budget=budget)
+    ask = SearchRequest(batch=BATCH, budget=budget)
     bounded = [proof for proof in found if isinstance(proof, _Bounded)]
     assert len(bounded) == len(found)
-    return bounded, poses, Exact(poses, ask, setting, lambda _: None)
+    return bounded, poses, CandidateSolver(poses, ask, setting, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +136,8 @@ def test_nothing_that_fits_is_faster_than_its_bound(
 
 def test_a_price_is_told_where_fewer_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cluster = analysed("llama").model, load_cluster("cpu-gloo")
-    setting = Setting(1, layer_calls(model.folded))
-    poses = Poses(model, cluster.used_by(4), setting, ADAMW, lambda _: None)
+    setting = StepConfig(1, layer_calls(model.folded))
+    poses = ProblemCache(model, cluster.used_by(4), setting, ADAMW, lambda _: None)
     posed, looks = poses.of(Mesh.parse("dp=2,tp=2"), poses.captured), []
 
     def recorded(unary: list, edges: dict, order: Order) -> np.ndarray:

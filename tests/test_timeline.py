@@ -33,7 +33,7 @@ from autoshard.schedules.timeline import StageCosts, peak_bytes, simulate
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.search.problem.problem import model_flop
 from autoshard.simulate.estimate import Estimator
-from autoshard.simulate.saved_for_backward import Kept, kept_by
+from autoshard.simulate.saved_for_backward import SavedBytes, kept_by
 from autoshard.simulate.stage_costs import StagePrices, stage_costs
 from autoshard.simulate.step import estimate_step
 
@@ -216,7 +216,7 @@ def test_what_is_kept_of_one_stage() -> None:
         program = one_stage(name, "dp=1", 1)
         estimator = Estimator(program, CPU)
         found = kept_by(program, (0,), estimator.bytes_of)[0]
-        assert found == Kept(estimator.held().activations, 0.0, 0.0)
+        assert found == SavedBytes(estimator.held().activations, 0.0, 0.0)
         assert found.held > 0
 
 

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from planned import analysed
 
 from autoshard.cluster import Mesh, load_cluster
-from autoshard.search.bound.stage_imbalance import busiest, chain_of, unevenness
+from autoshard.search.bound.stage_imbalance import busiest, chain_of, imbalance
 from autoshard.search.solve import stage_cuts as cuts
-from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.formulate import ShardingProblem, formulate, layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 
 SECONDS = st.floats(0.01, 10.0)
 
 
-def _posed(name: str) -> Posed:
+def _posed(name: str) -> ShardingProblem:
     model = analysed(name).model
-    setting = Setting(1, layer_calls(model.folded))
-    return pose(model, Mesh.parse("dp=2,tp=2"), load_cluster("h100-dgx"), setting)
+    setting = StepConfig(1, layer_calls(model.folded))
+    return formulate(model, Mesh.parse("dp=2,tp=2"), load_cluster("h100-dgx"), setting)
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=8), st.integers(1, 5))
@@ -32,17 +32,17 @@ def test_the_busiest_stage_is_that_of_the_best_cuts(chain: list[float], stages: 
         for count in range(min(stages, len(chain)))
         for ends in combinations(range(1, len(chain)), count)
     )
-    found = unevenness(chain, stages) * sum(chain) / stages
+    found = imbalance(chain, stages) * sum(chain) / stages
     assert best * (1 - 1e-6) <= found <= best + max(chain) / 500
 
 
 def test_layers_that_no_stage_can_divide() -> None:
     """Eight layers over four stages are alike, over three not; a head makes the last stage longer."""
     layers = [1.0] * 8
-    assert unevenness(layers, 4) == 1.0
-    assert unevenness(layers, 3) == pytest.approx(3 / (8 / 3), rel=1e-3)
-    assert unevenness([*layers, 0.5], 4) == pytest.approx(2.5 / (8.5 / 4), rel=1e-3)
-    assert unevenness([], 4) == unevenness([0.0, 0.0], 4) == 1.0
+    assert imbalance(layers, 4) == 1.0
+    assert imbalance(layers, 3) == pytest.approx(3 / (8 / 3), rel=1e-3)
+    assert imbalance([*layers, 0.5], 4) == pytest.approx(2.5 / (8.5 / 4), rel=1e-3)
+    assert imbalance([], 4) == imbalance([0.0, 0.0], 4) == 1.0
 
 
 def test_chunks_share_what_one_of_them_is_longer() -> None:

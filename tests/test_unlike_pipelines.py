@@ -30,16 +30,16 @@ from autoshard.cost.stage_machines import (
 )
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import given, searched
+from autoshard.planner.candidates import candidate_meshes, given_mesh
 from autoshard.planner.planning import Planned, plan_analysed
 from autoshard.search.plan.plan import Cut
 from autoshard.search.plan.plan_json import plan_to_json
-from autoshard.search.select.rank_speed import Pace
-from autoshard.search.select.request import Ask
+from autoshard.search.select.rank_speed import RankSpeeds
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.configuration import Staged, shapes_of
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
 
@@ -73,13 +73,19 @@ def _planned(
 ) -> Planned:
     """staged: whether meshes have a pipeline, None for both. mesh: the only one."""
     if mesh:
-        meshes = [given(Mesh.parse(mesh), cluster, LAYERS, batch, PlanOptions(schedule="1f1b"))]
+        meshes = [given_mesh(Mesh.parse(mesh), cluster, LAYERS, batch, PlanOptions(schedule="1f1b"))]
     else:
-        meshes = searched(cluster, ranks, LAYERS, batch, PlanOptions())
+        meshes = candidate_meshes(cluster, ranks, LAYERS, batch, PlanOptions())
     chosen = [s for s in meshes if staged is None or (s.ranks > 1) == staged]
     memory = usable_memory(cluster.device)
     return plan_analysed(
-        _gpt(), chosen, cluster, memory=memory, ask=Ask(batch=batch), fixed=bool(mesh), reasons=False
+        _gpt(),
+        chosen,
+        cluster,
+        memory=memory,
+        ask=SearchRequest(batch=batch),
+        fixed=bool(mesh),
+        reasons=False,
     )
 
 
@@ -99,7 +105,7 @@ def test_ranks_of_one_kind_are_not_told_apart() -> None:
 
 def test_one_group_of_several_is_a_cluster_of_one_kind() -> None:
     """As many devices as the first of its groups has."""
-    found = searched(MIXED, 64, LAYERS, 256, PlanOptions())
+    found = candidate_meshes(MIXED, 64, LAYERS, 256, PlanOptions())
     assert any(s.ranks > 1 for s in found)
     assert not any(s.devices or s.links for s in found)
 
@@ -160,8 +166,8 @@ def test_no_device_is_faster_than_its_limit() -> None:
     slow, fast = limits(bound, machines, inner)
     assert slow == 1.0
     assert fast >= 989 * 0.621 / (312 * 0.768)
-    pace = Pace(_gpt().model, MIXED, Setting(1, layer_calls(_gpt().folded)))
-    staged = pace.of(given(Mesh.parse("pp=2,fsdp=64"), MIXED, LAYERS, 64, PlanOptions()))
+    pace = RankSpeeds(_gpt().model, MIXED, StepConfig(1, layer_calls(_gpt().folded)))
+    staged = pace.of(given_mesh(Mesh.parse("pp=2,fsdp=64"), MIXED, LAYERS, 64, PlanOptions()))
     one, other = staged.pipes[0].speeds
     assert one == pytest.approx(1.0)
     assert 1.64 < other < fast  # between the ratios of memory and of products
@@ -240,10 +246,10 @@ def test_halves_that_are_far_apart_are_two_stages() -> None:
     machine = _measured(near)
     found = plan_analysed(
         _gpt(),
-        searched(machine, 32, LAYERS, 32, PlanOptions()),
+        candidate_meshes(machine, 32, LAYERS, 32, PlanOptions()),
         machine,
         memory=usable_memory(machine.device),
-        ask=Ask(batch=32),
+        ask=SearchRequest(batch=32),
         reasons=False,
     )
     assert found.plan.pipeline is not None

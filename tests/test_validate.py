@@ -23,7 +23,7 @@ from autoshard.ir.views import VIEWS
 from autoshard.planner.analysis import analyse
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
-from autoshard.simulate.work import Message
+from autoshard.simulate.work import CollectiveWork
 from autoshard.validate.architecture import architecture_of, parameters
 from autoshard.validate.captured import Captures
 from autoshard.validate.counted import counted, fits, unit_of
@@ -397,7 +397,7 @@ def test_only_factors_of_narrow_products_are_gathered_narrow(tmp_path: Path) -> 
         how = replace(made.behaviour, narrow_gathers=narrow_gathers)
         sheets = StagePrices(made.program, made.cluster, behaviour=how).sheets
         works = [t.work for name in made.program.lowered.segments for t in sheets.of(name).tasks]
-        messages = [w for w in works if isinstance(w, Message)]
+        messages = [w for w in works if isinstance(w, CollectiveWork)]
         return {k: sum(w.nbytes for w in messages if w.kind == k) for k in sorted({w.kind for w in messages})}
 
     sheets = StagePrices(made.program, made.cluster, behaviour=made.behaviour).sheets

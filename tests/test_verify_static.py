@@ -26,7 +26,7 @@ from autoshard.cluster import Mesh
 from autoshard.errors import UsageError
 from autoshard.interop.targets import build
 from autoshard.ir import Node, Ref, TensorType
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, P, Partial, R, Shard, local_extent
 from autoshard.program.original import original_text
 from autoshard.program.store import load_program, save_program
@@ -216,7 +216,7 @@ TYPE = TensorType((8, 8), "f32")
 
 
 def told(node: Node, before: Layout, after: Layout) -> list[str]:
-    values = {"x": Placed(TYPE, before), "y": Placed(TYPE, after)}
+    values = {"x": PlacedValue(TYPE, before), "y": PlacedValue(TYPE, after)}
     return [why for _, _, why in broken_moves(node, values, MESH)]
 
 

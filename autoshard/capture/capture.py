@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 import autoshard.ops  # noqa: F401 (defines the ops that graphs hold)
 from autoshard.capture import huggingface, tracing
 from autoshard.capture.expand_repeats import apart
-from autoshard.capture.import_fx import SEED, Ends, import_joint
+from autoshard.capture.import_fx import SEED, TracedSignature, import_joint
 from autoshard.capture.inputs import Inputs, Leaf, State, inputs_of, state_of
 from autoshard.capture.meta_args import AbsentUsedError
-from autoshard.capture.module_snapshot import Kept, as_written
+from autoshard.capture.module_snapshot import ModuleSnapshot, as_written
 from autoshard.capture.name_order import sets_in_order
 from autoshard.capture.python_state.captured_state import StateWatch, graph_digest
 from autoshard.capture.python_state.changes import Changes, refuse_counting
@@ -65,7 +65,7 @@ def capture(
         watch = StateWatch.of(model, code, replaced)
         stack.callback(watch.state.restore)
         stack.enter_context(watch.attributes.recording())
-        task = _Task(Kept.of(model), inputs, differentiate, watch)
+        task = _Task(ModuleSnapshot.of(model), inputs, differentiate, watch)
         try:
             joint = task.whole()
         except NeedsValuesError as asked:
@@ -77,7 +77,7 @@ def capture(
 class _Task:
     """A model to trace whose surroundings are prepared."""
 
-    kept: Kept
+    kept: ModuleSnapshot
     inputs: Inputs
     differentiate: Differentiate
     watch: StateWatch
@@ -142,10 +142,10 @@ class _Task:
             # layers are traced one by one, and each is left as it was
             with ExitStack() as stack:
                 for group in repeats.groups:
-                    stack.enter_context(Kept.of(group.members[0]))
+                    stack.enter_context(ModuleSnapshot.of(group.members[0]))
                 repeats.trace_bodies(
                     lambda layer, args, kwargs: _Task(
-                        Kept.of(layer), inputs_of(args, kwargs), "all", self.watch
+                        ModuleSnapshot.of(layer), inputs_of(args, kwargs), "all", self.watch
                     )._joint(None)
                 )
         except Exception:
@@ -194,7 +194,9 @@ class _Task:
             traced = trace(function, [*given, *inputs.tensors, seed])
         arguments = [*state.arguments, *inputs.arguments, ("input", SEED, SEED)]
         outputs = [k for k, leaf in enumerate(function.out_leaves) if leaf.position >= 0]
-        imported = import_joint(traced, Ends(arguments, outputs, absent), function.recorder.origins)
+        imported = import_joint(
+            traced, TracedSignature(arguments, outputs, absent), function.recorder.origins
+        )
         watch.constants += imported.sources
         return Joint(
             graph=imported.graph,

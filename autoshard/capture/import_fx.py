@@ -41,7 +41,7 @@ _DTYPES = MappingProxyType({getattr(torch, name): short for short, (name, _) in 
 
 
 @dataclass(frozen=True)
-class Ends:
+class TracedSignature:
     """What the arguments and outputs of the traced function were.
 
     arguments: per argument (kind, target, name wished for). outputs: position of each traced output among
@@ -70,7 +70,7 @@ class Imported:
     sources: tuple[torch.Tensor, ...] = ()
 
 
-def import_joint(traced: Traced, ends: Ends, origins: Sequence[Origin]) -> Imported:
+def import_joint(traced: Traced, ends: TracedSignature, origins: Sequence[Origin]) -> Imported:
     """Convert a traced joint graph; time linear in its nodes.
 
     Raises CaptureError for what our graphs cannot hold: ops that write in place, control flow as nodes,
@@ -92,7 +92,7 @@ class _Schema:
 @dataclass
 class _Importer:
     traced: Traced
-    ends: Ends
+    ends: TracedSignature
     origins: Sequence[Origin]
     names: dict[fx.Node, str] = field(default_factory=dict)
     items: dict[fx.Node, tuple[str, ...]] = field(default_factory=dict)

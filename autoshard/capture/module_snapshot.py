@@ -16,7 +16,7 @@ _Before = tuple[dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Kept:
+class ModuleSnapshot:
     """A module, and the attributes, parameters, buffers and hooks that it had.
 
     A context puts them back at its end, and may be entered again and again: looking at all of a deep model
@@ -27,7 +27,7 @@ class Kept:
     before: tuple[_Before, ...]
 
     @staticmethod
-    def of(module: nn.Module) -> Kept:
+    def of(module: nn.Module) -> ModuleSnapshot:
         """As it is now."""
         found: list[_Before] = []
         for each in module.modules():
@@ -35,9 +35,9 @@ class Kept:
             found.append((attributes, dict(attributes)))
             # tables come after what holds them
             found += [(value, dict(value)) for value in attributes.values() if isinstance(value, dict)]
-        return Kept(module, tuple(found))
+        return ModuleSnapshot(module, tuple(found))
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> ModuleSnapshot:
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -50,5 +50,5 @@ class Kept:
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[nn.Module]:
     """The model for a while without what ``torch.compile`` wrapped around it and its modules."""
-    with Kept.of(model), eagerly():
+    with ModuleSnapshot.of(model), eagerly():
         yield uncompiled(model)

@@ -55,7 +55,7 @@ class _Differs:
 
 
 @dataclass
-class Group:
+class SiblingGroup:
     """Siblings that look the same. differing: (path inside a sibling, attribute) of numbers that differ."""
 
     number: int
@@ -68,14 +68,14 @@ class Group:
             self.members[0].get_submodule(path).__dict__[name] = _Differs()
 
 
-def find_groups(model: nn.Module) -> list[Group]:
+def find_groups(model: nn.Module) -> list[SiblingGroup]:
     """Groups of repeated layers, outermost first; none inside another."""
-    groups: list[Group] = []
+    groups: list[SiblingGroup] = []
     _search(model, groups)
     return groups
 
 
-def _search(module: nn.Module, groups: list[Group]) -> None:
+def _search(module: nn.Module, groups: list[SiblingGroup]) -> None:
     alike: dict[Hashable, list[nn.Module]] = {}
     for name, child in module._modules.items():
         if child is not None:
@@ -85,7 +85,7 @@ def _search(module: nn.Module, groups: list[Group]) -> None:
         if len({id(m) for m in members}) == len(members) >= LEAST and any(
             True for _ in members[0].parameters()
         ):
-            groups.append(Group(len(groups), members, _differing(members)))
+            groups.append(SiblingGroup(len(groups), members, _differing(members)))
         else:
             for member in members:
                 _search(member, groups)
@@ -148,7 +148,7 @@ class _Call:
     """How a layer was called, and what it gave. outs: flattened output; out_types: of its tensors."""
 
     module: nn.Module
-    group: Group
+    group: SiblingGroup
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     out_spec: pytree.TreeSpec
@@ -168,7 +168,7 @@ class Repeats:
     parameter. parameters: per layer, its own name of a parameter -> the model's.
     """
 
-    groups: list[Group]
+    groups: list[SiblingGroup]
     watch: StateWatch
     calls: dict[CallKey, _Call] = field(default_factory=dict)
     bodies: list[Body] = field(default_factory=list)
@@ -220,7 +220,9 @@ class Repeats:
         self.away.clear()
         self.taken.clear()
 
-    def _forward_of(self, module: nn.Module, group: Group, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward_of(
+        self, module: nn.Module, group: SiblingGroup, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             key = _signature(group, args, kwargs)
             if ambient_modes() != self.modes:
@@ -238,7 +240,7 @@ class Repeats:
     def _discovered(
         self,
         module: nn.Module,
-        group: Group,
+        group: SiblingGroup,
         forward: Callable[..., Any],
         key: CallKey,
         args: tuple[Any, ...],
@@ -338,7 +340,7 @@ def _without_data(leaf: Any) -> Any:
     return plain.requires_grad_(leaf.requires_grad)
 
 
-def _signature(group: Group, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey:
+def _signature(group: SiblingGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKey:
     """What a call's graph can depend on: types of tensors, which are the same one, all other values."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     seen: dict[int, int] = {}

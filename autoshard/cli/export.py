@@ -14,7 +14,7 @@ from autoshard.cli.output import Progress, print_json, reporting, stdout
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.interop.targets import Built
+    from autoshard.interop.targets import BuiltModel
     from autoshard.planner.planning import Planned
 
 PlanFolder = Annotated[
@@ -70,7 +70,7 @@ def export_command(
             stdout().print(f"written to {out}", markup=False)
 
 
-def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, Built]:
+def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, BuiltModel]:
     """A stored plan with its model, which is captured again."""
     from autoshard.capture.capture import capture
     from autoshard.cli.folders import read_plan

@@ -62,7 +62,7 @@ def inspect_command(
     """Print a program with the cost and the reason of every op, or the timeline of its step."""
     with reporting(debug):
         from autoshard.program.store import load_program
-        from autoshard.report.inspect import View, annotated, as_json, dump_after, pass_name
+        from autoshard.report.inspect import InspectView, annotated, as_json, dump_after, pass_name
 
         asked = timeline or svg is not None or perfetto is not None
         given = {"--after": after, "--rank": rank, "--segment": segment, "--stage": stage}
@@ -85,7 +85,7 @@ def inspect_command(
         if asked:
             _show_timeline(program, prices, folder, svg, perfetto, json)
             return
-        view = View(rank, segment, stage)
+        view = InspectView(rank, segment, stage)
         if json:
             print_json({"command": "inspect", "folder": str(folder), **as_json(program, prices, view)})
         else:

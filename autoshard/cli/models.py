@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.interop.targets import Built
+    from autoshard.interop.targets import BuiltModel
     from autoshard.program.program import Program
 
 
-def model_of(program: Program, folder: Path, other: str | None, seed: int) -> Built:
+def model_of(program: Program, folder: Path, other: str | None, seed: int) -> BuiltModel:
     """Build the target of a program on the CPU. Raises UsageError if the program does not know its target."""
     from autoshard.interop.targets import build
 

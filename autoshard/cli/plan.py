@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from autoshard.cluster import Cluster, Mesh
     from autoshard.planner.planning import Planned
-    from autoshard.report.summary import Decision, Summary
+    from autoshard.report.summary import Decision, PlanSummary
 
 _MOST_PARAMETERS = 16
 _LIVES = {"whole": "whole on every data rank", "divided": "each data rank its own part"}
@@ -140,7 +140,7 @@ def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh
     return load_cluster(cluster)
 
 
-def print_summary(summary: Summary) -> None:
+def print_summary(summary: PlanSummary) -> None:
     """The plan as people read it."""
     console = stdout()
     console.print(
@@ -161,7 +161,7 @@ def print_summary(summary: Summary) -> None:
         _print_decisions("ops that matter most", summary.ops, len(summary.ops))
 
 
-def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     """(name, text) of what is decided for the whole model, and what it comes to."""
     from autoshard.ir.units import bytes_text, seconds_text
 
@@ -235,7 +235,7 @@ def summary_lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "host", _host_text(summary)
 
 
-def _host_text(summary: Summary) -> str:
+def _host_text(summary: PlanSummary) -> str:
     """What is offloaded, and its bytes where the program of the plan was simulated."""
     from autoshard.ir.units import bytes_text, seconds_text
 
@@ -248,7 +248,7 @@ def _host_text(summary: Summary) -> str:
     return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node{waits}"
 
 
-def _pipeline_text(summary: Summary) -> str:
+def _pipeline_text(summary: PlanSummary) -> str:
     """The pipeline in one line: schedule, waiting, and what else was looked at."""
     from autoshard.ir.units import bytes_text, seconds_text
 
@@ -269,7 +269,7 @@ def _pipeline_text(summary: Summary) -> str:
     return text
 
 
-def _print_pipeline(summary: Summary) -> None:
+def _print_pipeline(summary: PlanSummary) -> None:
     from autoshard.ir.units import bytes_text, seconds_text
 
     row = summary.pipeline
@@ -298,7 +298,7 @@ def _print_pipeline(summary: Summary) -> None:
         print_table(made)
 
 
-def _print_stages(summary: Summary) -> None:
+def _print_stages(summary: PlanSummary) -> None:
     from autoshard.ir.units import bytes_text, seconds_text
 
     if not summary.stages:
@@ -310,7 +310,7 @@ def _print_stages(summary: Summary) -> None:
     print_table(made)
 
 
-def _print_rivals(summary: Summary) -> None:
+def _print_rivals(summary: PlanSummary) -> None:
     from autoshard.ir.units import seconds_text
 
     if not summary.rivals:

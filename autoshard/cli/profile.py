@@ -15,7 +15,7 @@ from autoshard.cli.output import Progress, memory_of, print_json, reporting, std
 from autoshard.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoshard.runtime.profile.machine import Profile
+    from autoshard.runtime.profile.machine import MachineProfile
 
 #: error of a fit, as a share of what was measured, that is worth a word
 _DOUBTFUL = 0.5
@@ -119,7 +119,7 @@ def _obstacle(out: Path, matrix: bool, overwrite: bool) -> tuple[str, str] | Non
     return None
 
 
-def _report(profile: Profile, files: list[Path], json: bool) -> None:
+def _report(profile: MachineProfile, files: list[Path], json: bool) -> None:
     cluster = profile.cluster
     if json:
         levels = [

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
     from autoshard.validate.ranking import Ranking
     from autoshard.validate.rows import Run, Unsupported
-    from autoshard.validate.score import Scored, Summary
+    from autoshard.validate.score import Scored, ScoreSummary
 
 RowsArgument = Annotated[
     Path, typer.Argument(metavar="ROWS.JSON", help="a list of measured runs", show_default=False)
@@ -185,7 +185,7 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
     _notes("not compared", [(row.id, row.reason) for row in unsupported])
 
 
-def _studies(summaries: dict[str, Summary]) -> Any:
+def _studies(summaries: dict[str, ScoreSummary]) -> Any:
     made = table(
         *("study", "runs", "mean error", "worst", "rank correlation", "memory", "out of memory right"),
         right=(1, 2, 3, 4, 5, 6),

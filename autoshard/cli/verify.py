@@ -203,14 +203,14 @@ def _run(
     """All ranks in lockstep against the model."""
     from autoshard.runtime.arguments import split_inputs
     from autoshard.verify.lockstep import needs_one_rank, verify
-    from autoshard.verify.single_rank import for_one_rank
+    from autoshard.verify.single_rank import single_rank_program
 
     say(f"building {target or program.target} with real weights")
     built = model_of(program, folder, target, seed)
     one_rank = None
     if needs_one_rank(program):
         say("the program is not equal to the model itself: comparing with a program for one rank")
-        one_rank = for_one_rank(program, built.model, built.inputs, rules, say)
+        one_rank = single_rank_program(program, built.model, built.inputs, rules, say)
     args, kwargs = split_inputs(built.inputs)
     return verify(program, built.model, args, kwargs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
 

@@ -13,7 +13,7 @@ from autoshard.errors import UsageError
 from autoshard.ir.placement import Placement, parse_placement
 from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.report.explain import Explanation
-from autoshard.report.summary import Summary
+from autoshard.report.summary import PlanSummary
 from autoshard.report.what_if import Changed, WhatIf
 from autoshard.search.problem.pins import Pin
 
@@ -103,7 +103,7 @@ def whatif_lines(answer: WhatIf, *, asks_all: bool = True) -> Iterator[str]:
     yield from _change_lines(answer.changed)
 
 
-def _held(summary: Summary) -> float | None:
+def _held(summary: PlanSummary) -> float | None:
     """Bytes at the peak: simulated, where that was done."""
     if summary.peak is not None:
         return summary.peak.bytes
@@ -154,7 +154,7 @@ def whatif_json(answer: WhatIf) -> dict[str, Any]:
     }
 
 
-def _figures(summary: Summary) -> dict[str, Any]:
+def _figures(summary: PlanSummary) -> dict[str, Any]:
     return {
         "mesh": summary.mesh,
         "microbatches": summary.microbatches,

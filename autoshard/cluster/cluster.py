@@ -10,7 +10,7 @@ from math import gcd, isfinite
 from autoshard.cluster.host import Host, bounding_host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
-from autoshard.cluster.measured import Measured
+from autoshard.cluster.measured import CollectiveTimings
 from autoshard.cluster.order import RankOrder
 from autoshard.errors import UsageError
 
@@ -92,7 +92,7 @@ class Level:
     bandwidth: float
     shared_by: int = 1
     efficiency: float = 1.0
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CollectiveTimings, ...] = ()
 
     @property
     def reached(self) -> float:

@@ -18,7 +18,7 @@ from autoshard.cluster.cluster import OVERLAP, Cluster, Device, Level
 from autoshard.cluster.host import Host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links, Matrix, matrix_of, read_matrix
-from autoshard.cluster.measured import KINDS, Measured
+from autoshard.cluster.measured import KINDS, CollectiveTimings
 from autoshard.errors import UsageError
 from autoshard.ir.types import DTYPES
 
@@ -283,7 +283,7 @@ def _level(table: object, where: str) -> Level:
     )
 
 
-def _measured(table: object, where: str) -> Measured:
+def _measured(table: object, where: str) -> CollectiveTimings:
     if not isinstance(table, dict):
         raise UsageError("a measured collective is not a table", where=where, hint=_MEASURED_HINT)
     _check(table, _MEASURED, where)
@@ -293,7 +293,7 @@ def _measured(table: object, where: str) -> Measured:
         raise UsageError(
             f"there is no collective {table['kind']!r}", where=where, hint=nearest(table["kind"], KINDS)
         )
-    return Measured(
+    return CollectiveTimings(
         table["kind"], table["ranks"], tuple(map(int, table["bytes"])), tuple(map(float, table["seconds"]))
     )
 

@@ -15,7 +15,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
 
 
 @dataclass(frozen=True)
-class Measured:
+class CollectiveTimings:
     """Timings of one kind of collective among so many ranks of a level, all groups of it at once.
 
     nbytes: as `autoshard.cost.collective.seconds` counts them, rising; seconds: of each.

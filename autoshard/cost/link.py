@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cluster.cluster import Cluster, Level
-from autoshard.cluster.measured import Measured
+from autoshard.cluster.measured import CollectiveTimings
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
 
@@ -34,7 +34,7 @@ class AxisLink:
     size: int
     device_bandwidth: float | None = None
     local: int = 1
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CollectiveTimings, ...] = ()
 
     @property
     def alone(self) -> float:
@@ -98,7 +98,7 @@ def link_of(cluster: Cluster, mesh: Mesh, axis: int, order: RankOrder | None = N
     return AxisLink(latency, share * local, size, share, local, _tables(crossed, size))
 
 
-def _tables(crossed: Sequence[Sequence[_Crossed]], size: int) -> tuple[Measured, ...]:
+def _tables(crossed: Sequence[Sequence[_Crossed]], size: int) -> tuple[CollectiveTimings, ...]:
     """What was timed among as many ranks of the only level that groups of an axis cross."""
     levels = {each.level.name: each.level for part in crossed for each in part}
     if len(levels) != 1:

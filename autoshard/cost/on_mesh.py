@@ -11,7 +11,7 @@ from autoshard.cluster.order import RankOrder
 from autoshard.cost.collective import link_of
 from autoshard.cost.model import CostModel
 from autoshard.cost.reshard import ReshardCost
-from autoshard.cost.stage_machines import Machine, bounding_machine, kinds_of, whole_mesh
+from autoshard.cost.stage_machines import StageMachine, bounding_machine, kinds_of, whole_mesh
 
 
 def cost_model(cluster: Cluster, mesh: Mesh, order: RankOrder | None = None) -> CostModel:
@@ -21,7 +21,7 @@ def cost_model(cluster: Cluster, mesh: Mesh, order: RankOrder | None = None) -> 
     return CostModel(cluster.device, ReshardCost(mesh.sizes, links, cluster.device.traffic))
 
 
-def model_of(machine: Machine, mesh: Mesh) -> CostModel:
+def model_of(machine: StageMachine, mesh: Mesh) -> CostModel:
     """Prices on a mesh of which every pipeline rank runs on such a machine."""
     traffic = machine.device.traffic
     return CostModel(machine.device, ReshardCost(mesh.sizes, machine.links, traffic))

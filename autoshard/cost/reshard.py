@@ -28,7 +28,7 @@ SLICE_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AxisChange:
     """One change of one axis."""
 
     kind: StepKind
@@ -57,7 +57,9 @@ def _middle(shape: Sequence[int], layout: Layout, axis: int, sizes: Sequence[int
     return middle
 
 
-def step_between(shape: Sequence[int], source: Layout, target: Layout, sizes: Sequence[int]) -> Step | None:
+def step_between(
+    shape: Sequence[int], source: Layout, target: Layout, sizes: Sequence[int]
+) -> AxisChange | None:
     """The step that leads from one layout to another, or None if no single step does."""
     changed = [a for a, (p, q) in enumerate(zip(source, target, strict=True)) if p != q]
     if len(changed) != 1:
@@ -71,7 +73,7 @@ def step_between(shape: Sequence[int], source: Layout, target: Layout, sizes: Se
     kind = _kind(p, q)
     if kind == "all_to_all" and not all(_even(shape, layout, axis, sizes) for layout in (source, target)):
         return None
-    return None if kind is None else Step(kind, axis, p, q)
+    return None if kind is None else AxisChange(kind, axis, p, q)
 
 
 def _kind(p: Placement, q: Placement) -> StepKind | None:
@@ -106,10 +108,10 @@ class ReshardTable:
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def steps(self, source: Layout, target: Layout) -> list[tuple[Step, Layout]]:
+    def steps(self, source: Layout, target: Layout) -> list[tuple[AxisChange, Layout]]:
         """The steps from one layout to another, each with the layout it arrives at."""
         at, goal = self.index[source], self.index[target]
-        path: list[tuple[Step, Layout]] = []
+        path: list[tuple[AxisChange, Layout]] = []
         while at != goal:
             following = int(self.hop[at, goal])
             step = step_between(self.shape, self.layouts[at], self.layouts[following], self.sizes)
@@ -151,7 +153,7 @@ class ReshardCost:
     known: dict[object, ReshardTable] = field(default_factory=dict, compare=False, repr=False)
     priced: dict[object, float] = field(default_factory=dict, compare=False, repr=False)
 
-    def step_seconds(self, type_: TensorType, source: Layout, step: Step) -> float:
+    def step_seconds(self, type_: TensorType, source: Layout, step: AxisChange) -> float:
         """Seconds of one step taken from ``source``."""
         whole = tuple(Replicate() if a == step.axis else p for a, p in enumerate(source))
         width = type_.nbytes / max(1, type_.numel)

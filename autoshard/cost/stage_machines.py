@@ -21,7 +21,7 @@ from autoshard.cost.link import AxisLink, link_of
 
 
 @dataclass(frozen=True)
-class Machine:
+class StageMachine:
     """What a pipeline rank runs on. device: its slowest. links: of the axes of its mesh."""
 
     device: Device
@@ -33,14 +33,16 @@ def whole_mesh(inner: Mesh, ranks: int) -> Mesh:
     return inner if ranks == 1 else Mesh((Axis("pp", ranks), *inner.axes))
 
 
-def bounding_machine(cluster: Cluster, inner: Mesh, ranks: int) -> Machine:
+def bounding_machine(cluster: Cluster, inner: Mesh, ranks: int) -> StageMachine:
     """The device and the links that no pipeline rank is slower than."""
     whole = whole_mesh(inner, ranks)
     used = cluster.used_by(whole.world_size)
-    return Machine(used.device, tuple(link_of(used, whole, (ranks > 1) + k) for k in range(len(inner.axes))))
+    return StageMachine(
+        used.device, tuple(link_of(used, whole, (ranks > 1) + k) for k in range(len(inner.axes)))
+    )
 
 
-def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[Machine, ...]:
+def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[StageMachine, ...]:
     """The machine of every pipeline rank, () if all are as the one that bounds them.
 
     Links that were measured between single devices count for all ranks as on the slowest.
@@ -51,8 +53,8 @@ def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[Machine, 
     used = cluster.used_by(ranks * inner.world_size)
     if not used.groups:
         return ()
-    known: dict[object, Machine] = {}
-    found: list[Machine] = []
+    known: dict[object, StageMachine] = {}
+    found: list[StageMachine] = []
     for block in _blocks(used, inner.world_size, ranks):
         inside = tuple(dict.fromkeys(_groups_of(used, block)))
         whole = _is_aligned(used, inside, inner.world_size)
@@ -60,7 +62,7 @@ def stage_machines(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[Machine, 
         if key not in known:
             device = bounding([used.groups[k].device for k in inside])
             links = bound.links if used.links is not None else _links(used, inside, inner, block, whole)
-            known[key] = Machine(device, links)
+            known[key] = StageMachine(device, links)
         found.append(known[key])
     distinct = list(dict.fromkeys(found))
     return () if distinct == [bound] else tuple(found)
@@ -118,10 +120,10 @@ def across_nodes(cluster: Cluster, inner: Mesh, ranks: int) -> tuple[AxisLink, .
     return () if found == tuple(alone.links[k] for k in inside) else found
 
 
-def limits(bound: Machine, machines: Sequence[Machine], inner: Mesh) -> tuple[float, ...]:
+def limits(bound: StageMachine, machines: Sequence[StageMachine], inner: Mesh) -> tuple[float, ...]:
     """How many times as fast as what bounds all each machine computes and sends activations at most, () if
     none is faster. inner: the mesh of a pipeline rank, whose data ranks send no activations."""
-    known: dict[Machine, float] = {}
+    known: dict[StageMachine, float] = {}
     for machine in machines:
         if machine not in known:
             links = zip(inner.axes, bound.links, machine.links, strict=True)
@@ -131,7 +133,7 @@ def limits(bound: Machine, machines: Sequence[Machine], inner: Mesh) -> tuple[fl
     return () if set(found) == {1.0} else found
 
 
-def rooms(cluster: Cluster, machines: Sequence[Machine], budget: float) -> tuple[float, ...]:
+def rooms(cluster: Cluster, machines: Sequence[StageMachine], budget: float) -> tuple[float, ...]:
     """Bytes that may be held on every pipeline rank: where the budget is all that the smallest device has to
     offer, others have more. () where all may hold as much."""
     if budget != usable_memory(cluster.device):

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 
 @dataclass(frozen=True)
-class Sums:
+class StepSums:
     """Seconds on the fullest rank, of one microbatch unless said otherwise.
 
     work: computing, in forward and in backward (which holds what is computed again). talk: collectives of
@@ -43,8 +43,8 @@ class Sums:
         """Of computing and talking in one microbatch."""
         return self.work_forward + self.work_backward + self.talk_forward + self.talk_backward
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
+    def __add__(self, other: StepSums) -> StepSums:
+        return StepSums(
             self.work_forward + other.work_forward,
             self.work_backward + other.work_backward,
             self.talk_forward + other.talk_forward,
@@ -59,12 +59,12 @@ class Sums:
         )
 
 
-_VALUES = attrgetter(*(f.name for f in fields(Sums)))
+_VALUES = attrgetter(*(f.name for f in fields(StepSums)))
 
 
-def mixed(low: Sums, high: Sums, t: float) -> Sums:
+def mixed(low: StepSums, high: StepSums, t: float) -> StepSums:
     """Between two, at t of 0 to 1 from the one to the other."""
-    return Sums(*((1 - t) * a + t * b for a, b in zip(_VALUES(low), _VALUES(high), strict=True)))
+    return StepSums(*((1 - t) * a + t * b for a, b in zip(_VALUES(low), _VALUES(high), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Exposure:
     last: float = 1.0
 
 
-def step_time(sums: Sums, how: Overlap) -> StepTime:
+def step_time(sums: StepSums, how: Overlap) -> StepTime:
     """Seconds of a step: m (work + talk), what communication is exposed, and the update.
 
     Of the parameter collectives c beside computing w of the same phase, ``c - share * min(c, w)`` is exposed,
@@ -128,18 +128,18 @@ def step_time(sums: Sums, how: Overlap) -> StepTime:
     return StepTime(total, compute / p, exposed / p, hidden / p, sums.update / p, bubble)
 
 
-def busy_seconds(sums: Sums, how: Overlap) -> float:
+def busy_seconds(sums: StepSums, how: Overlap) -> float:
     """Of a step, but for its bubble: however long a rank waits for others, it is busy as long."""
     compute, exposed, _ = _spent(sums, how)
     return (compute + exposed + sums.update) / how.stages
 
 
-def bubble_seconds(sums: Sums, stages: float, filling: float, hops: float) -> float:
+def bubble_seconds(sums: StepSums, stages: float, filling: float, hops: float) -> float:
     """That a rank waits for others; see `Overlap`."""
     return filling * sums.microbatch / stages + hops
 
 
-def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
+def _spent(sums: StepSums, how: Overlap) -> tuple[float, float, float]:
     """(computing, communication that nothing hides, communication that computing hides) of all ranks."""
     m, others = how.microbatches, how.microbatches - 1
     ahead, behind, first, last = _windows(sums, how)
@@ -152,7 +152,7 @@ def _spent(sums: Sums, how: Overlap) -> tuple[float, float, float]:
     return compute, talk + bare + sums.once + edges, moved - bare
 
 
-def exposure_of(sums: Sums, how: Overlap) -> Exposure:
+def exposure_of(sums: StepSums, how: Overlap) -> Exposure:
     """Which overlaps are bound by communication at these sums."""
     forward, backward, first, last = (float(comm > work) for comm, work in _windows(sums, how))
     return Exposure(forward, backward, first, last)
@@ -163,7 +163,7 @@ def between(a: Exposure, b: Exposure) -> Exposure:
     return Exposure(*((getattr(a, f.name) + getattr(b, f.name)) / 2 for f in fields(Exposure)))
 
 
-def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
+def _windows(sums: StepSums, how: Overlap) -> tuple[tuple[float, float], ...]:
     """(collectives, computing beside them) of forward, backward, first forward, last backward."""
     inner = 1 - how.edge
     ahead = inner * sums.gather_forward
@@ -176,7 +176,7 @@ def _windows(sums: Sums, how: Overlap) -> tuple[tuple[float, float], ...]:
     )
 
 
-def weights(how: Overlap, bound: Exposure) -> Sums:
+def weights(how: Overlap, bound: Exposure) -> StepSums:
     """The step as a weighted sum, with what is exposed of collectives c beside computing w replaced by
     ``bound * (c - share * w) + (1 - bound) * (1 - share) * c``.
 
@@ -189,7 +189,7 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
     backward = others * bound.backward + bound.last
     run, p = m + how.filling, how.stages
     ahead, behind = m * slow + share * forward, m * slow + share * backward
-    return Sums(
+    return StepSums(
         work_forward=(run - share * forward) / p,
         work_backward=(run - share * backward) / p,
         talk_forward=run / p,
@@ -204,6 +204,6 @@ def weights(how: Overlap, bound: Exposure) -> Sums:
     )
 
 
-def dot(weight: Sums, sums: Sums) -> float:
+def dot(weight: StepSums, sums: StepSums) -> float:
     """The weighted sum."""
-    return float(sum(getattr(weight, f.name) * getattr(sums, f.name) for f in fields(Sums)))
+    return float(sum(getattr(weight, f.name) * getattr(sums, f.name) for f in fields(StepSums)))

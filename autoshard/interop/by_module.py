@@ -14,7 +14,7 @@ from autoshard.cluster.axes import meaning_of
 from autoshard.errors import UsageError
 from autoshard.interop.local_code import RANDOM, Sound, sound_styles
 from autoshard.interop.local_model import LocalModel
-from autoshard.interop.module_styles import Note, Style, other_divisions, parameter_uses, wanted_styles
+from autoshard.interop.module_styles import LeftOut, Style, other_divisions, parameter_uses, wanted_styles
 from autoshard.ir.placement import Shard
 from autoshard.planner.analysis import Analysis
 from autoshard.search.plan.plan import Plan
@@ -43,7 +43,7 @@ class ByModule:
     mesh: Mesh
     axis: str
     styles: Mapping[str, Style]
-    notes: tuple[Note, ...]
+    notes: tuple[LeftOut, ...]
     params: tuple[str, ...]
 
     @property
@@ -62,7 +62,7 @@ def by_module(
     """
     mesh = Mesh.parse(plan.mesh)
     uses = parameter_uses(analysis)
-    found: dict[str, tuple[dict[str, Style], list[Note]]] = {}
+    found: dict[str, tuple[dict[str, Style], list[LeftOut]]] = {}
     for number, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
         if size == 1 or meaning_of(name).splits_batch:
             continue
@@ -80,17 +80,19 @@ def by_module(
     styles, notes = found.get(axis, ({}, []))
     if axis and not styles:
         why = "none of its divisions can be written" if notes else "the plan divides no module over it"
-        notes.append(Note(f"axis {axis}", f"{why}, so that its ranks repeat each other's work"))
+        notes.append(LeftOut(f"axis {axis}", f"{why}, so that its ranks repeat each other's work"))
     for name in found:
         if name != axis:
             why = (
                 f"a module is divided over one axis, here {axis}: ranks along {name} repeat each other's work"
             )
-            notes.append(Note(f"axis {name}", why))
+            notes.append(LeftOut(f"axis {name}", why))
     return ByModule(mesh, axis if styles else "", styles, tuple(notes), tuple(params))
 
 
-def _left_whole(plan: Plan, analysis: Analysis, sound: Sound, noted: Sequence[Note], axis: int) -> list[Note]:
+def _left_whole(
+    plan: Plan, analysis: Analysis, sound: Sound, noted: Sequence[LeftOut], axis: int
+) -> list[LeftOut]:
     """Modules whose tensors the plan splits over an axis and the styles do not, beside those noted."""
     known = {pattern_of(name) for name in (*sound.styles, *(n.what for n in noted))}
     found: dict[str, None] = {}
@@ -105,10 +107,10 @@ def _left_whole(plan: Plan, analysis: Analysis, sound: Sound, noted: Sequence[No
             if any((number, name) not in sound.split for name in split):
                 found[pattern_of(node.origin.fqn)] = None
     why = "the plan splits its tensors (along the tokens, mostly); here each rank works on all of them"
-    return [Note(what or "the model's own code", why) for what in found if what not in known]
+    return [LeftOut(what or "the model's own code", why) for what in found if what not in known]
 
 
-def _dropped(analysis: Analysis, sound: Sound) -> list[Note]:
+def _dropped(analysis: Analysis, sound: Sound) -> list[LeftOut]:
     """Modules whose dropout would act on a rank's part of a tensor."""
     why = "its dropout acts on parts: ranks with one random seed drop the same places of theirs"
     found: dict[str, None] = {}
@@ -117,7 +119,7 @@ def _dropped(analysis: Analysis, sound: Sound) -> list[Note]:
             for node in analysis.folded.segments[call.segment].nodes:
                 if node.op.startswith(RANDOM) and (number, node.name) in sound.split:
                     found[pattern_of(node.origin.fqn)] = None
-    return [Note(what or "the model's own code", why) for what in found]
+    return [LeftOut(what or "the model's own code", why) for what in found]
 
 
 def check_order(mesh: Mesh) -> None:

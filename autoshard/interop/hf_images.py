@@ -9,42 +9,42 @@ from typing import Any
 
 import torch
 
-from autoshard.interop.hf_inputs import Asked, Made, classes, setting, text, tokens
+from autoshard.interop.hf_inputs import ExampleInputs, InputRequest, classes, setting, text, tokens
 
 #: patches along each side of an image, where the model takes any number
 _PATCHES = 16
 
 
-def classified(asked: Asked) -> Made:
-    return Made({"pixel_values": _pixels(asked), "labels": classes(asked)})
+def classified(asked: InputRequest) -> ExampleInputs:
+    return ExampleInputs({"pixel_values": _pixels(asked), "labels": classes(asked)})
 
 
-def segmented(asked: Asked) -> Made:
+def segmented(asked: InputRequest) -> ExampleInputs:
     pixels = _pixels(asked)
-    return Made({"pixel_values": pixels, "labels": classes(asked, *pixels.shape[-2:])})
+    return ExampleInputs({"pixel_values": pixels, "labels": classes(asked, *pixels.shape[-2:])})
 
 
-def unlabelled(asked: Asked) -> Made:
+def unlabelled(asked: InputRequest) -> ExampleInputs:
     """For models whose loss looks for the best match of what they give with what is there, in numpy."""
     note = "images without labels: the step ends with the outputs, no loss is part of it"
-    return Made({"pixel_values": _pixels(asked)}, (note,))
+    return ExampleInputs({"pixel_values": _pixels(asked)}, (note,))
 
 
-def videos(asked: Asked) -> Made:
+def videos(asked: InputRequest) -> ExampleInputs:
     frames = int(setting(asked.config, "num_frames", "frames_per_clip", default=16))
     name = getattr(asked.model, "main_input_name", "pixel_values")
     shape = (asked.batch, frames, *_image(asked))
-    return Made({name: torch.rand(shape, dtype=asked.dtype), "labels": classes(asked)})
+    return ExampleInputs({name: torch.rand(shape, dtype=asked.dtype), "labels": classes(asked)})
 
 
-def pairs(asked: Asked) -> Made:
+def pairs(asked: InputRequest) -> ExampleInputs:
     """Images with their captions, of as many tokens as these may have."""
     most = setting(asked.config.get_text_config(), "max_position_embeddings", default=asked.seq)
     ids = tokens(replace(asked, seq=min(asked.seq, int(most))))
-    return Made({"input_ids": ids, "pixel_values": _pixels(asked), "return_loss": True})
+    return ExampleInputs({"input_ids": ids, "pixel_values": _pixels(asked), "return_loss": True})
 
 
-def image_text(asked: Asked) -> Made:
+def image_text(asked: InputRequest) -> ExampleInputs:
     """Text with an image in front of it, whose tokens are part of the sequence.
 
     Where it is not known which images a model takes, or how many tokens they become, the text is alone.
@@ -75,10 +75,10 @@ def image_text(asked: Asked) -> Made:
         kinds[:, 1 : 1 + count] = 1
         inputs[name] = kinds
     note = f"sequences of {whole} tokens, {count} of them an image" if count else "images beside the text"
-    return Made(inputs, (note,))
+    return ExampleInputs(inputs, (note,))
 
 
-def _sized(asked: Asked) -> tuple[dict[str, Any], int]:
+def _sized(asked: InputRequest) -> tuple[dict[str, Any], int]:
     """Images as rows of patches, their sizes as numbers; tokens of each."""
     vision = asked.config.vision_config
     merge = int(setting(vision, "spatial_merge_size", "merge_size", default=2))
@@ -91,7 +91,7 @@ def _sized(asked: Asked) -> tuple[dict[str, Any], int]:
     return {"pixel_values": pixels, "image_grid_thw": sizes}, (side // merge) ** 2
 
 
-def _fixed(asked: Asked, token: int | None) -> tuple[dict[str, Any], int]:
+def _fixed(asked: InputRequest, token: int | None) -> tuple[dict[str, Any], int]:
     """Images of the one size that the model takes; how many tokens of the text each replaces."""
     pixels = _pixels(asked)
     if token is None:
@@ -105,12 +105,12 @@ def _fixed(asked: Asked, token: int | None) -> tuple[dict[str, Any], int]:
     return {"pixel_values": pixels}, count // asked.batch
 
 
-def _pixels(asked: Asked) -> torch.Tensor:
+def _pixels(asked: InputRequest) -> torch.Tensor:
     """[batch, channels, height, width]."""
     return torch.rand((asked.batch, *_image(asked)), dtype=asked.dtype)
 
 
-def _image(asked: Asked) -> tuple[int, int, int]:
+def _image(asked: InputRequest) -> tuple[int, int, int]:
     """(channels, height, width)."""
     size = setting(asked.config, "image_size", default=224)  # some models take images of any size
     if isinstance(size, dict):

@@ -13,7 +13,7 @@ OWN_FUNCTION = "write a function that returns (model, example inputs), and name 
 
 
 @dataclass(frozen=True)
-class Asked:
+class InputRequest:
     """A model that needs a batch of so many examples, of ``seq`` tokens (or frames of sound) each."""
 
     model: nn.Module
@@ -32,7 +32,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Made:
+class ExampleInputs:
     """Keyword arguments of the forward, labels included, and what the reader has to know of them."""
 
     inputs: dict[str, Any]
@@ -50,28 +50,28 @@ def setting(config: Any, *names: str, default: Any = None) -> Any:
     return default
 
 
-def tokens(asked: Asked) -> torch.Tensor:
+def tokens(asked: InputRequest) -> torch.Tensor:
     """[batch, seq]."""
     vocabulary = int(asked.config.get_text_config().vocab_size)
     return torch.randint(0, vocabulary, (asked.batch, asked.seq))
 
 
-def classes(asked: Asked, *shape: int) -> torch.Tensor:
+def classes(asked: InputRequest, *shape: int) -> torch.Tensor:
     """The class of each example, or of each part of it."""
     return torch.randint(0, int(asked.config.num_labels), (asked.batch, *shape))
 
 
-def text(asked: Asked) -> Made:
+def text(asked: InputRequest) -> ExampleInputs:
     ids = tokens(asked)
-    return Made({"input_ids": ids, "labels": ids.clone()})
+    return ExampleInputs({"input_ids": ids, "labels": ids.clone()})
 
 
-def two_texts(asked: Asked) -> Made:
+def two_texts(asked: InputRequest) -> ExampleInputs:
     labels = torch.randint(0, asked.vocabulary, (asked.batch, asked.seq))
-    return Made({"input_ids": tokens(asked), "labels": labels}, begun(asked))
+    return ExampleInputs({"input_ids": tokens(asked), "labels": labels}, begun(asked))
 
 
-def begun(asked: Asked) -> tuple[str, ...]:
+def begun(asked: InputRequest) -> tuple[str, ...]:
     """Have labels shifted by a model whose config does not say what its decoder begins with: a note for
     each token that is then 0. Which token it is changes no shape."""
     config: Any = asked.model.config
@@ -82,14 +82,14 @@ def begun(asked: Asked) -> tuple[str, ...]:
     return tuple(f"the config has no {name}: 0 is taken" for name in missing)
 
 
-def classified_text(asked: Asked) -> Made:
-    return Made({"input_ids": tokens(asked), "labels": classes(asked)})
+def classified_text(asked: InputRequest) -> ExampleInputs:
+    return ExampleInputs({"input_ids": tokens(asked), "labels": classes(asked)})
 
 
-def tagged_text(asked: Asked) -> Made:
-    return Made({"input_ids": tokens(asked), "labels": classes(asked, asked.seq)})
+def tagged_text(asked: InputRequest) -> ExampleInputs:
+    return ExampleInputs({"input_ids": tokens(asked), "labels": classes(asked, asked.seq)})
 
 
-def spans(asked: Asked) -> Made:
+def spans(asked: InputRequest) -> ExampleInputs:
     ends = [torch.randint(0, asked.seq, (asked.batch,)) for _ in range(2)]
-    return Made({"input_ids": tokens(asked), "start_positions": ends[0], "end_positions": ends[1]})
+    return ExampleInputs({"input_ids": tokens(asked), "start_positions": ends[0], "end_positions": ends[1]})

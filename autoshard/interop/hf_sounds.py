@@ -7,7 +7,15 @@ from dataclasses import replace
 import torch
 
 from autoshard.errors import UsageError
-from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made, begun, classes, setting, text
+from autoshard.interop.hf_inputs import (
+    OWN_FUNCTION,
+    ExampleInputs,
+    InputRequest,
+    begun,
+    classes,
+    setting,
+    text,
+)
 
 #: samples that a frame stands for: 20 ms of 16 kHz
 _SAMPLES = 320
@@ -15,7 +23,7 @@ _SAMPLES = 320
 _FRAMES = 4
 
 
-def transcribed(asked: Asked) -> Made:
+def transcribed(asked: InputRequest) -> ExampleInputs:
     """Sounds with what is said in them; as many tokens as asked for, or as the decoder takes.
 
     Sounds that stand among tokens of text become tokens of text.
@@ -25,20 +33,20 @@ def transcribed(asked: Asked) -> Made:
         return replace(text(asked), notes=(note,))
     most = setting(asked.config, "max_target_positions", default=asked.seq)
     labels = torch.randint(0, asked.vocabulary, (asked.batch, min(asked.seq, int(most))))
-    return Made({**_sound(asked), "labels": labels}, begun(asked))
+    return ExampleInputs({**_sound(asked), "labels": labels}, begun(asked))
 
 
-def spelled(asked: Asked) -> Made:
+def spelled(asked: InputRequest) -> ExampleInputs:
     """Sounds with what is said in them, fewer tokens than frames."""
     labels = torch.randint(1, asked.vocabulary, (asked.batch, max(1, asked.seq // _FRAMES // 2)))
-    return Made({**_sound(asked), "labels": labels})
+    return ExampleInputs({**_sound(asked), "labels": labels})
 
 
-def classified(asked: Asked) -> Made:
-    return Made({**_sound(asked), "labels": classes(asked)})
+def classified(asked: InputRequest) -> ExampleInputs:
+    return ExampleInputs({**_sound(asked), "labels": classes(asked)})
 
 
-def _sound(asked: Asked) -> dict[str, torch.Tensor]:
+def _sound(asked: InputRequest) -> dict[str, torch.Tensor]:
     """As many frames as asked for, or as the model always takes."""
     config, name = asked.config, getattr(asked.model, "main_input_name", "")
     bins = setting(config, "num_mel_bins")

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 from autoshard.errors import UsageError
 from autoshard.interop import hf_images, hf_inputs, hf_sounds
-from autoshard.interop.hf_inputs import OWN_FUNCTION, Asked, Made
+from autoshard.interop.hf_inputs import OWN_FUNCTION, ExampleInputs, InputRequest
 
-Maker: TypeAlias = Callable[[Asked], Made]
+Maker: TypeAlias = Callable[[InputRequest], ExampleInputs]
 
 
 @dataclass(frozen=True)
-class Task:
+class HfTask:
     """auto: the class of transformers that builds models for it. inputs: makes a batch."""
 
     auto: str
@@ -23,24 +23,24 @@ class Task:
 
 #: an architecture that several of these know is what the first of them says
 TASKS = (
-    Task("AutoModelForImageTextToText", hf_images.image_text),
-    Task("AutoModelForSpeechSeq2Seq", hf_sounds.transcribed),
-    Task("AutoModelForCausalLM", hf_inputs.text),
-    Task("AutoModelForMaskedLM", hf_inputs.text),
-    Task("AutoModelForSeq2SeqLM", hf_inputs.two_texts),
-    Task("AutoModelForSequenceClassification", hf_inputs.classified_text),
-    Task("AutoModelForTokenClassification", hf_inputs.tagged_text),
-    Task("AutoModelForQuestionAnswering", hf_inputs.spans),
-    Task("AutoModelForImageClassification", hf_images.classified),
-    Task("AutoModelForSemanticSegmentation", hf_images.segmented),
-    Task("AutoModelForVideoClassification", hf_images.videos),
-    Task("AutoModelForZeroShotImageClassification", hf_images.pairs),
-    Task("AutoModelForCTC", hf_sounds.spelled),
-    Task("AutoModelForAudioClassification", hf_sounds.classified),
-    Task("AutoModelForObjectDetection", hf_images.unlabelled),
-    Task("AutoModelForUniversalSegmentation", hf_images.unlabelled),
-    Task("AutoModelForInstanceSegmentation", hf_images.unlabelled),
-    Task("AutoModelForDepthEstimation", hf_images.unlabelled),
+    HfTask("AutoModelForImageTextToText", hf_images.image_text),
+    HfTask("AutoModelForSpeechSeq2Seq", hf_sounds.transcribed),
+    HfTask("AutoModelForCausalLM", hf_inputs.text),
+    HfTask("AutoModelForMaskedLM", hf_inputs.text),
+    HfTask("AutoModelForSeq2SeqLM", hf_inputs.two_texts),
+    HfTask("AutoModelForSequenceClassification", hf_inputs.classified_text),
+    HfTask("AutoModelForTokenClassification", hf_inputs.tagged_text),
+    HfTask("AutoModelForQuestionAnswering", hf_inputs.spans),
+    HfTask("AutoModelForImageClassification", hf_images.classified),
+    HfTask("AutoModelForSemanticSegmentation", hf_images.segmented),
+    HfTask("AutoModelForVideoClassification", hf_images.videos),
+    HfTask("AutoModelForZeroShotImageClassification", hf_images.pairs),
+    HfTask("AutoModelForCTC", hf_sounds.spelled),
+    HfTask("AutoModelForAudioClassification", hf_sounds.classified),
+    HfTask("AutoModelForObjectDetection", hf_images.unlabelled),
+    HfTask("AutoModelForUniversalSegmentation", hf_images.unlabelled),
+    HfTask("AutoModelForInstanceSegmentation", hf_images.unlabelled),
+    HfTask("AutoModelForDepthEstimation", hf_images.unlabelled),
 )
 _BY_AUTO = {task.auto: task for task in TASKS}
 
@@ -71,7 +71,7 @@ _USUAL = (
 )
 
 
-def task_of(config: Any) -> Task:
+def task_of(config: Any) -> HfTask:
     """The task of the class that the config names, or else of what its model type is usually trained for.
 
     Raises UsageError if there is none.

@@ -13,7 +13,7 @@ from torch import nn
 
 from autoshard.capture.huggingface import configs_in
 from autoshard.errors import UsageError
-from autoshard.interop.hf_inputs import Asked, Made
+from autoshard.interop.hf_inputs import ExampleInputs, InputRequest
 from autoshard.interop.hf_tasks import task_of
 from autoshard.interop.unfilled import Unfilled
 
@@ -38,7 +38,7 @@ def load_hf_config(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     overrides: dict[str, Any] | None = None,
-) -> tuple[nn.Module, Made]:
+) -> tuple[nn.Module, ExampleInputs]:
     """A model with a loss, and example inputs, from a ``config.json`` (or its folder).
 
     device: ``"meta"`` allocates nothing; ``"cpu"`` gives random weights and inputs that depend on ``seed``
@@ -53,8 +53,8 @@ def load_hf_config(
     with torch.random.fork_rng(devices=[]), torch.device(device), Unfilled():
         torch.manual_seed(seed)
         model: nn.Module = getattr(classes, task.auto).from_config(config, **options)
-        made = task.inputs(Asked(model, config, batch, seq))
-    return model.train(), Made(made.inputs, (*notes, *made.notes))
+        made = task.inputs(InputRequest(model, config, batch, seq))
+    return model.train(), ExampleInputs(made.inputs, (*notes, *made.notes))
 
 
 def same_every_step(config: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from autoshard.interop.local_model import LocalModel
-from autoshard.interop.module_styles import Note, Style, Uses
+from autoshard.interop.module_styles import LeftOut, Style, Uses
 from autoshard.ir import Folded, Graph, LocalOffset, LocalSize, Node, TensorType, refs_of
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, local_shape
 from autoshard.planner.analysis import Analysis
@@ -53,7 +53,7 @@ class Sound:
     """
 
     styles: dict[str, Style]
-    notes: list[Note]
+    notes: list[LeftOut]
     split: frozenset[tuple[int, str]]
 
 
@@ -90,11 +90,11 @@ def sound_styles(
     embedding may give a split output (in transformers it may not).
     """
     styles: dict[str, Style] = {}
-    notes: list[Note] = []
+    notes: list[LeftOut] = []
     for name, style in wanted.items():
         splits = style.kind in ("columns", "table_columns")
         if local is not None and not local.fitting(style, name):
-            notes.append(Note(name, "it is no nn.Linear or nn.Embedding, or does more than these"))
+            notes.append(LeftOut(name, "it is no nn.Linear or nn.Embedding, or does more than these"))
             continue
         unknown = local is None and splits
         styles[name] = replace(
@@ -102,7 +102,7 @@ def sound_styles(
         )
         if unknown:
             notes.append(
-                Note(name, "its output is gathered: give the model to have the code behind it checked")
+                LeftOut(name, "its output is gathered: give the model to have the code behind it checked")
             )
     found: _Found = {}
     while True:
@@ -115,7 +115,7 @@ def sound_styles(
             return Sound(walk.styles, notes, frozenset(split))
         for module, reason in walk.faults.items():
             styles[module] = replace(styles[module], gather_output=True)
-            notes.append(Note(module, f"its output is gathered: {reason}"))
+            notes.append(LeftOut(module, f"its output is gathered: {reason}"))
 
 
 def _compare(walk: _Walk, local: LocalModel) -> None:

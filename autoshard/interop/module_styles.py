@@ -45,7 +45,7 @@ class Style:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LeftOut:
     """Something of the plan that is left out, for the reader. what: names, as in the model."""
 
     what: str
@@ -53,7 +53,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class StyledModule:
     """A linear layer's product with its weight, or an embedding's look-up. module, param: full names."""
 
     module: str
@@ -69,7 +69,7 @@ class Uses:
     are no plain ``nn.Linear`` or ``nn.Embedding``, which is all that module styles divide.
     """
 
-    products: dict[Site, Product]
+    products: dict[Site, StyledModule]
     others: frozenset[str]
     busy: frozenset[str]
 
@@ -77,7 +77,7 @@ class Uses:
 def parameter_uses(analysis: Analysis) -> Uses:
     """All uses of parameters in the forward half, call by call."""
     params = {p.name: p.target for p in analysis.folded.joint.ports if p.kind == "param"}
-    products: dict[Site, Product] = {}
+    products: dict[Site, StyledModule] = {}
     others: set[str] = set()
     busy: set[str] = set()
     for number, call in enumerate(analysis.folded.calls):
@@ -101,7 +101,7 @@ def parameter_uses(analysis: Analysis) -> Uses:
     return Uses(products, frozenset(others), frozenset(busy))
 
 
-def _products(graph: Graph, own: dict[str, str]) -> list[tuple[int, Product]]:
+def _products(graph: Graph, own: dict[str, str]) -> list[tuple[int, StyledModule]]:
     transposed = {n.name: _ref(n, 0) for n in graph.nodes if n.op == TRANSPOSE}
     found = []
     for number, node in enumerate(graph.nodes):
@@ -113,7 +113,7 @@ def _products(graph: Graph, own: dict[str, str]) -> list[tuple[int, Product]]:
             continue
         module, _, leaf = (param or "").rpartition(".")
         if param and leaf == "weight":
-            found.append((number, Product(module, param, node.op == LOOKUP)))
+            found.append((number, StyledModule(module, param, node.op == LOOKUP)))
     return found
 
 
@@ -141,7 +141,7 @@ def _ref(node: Node, index: int) -> str:
 
 def wanted_styles(
     plan: Plan, analysis: Analysis, uses: Uses, axis: int, size: int
-) -> tuple[dict[str, Style], list[Note]]:
+) -> tuple[dict[str, Style], list[LeftOut]]:
     """The style of every module whose product the plan divides over a mesh axis (of ``size`` ranks).
 
     Also, with reasons, the modules that it divides in a way no style can express.
@@ -159,31 +159,31 @@ def wanted_styles(
         readings.setdefault(product.module, set()).add(read)
         params[product.module] = product.param
     styles: dict[str, Style] = {}
-    notes: list[Note] = []
+    notes: list[LeftOut] = []
     for module, read_as in readings.items():
         if read_as == {""}:
             continue
         style, param = next(iter(read_as)), params[module]
         if param in shared:
             notes.append(
-                Note(module, "shares its weight with another module, and module styles would part the two")
+                LeftOut(module, "shares its weight with another module, and module styles would part the two")
             )
         elif len(read_as) > 1:
-            notes.append(Note(module, "runs several times a step, and not always divided in the same way"))
+            notes.append(LeftOut(module, "runs several times a step, and not always divided in the same way"))
         elif isinstance(style, str):
-            notes.append(Note(module, style))
+            notes.append(LeftOut(module, style))
         elif module in uses.busy:
             notes.append(
-                Note(
+                LeftOut(
                     module,
                     "does more than a product with its weight, so that it is no nn.Linear or "
                     "nn.Embedding, which is all that module styles divide",
                 )
             )
         elif uses.others & {f"{module}.weight", f"{module}.bias"}:
-            notes.append(Note(module, "its weight or bias is also used outside its own product"))
+            notes.append(LeftOut(module, "its weight or bias is also used outside its own product"))
         elif types[param].shape[_split_dim(style.kind)] % size:
-            notes.append(Note(module, f"its weight {types[param]} does not divide evenly by {size}"))
+            notes.append(LeftOut(module, f"its weight {types[param]} does not divide evenly by {size}"))
         else:
             styles[module] = style
     return styles, notes
@@ -232,11 +232,11 @@ def _read_lookup(table: Placement, ids: Placement, node: Node) -> Style | str:
 
 
 def other_divisions(
-    plan: Plan, analysis: Analysis, styled: Mapping[str, Style], noted: Sequence[Note], axis: int
-) -> list[Note]:
+    plan: Plan, analysis: Analysis, styled: Mapping[str, Style], noted: Sequence[LeftOut], axis: int
+) -> list[LeftOut]:
     """Parameters that the plan splits over the axis but no style divides, beside those noted already."""
     known = {*styled, *(n.what for n in noted)}
-    notes: list[Note] = []
+    notes: list[LeftOut] = []
     for key, group in analysis.flow.classes.items():
         if group.first.kind != "param":
             continue
@@ -247,10 +247,12 @@ def other_divisions(
                 continue
             if use != R:
                 notes.append(
-                    Note(port.target, f"divided as {use}: its layer is neither nn.Linear nor nn.Embedding")
+                    LeftOut(port.target, f"divided as {use}: its layer is neither nn.Linear nor nn.Embedding")
                 )
             elif stored != R:
                 notes.append(
-                    Note(port.target, "stored in parts and gathered for use, which module styles cannot say")
+                    LeftOut(
+                        port.target, "stored in parts and gathered for use, which module styles cannot say"
+                    )
                 )
     return notes

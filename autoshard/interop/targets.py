@@ -26,7 +26,7 @@ _FORMS = "write module:callable, file.py:callable, or hf:path/to/config.json"
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model with example inputs (in any form that `autoshard.plan` takes), and notes for the reader."""
 
     model: nn.Module
@@ -60,7 +60,7 @@ def build(
     seq: int | None = None,
     device: Literal["meta", "cpu"] = "meta",
     seed: int = 0,
-) -> Built:
+) -> BuiltModel:
     """The model of a target, on meta (nothing allocated) or on the CPU with weights that depend on the seed.
 
     Raises UsageError if the target cannot be found, fails, or returns something else.
@@ -74,15 +74,15 @@ def build(
             return _call(fn, target, "meta", seed)
         except UsageError as error:
             note = f"{target} does not work on the meta device ({error.why}), so its weights are allocated"
-            return Built(*_parts(_call(fn, target, "cpu", seed)), (note,))
+            return BuiltModel(*_parts(_call(fn, target, "cpu", seed)), (note,))
     return _call(fn, target, "cpu", seed)
 
 
-def _parts(built: Built) -> tuple[nn.Module, Any]:
+def _parts(built: BuiltModel) -> tuple[nn.Module, Any]:
     return built.model, built.inputs
 
 
-def _from_config(path: Path, options: dict[str, int], device: str, seed: int) -> Built:
+def _from_config(path: Path, options: dict[str, int], device: str, seed: int) -> BuiltModel:
     if not path.exists():
         raise UsageError(
             f"there is no config {path}", hint="give the path of a config.json, or of its folder"
@@ -99,7 +99,7 @@ def _from_config(path: Path, options: dict[str, int], device: str, seed: int) ->
         raise
     except Exception as error:
         raise _failed(f"hf:{path}", error) from error
-    return Built(model, made.inputs, made.notes)
+    return BuiltModel(model, made.inputs, made.notes)
 
 
 def find_callable(target: str) -> Callable[[], Any]:
@@ -170,7 +170,7 @@ def _load_module(name: str, target: str) -> ModuleType:
         raise _failed(target, error) from error
 
 
-def _call(fn: Callable[[], Any], target: str, device: Literal["meta", "cpu"], seed: int) -> Built:
+def _call(fn: Callable[[], Any], target: str, device: Literal["meta", "cpu"], seed: int) -> BuiltModel:
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         try:
@@ -182,7 +182,7 @@ def _call(fn: Callable[[], Any], target: str, device: Literal["meta", "cpu"], se
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         what = f"{target} returns {type(made).__name__}"
         raise UsageError(what, hint="return a tuple (model, example_inputs)")
-    return Built(made[0], made[1])
+    return BuiltModel(made[0], made[1])
 
 
 def _failed(target: str, error: Exception) -> UsageError:

@@ -7,22 +7,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
-from autoshard.ir.lowered import Ends, Lowered, Part, uses_of
+from autoshard.ir.lowered import Lowered, PartBoundary, StagePart, uses_of
 
 
-def part_name(lowered: Lowered, part: Part) -> str:
+def part_name(lowered: Lowered, part: StagePart) -> str:
     """``forward`` where there is one stage, else ``forward_3``; ``forward_3_s1`` for its slice 1."""
     alone = all(p.stage == 0 for p in lowered.parts)
     name = part.phase if alone else f"{part.phase}_{part.stage}"
     return f"{name}_s{part.slice}" if part.slice else name
 
 
-def ends_of(lowered: Lowered, part: Part) -> Ends:
+def ends_of(lowered: Lowered, part: StagePart) -> PartBoundary:
     """What one of the program's parts takes and makes."""
     return lowered.ends[part]
 
 
-def returns_of(lowered: Lowered, results: Collection[str]) -> dict[Part, tuple[str, ...]]:
+def returns_of(lowered: Lowered, results: Collection[str]) -> dict[StagePart, tuple[str, ...]]:
     """What each part returns: results, what other stages use, and gradients that ``reduce`` takes.
 
     Raises VerificationError if the parts do not make a pipeline (see `check_parts`).
@@ -62,7 +62,7 @@ def wires_of(lowered: Lowered, ports: Collection[str]) -> tuple[Wire, ...]:
     nearest one below, or else above.
     """
     ends = {part: ends_of(lowered, part) for part in lowered.parts}
-    makers: dict[str, list[Part]] = {}
+    makers: dict[str, list[StagePart]] = {}
     for part, end in ends.items():
         for value in end.makes:
             makers.setdefault(value, []).append(part)
@@ -124,7 +124,7 @@ def check_parts(lowered: Lowered) -> None:
             raise _broken(f"{wire.into} {wire.target} takes {wire.value} from {wire.phase} {wire.source}")
 
 
-def _made_twice(ends: Mapping[Part, Ends], stage: int) -> set[str]:
+def _made_twice(ends: Mapping[StagePart, PartBoundary], stage: int) -> set[str]:
     """Values that several parts of a stage make: terms of a gradient, one per slice."""
     counts = Counter(v for part, end in ends.items() if part.stage == stage for v in end.makes)
     return {value for value, count in counts.items() if count > 1}
@@ -133,7 +133,7 @@ def _made_twice(ends: Mapping[Part, Ends], stage: int) -> set[str]:
 _PHASES = ("gather", "count", "forward", "backward", "weight", "reduce")
 
 
-def _turn(part: Part) -> tuple[int, int]:
+def _turn(part: StagePart) -> tuple[int, int]:
     """When a stage runs a part: forward slice after slice, back in reverse order."""
     return _PHASES.index(part.phase), part.slice if part.phase == "forward" else -part.slice
 

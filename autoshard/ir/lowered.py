@@ -22,7 +22,7 @@ Phase: TypeAlias = Literal["gather", "count", "forward", "backward", "weight", "
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedValue:
     """A value's global type and its layout. turned: whether its rows lie in memory by another dim than the
     last, which costs are told by and nothing else."""
 
@@ -42,18 +42,18 @@ class LoweredSegment:
     layouts: dict[str, Layout]
     why: dict[str, str]
 
-    def placed(self) -> dict[str, Placed]:
+    def placed(self) -> dict[str, PlacedValue]:
         """Type and layout of every value that has both."""
         types, turned = self.graph.types(), turned_in(self.graph)
         return {
-            name: Placed(types[name], layout, name in turned)
+            name: PlacedValue(types[name], layout, name in turned)
             for name, layout in self.layouts.items()
             if name in types
         }
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """What runs at once: the instructions ``start`` to ``stop`` of main, one phase of a pipeline stage.
 
     slice: of the sequence that it works on, where a microbatch is divided
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Ends:
+class PartBoundary:
     """Of one part: values that it uses and does not make itself, and values that it makes, both in order."""
 
     uses: tuple[str, ...]
@@ -92,28 +92,28 @@ class Lowered:
 
     segments: dict[str, LoweredSegment]
     main: tuple[Instruction, ...]
-    values: dict[str, Placed]
+    values: dict[str, PlacedValue]
     results: tuple[str, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[StagePart, ...] = ()
 
-    def of(self, part: Part) -> tuple[Instruction, ...]:
+    def of(self, part: StagePart) -> tuple[Instruction, ...]:
         """The instructions of a part."""
         return self.main[part.start : part.stop]
 
     @cached_property
-    def of_stage(self) -> Mapping[int, Sequence[Part]]:
+    def of_stage(self) -> Mapping[int, Sequence[StagePart]]:
         """Stage -> its parts, in order."""
-        found: dict[int, list[Part]] = {}
+        found: dict[int, list[StagePart]] = {}
         for part in self.parts:
             found.setdefault(part.stage, []).append(part)
         return found
 
     @cached_property
-    def ends(self) -> Mapping[Part, Ends]:
+    def ends(self) -> Mapping[StagePart, PartBoundary]:
         """What every part takes and makes; looked up far more often than programs are made."""
         return {part: self._ends(part) for part in self.parts}
 
-    def _ends(self, part: Part) -> Ends:
+    def _ends(self, part: StagePart) -> PartBoundary:
         uses: dict[str, None] = {}
         makes: dict[str, None] = {}
         for item in self.of(part):
@@ -122,13 +122,13 @@ class Lowered:
                     uses[value] = None
             for value in item.outs:
                 makes[value] = None
-        return Ends(tuple(uses), tuple(makes))
+        return PartBoundary(tuple(uses), tuple(makes))
 
 
-def with_parts(lowered: Lowered, pieces: Iterable[tuple[Part, Sequence[Instruction]]]) -> Lowered:
+def with_parts(lowered: Lowered, pieces: Iterable[tuple[StagePart, Sequence[Instruction]]]) -> Lowered:
     """The program with these parts, in order, and their instructions; where a part lay is forgotten."""
     main: list[Instruction] = []
-    parts: list[Part] = []
+    parts: list[StagePart] = []
     for part, items in pieces:
         parts.append(replace(part, start=len(main), stop=len(main) + len(items)))
         main += items

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from autoshard.ir.folded import Call
 from autoshard.ir.graph import Graph, Node, Ref, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.names import free_name, fresh_name
 from autoshard.ir.symbols import CallSite
 
@@ -41,7 +41,7 @@ class Statements:
     all: tuple[Statement, ...]
     same: Mapping[str, str]
     results: tuple[str, ...]
-    values: Mapping[str, Placed]
+    values: Mapping[str, PlacedValue]
 
 
 def statements_of(lowered: Lowered) -> Statements:
@@ -95,7 +95,7 @@ class _Line(NamedTuple):
 
     node: Node
     refs: tuple[str, ...]
-    outs: tuple[tuple[str, Placed | None], ...]
+    outs: tuple[tuple[str, PlacedValue | None], ...]
 
 
 def _body(segment: LoweredSegment, backward: bool) -> list[_Line]:
@@ -184,7 +184,7 @@ class Taker:
 
     whole: Statements
     segments: dict[str, LoweredSegment] = field(default_factory=dict)
-    values: dict[str, Placed] = field(default_factory=dict)
+    values: dict[str, PlacedValue] = field(default_factory=dict)
     made: dict[tuple[str, tuple[int, ...], tuple[str, ...]], str] = field(default_factory=dict)
     #: segment -> what each of its ops takes
     refs: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
@@ -269,7 +269,7 @@ def producers_of(statements: Sequence[Statement], values: Collection[str]) -> li
     return found[::-1]
 
 
-def by_part(whole: Statements) -> dict[Part, list[Statement]]:
+def by_part(whole: Statements) -> dict[StagePart, list[Statement]]:
     """The statements of every part of the program."""
     items: dict[int, list[Statement]] = {}
     for statement in whole.all:
@@ -278,7 +278,7 @@ def by_part(whole: Statements) -> dict[Part, list[Statement]]:
     return {part: [s for k in range(part.start, part.stop) for s in items.get(k, ())] for part in parts}
 
 
-def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement]]]) -> Lowered:
+def regrouped(whole: Statements, pieces: Sequence[tuple[StagePart, Sequence[Statement]]]) -> Lowered:
     """The program with its statements in other parts, in the order given; where each begins is found here.
 
     Pieces of one part that follow each other stay apart: what of a segment is in two of them becomes two
@@ -289,7 +289,7 @@ def regrouped(whole: Statements, pieces: Sequence[tuple[Part, Sequence[Statement
     results = set(whole.results)
     taker = Taker(whole)
     main: list[Instruction] = []
-    parts: list[Part] = []
+    parts: list[StagePart] = []
     for (part, statements), own in zip(pieces, needs, strict=True):
         made = {value for statement in statements for value in statement.makes}
         wanted = {v for v in made if v in results or users.get(v, 0) > (v in own)}

@@ -54,7 +54,7 @@ def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
     return Mesh(rest or (Axis("dp", 1),)), mesh.axes[at].size, at
 
 
-def given(mesh: Mesh, machine: Cluster, layers: int, total: int, options: PlanOptions) -> Staged:
+def given_mesh(mesh: Mesh, machine: Cluster, layers: int, total: int, options: PlanOptions) -> Staged:
     """The one mesh that was asked for. total: sequences per step."""
     inner, ranks, at = inner_mesh(mesh)
     if ranks > 1 and at != 0:
@@ -69,7 +69,7 @@ def given(mesh: Mesh, machine: Cluster, layers: int, total: int, options: PlanOp
     return _Machines(machine).staged(inner, ranks, pipes, batches)
 
 
-def searched(
+def candidate_meshes(
     machine: Cluster, world: int, layers: int, total: int, options: PlanOptions, experts: int = 0
 ) -> list[Staged]:
     """Every mesh that fits the wiring of a cluster, alone and as one of several pipeline ranks.

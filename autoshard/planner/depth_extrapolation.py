@@ -18,9 +18,9 @@ from itertools import takewhile
 from math import isclose
 
 from autoshard.ir import Folded
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.passes.stages.truncate_layers import Shortened, Shorter
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 
 #: what every program does for an op of a layer takes so many times as long as what it does for each call
 _ONCE = 3
@@ -31,7 +31,7 @@ _STEADY = 1e-6
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedStep:
     """A simulated step. parts: of everything that runs at once, its seconds and those of its messages."""
 
     seconds: float
@@ -39,27 +39,30 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Look:
+class TruncatedRun:
     """At a program without a pipeline. held, bytes, along: see `simulate.peaks`. step: simulates a step."""
 
-    held: Held
+    held: ResidentBytes
     bytes: float
     along: tuple[tuple[Sequence[str], Sequence[float]], ...]
-    step: Callable[[], Step]
+    step: Callable[[], SimulatedStep]
 
 
 @dataclass(frozen=True)
-class Deep:
+class DepthExtrapolation:
     """The same of the whole program. step: seconds, None if it does not fit."""
 
-    held: Held
+    held: ResidentBytes
     bytes: float
     step: float | None
 
 
-def look_at_deep(
-    folded: Folded, how: Lowering, look: Callable[[Folded, Lowering], Look], budget: float
-) -> Deep | None:
+def extrapolate_depth(
+    folded: Folded,
+    how: LoweringOptions,
+    look: Callable[[Folded, LoweringOptions], TruncatedRun],
+    budget: float,
+) -> DepthExtrapolation | None:
     """The program of a deep model; None where that takes as long as to look at it, or says nothing.
 
     look: at the program of a model that is placed in a way. budget: bytes.
@@ -69,11 +72,11 @@ def look_at_deep(
     if first is None or not _is_worth_it(folded, first):
         return None
 
-    def at(short: Shortened) -> Look:
+    def at(short: Shortened) -> TruncatedRun:
         return look(short.folded, how.of(short))
 
     gaps, base = first.gaps, at(first)
-    more: list[Look] = []
+    more: list[TruncatedRun] = []
     for number in range(len(gaps)):
         longer = shorter.model(more=1, at=number)
         if longer is None:
@@ -85,7 +88,7 @@ def look_at_deep(
     bytes_ = _ahead(base.bytes, [m.bytes for m in more], often)
     held = _held_ahead(base.held, [m.held for m in more], often)
     if bytes_ > budget:
-        return Deep(held, bytes_, None)
+        return DepthExtrapolation(held, bytes_, None)
     longest = shorter.model(more=2)
     if longest is None:
         return None
@@ -97,7 +100,7 @@ def look_at_deep(
     steady = isclose(last.step().seconds, _ahead(step.seconds, seconds, twice), rel_tol=_STEADY)
     if not steady or any(_is_held_up(step, s) for s in steps):
         return None
-    return Deep(held, bytes_, _ahead(step.seconds, seconds, often))
+    return DepthExtrapolation(held, bytes_, _ahead(step.seconds, seconds, often))
 
 
 def _is_worth_it(whole: Folded, short: Shortened) -> bool:
@@ -109,13 +112,13 @@ def _is_worth_it(whole: Folded, short: Shortened) -> bool:
     return (2 + len(short.gaps)) * (once + 2 * least) < long
 
 
-def _rises_most(base: Look, more: Look) -> bool:
+def _rises_most(base: TruncatedRun, more: TruncatedRun) -> bool:
     """Whether the peak rises by as much as what is held at any instruction does."""
     rises = [rise for a, b in zip(base.along, more.along, strict=True) for rise in _rises(*a, *b)]
     return more.bytes - base.bytes >= max(rises) - _ROUNDING * more.bytes
 
 
-def _is_held_up(base: Step, more: Step) -> bool:
+def _is_held_up(base: SimulatedStep, more: SimulatedStep) -> bool:
     """Whether messages become longer than all that is beside them as more layers follow."""
     pairs = zip(base.parts, more.parts, strict=True)
     return any(b[1] - a[1] > b[0] - a[0] + _STEADY * more.seconds for a, b in pairs)
@@ -136,6 +139,6 @@ def _ahead(base: float, more: Sequence[float], often: Sequence[int]) -> float:
     return base + sum(n * (value - base) for value, n in zip(more, often, strict=True))
 
 
-def _held_ahead(base: Held, more: Sequence[Held], often: Sequence[int]) -> Held:
-    names = [field.name for field in fields(Held)]
-    return Held(*(_ahead(getattr(base, n), [getattr(m, n) for m in more], often) for n in names))
+def _held_ahead(base: ResidentBytes, more: Sequence[ResidentBytes], often: Sequence[int]) -> ResidentBytes:
+    names = [field.name for field in fields(ResidentBytes)]
+    return ResidentBytes(*(_ahead(getattr(base, n), [getattr(m, n) for m in more], often) for n in names))

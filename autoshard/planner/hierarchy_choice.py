@@ -9,7 +9,7 @@ from math import inf
 from autoshard.cluster import Cluster, Mesh
 from autoshard.cluster.levels import levels_of
 from autoshard.errors import UsageError
-from autoshard.passes.partition.hierarchy import CannotRefineError, Levels
+from autoshard.passes.partition.hierarchy import AxisLevels, CannotRefineError
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
 from autoshard.program.program import Program
 from autoshard.simulate.step import estimate_step
@@ -18,25 +18,25 @@ OFF, AUTO, LEVELS = "off", "auto", "levels"
 
 
 @dataclass(frozen=True)
-class Way:
+class HierarchyOption:
     """levels: axes that are taken apart. secondary: what else is split over fewer ranks within a step."""
 
     name: str
-    levels: tuple[Levels, ...] = ()
+    levels: tuple[AxisLevels, ...] = ()
     secondary: Secondary = NO_SECONDARY
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedHierarchy:
     """A way with its simulated step: seconds, bytes at the peak of the fullest rank; or why it cannot be."""
 
-    way: Way
+    way: HierarchyOption
     seconds: float = inf
     peak: float = inf
     why_not: str = ""
 
 
-def ways(text: str, cluster: Cluster, whole: Mesh, mesh: Mesh) -> list[Way]:
+def hierarchy_options(text: str, cluster: Cluster, whole: Mesh, mesh: Mesh) -> list[HierarchyOption]:
     """The ways that a wish allows.
 
     text: ``off``; ``levels``, collectives level by level; ``copy=node``, with a copy of the parameters that
@@ -47,45 +47,47 @@ def ways(text: str, cluster: Cluster, whole: Mesh, mesh: Mesh) -> list[Way]:
     """
     words = [w.strip() for w in text.split(",")]
     if words == [OFF] or words == [""]:
-        return [Way(OFF)]
+        return [HierarchyOption(OFF)]
     apart = [
-        Levels(axis.name, parts)
+        AxisLevels(axis.name, parts)
         for axis in mesh.axes
         if axis.meaning.splits_batch and (parts := levels_of(cluster, whole, axis.name))
     ]
     if words == [AUTO]:
-        return [Way(OFF), *_all(tuple(apart))]
+        return [HierarchyOption(OFF), *_all(tuple(apart))]
     if not apart:
         raise UsageError(
             f"no axis of {whole} crosses more than one level of {cluster.name}",
             where=f"hierarchy {text!r}",
             hint="leave the hierarchy out, or let dp or fsdp reach over several nodes",
         )
-    return [Way(text, tuple(apart), _wished(words, text, apart))]
+    return [HierarchyOption(text, tuple(apart), _wished(words, text, apart))]
 
 
-def _all(apart: tuple[Levels, ...]) -> Iterator[Way]:
+def _all(apart: tuple[AxisLevels, ...]) -> Iterator[HierarchyOption]:
     if not apart:
         return
-    yield Way(LEVELS, apart)
+    yield HierarchyOption(LEVELS, apart)
     stored = _stored(apart)
     if stored is None:
         return
     names = stored.names
     short = [n.removeprefix(f"{stored.axis}_") for n in names]
     for k in range(1, len(names)):
-        yield Way(f"copy={short[k]}", apart, Secondary(names[:k]))
+        yield HierarchyOption(f"copy={short[k]}", apart, Secondary(names[:k]))
         for g in range(k + 1):
             waits = f",gradients={short[g]}" if g else ""
-            yield Way(f"copy={short[k]},once{waits}", apart, Secondary(names[:k], True, names[:g]))
+            yield HierarchyOption(
+                f"copy={short[k]},once{waits}", apart, Secondary(names[:k], True, names[:g])
+            )
 
 
-def _stored(apart: Sequence[Levels]) -> Levels | None:
+def _stored(apart: Sequence[AxisLevels]) -> AxisLevels | None:
     """The axis over which parameters are stored in parts."""
     return next((each for each in apart if each.axis == "fsdp"), None)
 
 
-def _wished(words: Sequence[str], text: str, apart: Sequence[Levels]) -> Secondary:
+def _wished(words: Sequence[str], text: str, apart: Sequence[AxisLevels]) -> Secondary:
     copies: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     once = "once" in words
@@ -109,7 +111,7 @@ def _wished(words: Sequence[str], text: str, apart: Sequence[Levels]) -> Seconda
     return Secondary(copies, once, gradients)
 
 
-def _outside(level: str, text: str, apart: Sequence[Levels]) -> tuple[str, ...]:
+def _outside(level: str, text: str, apart: Sequence[AxisLevels]) -> tuple[str, ...]:
     """The axes outside a level, over which what is split inside it is the same."""
     stored = _stored(apart)
     if stored is None:
@@ -124,13 +126,13 @@ def _outside(level: str, text: str, apart: Sequence[Levels]) -> tuple[str, ...]:
     return stored.names[: inner.index(level)]
 
 
-def best_way(
-    options: Sequence[Way],
-    build: Callable[[Way], Program],
+def best_hierarchy(
+    options: Sequence[HierarchyOption],
+    build: Callable[[HierarchyOption], Program],
     cluster: Cluster,
     budget: int | None,
     say: Callable[[str], None],
-) -> tuple[Program, list[Tried]]:
+) -> tuple[Program, list[TriedHierarchy]]:
     """The program with the shortest simulated step among those that fit the memory; if none does, the one
     that holds least.
 
@@ -145,18 +147,18 @@ def best_way(
                 why=str(error),
                 hint="leave the hierarchy out, or let sizes be divisible by the mesh",
             ) from None
-    tried: list[Tried] = []
+    tried: list[TriedHierarchy] = []
     programs: list[Program | None] = []
     for way in options:
         say(f"hierarchy {way.name}")
         try:
             program = build(way)
         except CannotRefineError as error:
-            tried.append(Tried(way, why_not=str(error)))
+            tried.append(TriedHierarchy(way, why_not=str(error)))
             programs.append(None)
             continue
         step = estimate_step(program, cluster)
-        tried.append(Tried(way, step.seconds, step.fullest.peak))
+        tried.append(TriedHierarchy(way, step.seconds, step.fullest.peak))
         programs.append(program)
     fits = [k for k, t in enumerate(tried) if budget is None or t.peak <= budget]
     if fits:
@@ -168,7 +170,7 @@ def best_way(
     return chosen, tried
 
 
-def comparison(tried: Sequence[Tried]) -> str:
+def comparison(tried: Sequence[TriedHierarchy]) -> str:
     """One line per way, as comments for a dump."""
     lines = []
     for t in tried:

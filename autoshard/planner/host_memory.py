@@ -62,7 +62,7 @@ def peak_of(prices: StagePrices) -> float:
     return max(most for _, most in Peaks(prices).all)
 
 
-def least(
+def least_offload(
     build: Callable[[float], Program], prices_of: Callable[[Program], StagePrices], budget: int | None
 ) -> Program:
     """The program whose activations wait in host memory where the device need not wait for them, and beyond

@@ -22,14 +22,14 @@ from autoshard.passes.memory.offload import Hosting
 from autoshard.passes.overlap.schedule_ops import Seconds
 from autoshard.passes.partition.hierarchy import ByLevel
 from autoshard.passes.partition.quantize_collectives import Precision, Quantising
-from autoshard.passes.pipeline import REFINES, Lowering
+from autoshard.passes.pipeline import REFINES, LoweringOptions
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.scale_terms import totals_in
 from autoshard.passes.stages.scatter_sends import Saving
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.fingerprint import fingerprint_of
-from autoshard.planner.hierarchy_choice import Way, best_way, comparison, ways
-from autoshard.planner.host_memory import least
+from autoshard.planner.hierarchy_choice import HierarchyOption, best_hierarchy, comparison, hierarchy_options
+from autoshard.planner.host_memory import least_offload
 from autoshard.planner.node_costs import NodePrices
 from autoshard.planner.stage_link import in_parts, pipe_link
 from autoshard.program.build import build_program
@@ -52,7 +52,7 @@ OPTIONAL = ("bucket", "overlap", "kernels", "ring")
 DEFAULT = PassOptions()
 
 
-def emit(
+def lower_plan(
     plan: Plan,
     analysis: Analysis,
     cluster: Cluster,
@@ -68,7 +68,7 @@ def emit(
     cluster = laid_for(plan, cluster)
     how = replace(lowering_of(plan, analysis.flow, analysis, cluster, wanted), terms=terms)
 
-    def build(way: Way) -> Program:
+    def build(way: HierarchyOption) -> Program:
         laid = _laid_out(how, way, cluster, wanted)
 
         def stored(share: float) -> Program:
@@ -76,11 +76,11 @@ def emit(
             own = replace(laid, hosting=hosting)
             return build_program(analysis.folded, own, plan, analysis.dumps, schedule_of(plan))
 
-        return least(stored, lambda program: StagePrices(program, cluster), plan.budget)
+        return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
-    options = ways(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
-    program, tried = best_way(options, build, cluster, plan.budget, say)
+    options = hierarchy_options(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
+    program, tried = best_hierarchy(options, build, cluster, plan.budget, say)
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
         program = replace(program, dumps=program.dumps.headed(REFINES, comparison(tried)))
@@ -91,8 +91,8 @@ def emit(
     return replace(program, plan=plan_to_json(stored))
 
 
-def laid_out(
-    plan: Plan, analysis: Analysis, cluster: Cluster, way: Way, wanted: PassOptions = DEFAULT
+def lay_out(
+    plan: Plan, analysis: Analysis, cluster: Cluster, way: HierarchyOption, wanted: PassOptions = DEFAULT
 ) -> Program:
     """The program of a plan with collectives laid on levels in one way, of the batch that was captured.
 
@@ -105,11 +105,11 @@ def laid_out(
 
 def lowering_of(
     plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: PassOptions = DEFAULT
-) -> Lowering:
+) -> LoweringOptions:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
     prices = NodePrices(cluster, mesh, _whole(mesh, plan))
-    return Lowering(
+    return LoweringOptions(
         flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
@@ -182,7 +182,9 @@ def _whole(mesh: Mesh, plan: Plan) -> Mesh:
     return Mesh((*mesh.axes[:at], Axis("pp", plan.pipeline.ranks), *mesh.axes[at:]))
 
 
-def _laid_out(how: Lowering, way: Way, cluster: Cluster, wanted: PassOptions) -> Lowering:
+def _laid_out(
+    how: LoweringOptions, way: HierarchyOption, cluster: Cluster, wanted: PassOptions
+) -> LoweringOptions:
     """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
     taken = replace(
         how,

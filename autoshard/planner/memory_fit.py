@@ -19,30 +19,30 @@ from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.options import PassOptions
-from autoshard.passes.pipeline import Lowering, lower
+from autoshard.passes.pipeline import LoweringOptions, lower
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.depth_extrapolation import Look, Step, look_at_deep
-from autoshard.planner.host_memory import HostNeed, least, need_of
+from autoshard.planner.depth_extrapolation import SimulatedStep, TruncatedRun, extrapolate_depth
+from autoshard.planner.host_memory import HostNeed, least_offload, need_of
 from autoshard.planner.lowering import laid_for, lowering_of, saving_of, schedule_of
 from autoshard.planner.stage_partition import (
-    Cutting,
     Schedules,
+    StagePartition,
     Staging,
     bare_seconds,
     microbatch_seconds,
 )
-from autoshard.program.program import Program, Signature, Stages
+from autoshard.program.program import PipelineStages, Program, Signature
 from autoshard.schedules.timeline import step_seconds
 from autoshard.search.plan.plan import Plan
 from autoshard.search.reasons.explain import explain
 from autoshard.search.select.choose import retuned
-from autoshard.search.select.request import Ask, Settled
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Configuration, alike
 from autoshard.search.solve.memory_text import bytes_up
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.peaks import Peaks
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
@@ -73,7 +73,7 @@ class Peak:
     one that has less room, holds too much, less than 0 if none does."""
 
     rank: int
-    held: Held
+    held: ResidentBytes
     bytes: float
     host: HostNeed | None = None
     waits: float = 0.0
@@ -82,15 +82,15 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class MemoryFit:
     """A solution that fits. staging: None without a pipeline. peak: None where no limit was set."""
 
-    settled: Settled
+    settled: CandidateSolution
     staging: Staging | None = None
     peak: Peak | None = None
 
 
-class Fitter:
+class MemoryFitter:
     """Cuts and measures solutions; what was done for one is kept for when it is asked for again.
 
     ask: with the recipe of everything that is kept, in whichever memory. fixed: whether the schedule of a
@@ -101,7 +101,7 @@ class Fitter:
         self,
         analysis: Analysis,
         cluster: Cluster,
-        ask: Ask,
+        ask: SearchRequest,
         *,
         fixed: bool,
         progress: Callable[[str], None],
@@ -111,19 +111,21 @@ class Fitter:
         self.offload = offload
         self.progress = progress
         self._schedules = Schedules()
-        self._cuttings: list[tuple[Settled, Cutting]] = []
-        self._fitted: list[tuple[Settled, Fitted]] = []
+        self._cuttings: list[tuple[CandidateSolution, StagePartition]] = []
+        self._fitted: list[tuple[CandidateSolution, MemoryFit]] = []
         #: kind of solution -> bytes that one held beyond what the search counts, the least
         self._more: dict[Hashable, float] = {}
 
-    def seconds(self, found: Settled) -> float:
+    def seconds(self, found: CandidateSolution) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
         try:
             return self.cutting(found).seconds(fixed=self.fixed) + bare_seconds(found.placed)
         except InfeasibleError:
             return inf
 
-    def fit(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = _never) -> Settled:
+    def fit(
+        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
+    ) -> CandidateSolution:
         """The solution, or one of the same configuration that holds less. Raises InfeasibleError.
 
         limit: seconds of a step that fits; what cannot be faster comes back slower than that, unmeasured.
@@ -131,7 +133,9 @@ class Fitter:
         """
         return self.fitted(found, limit, spent).settled
 
-    def fitted(self, found: Settled, limit: float = inf, spent: Callable[[], bool] = _never) -> Fitted:
+    def fitted(
+        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
+    ) -> MemoryFit:
         """The same with its stages and its peak."""
         for other, known in self._fitted:
             if _same(known.settled, found):
@@ -143,14 +147,14 @@ class Fitter:
             self._fitted.append((found, made))
         return made
 
-    def _made(self, found: Settled, limit: float, spent: Callable[[], bool]) -> Fitted:
+    def _made(self, found: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
         over, made = self._over(found)
         if made is not None and over <= 0:
             return made
         first, budget = made, self.ask.budget
         assert budget is not None
-        best: Fitted | None = None
-        slower: Settled | None = None
+        best: MemoryFit | None = None
+        slower: CandidateSolution | None = None
         measured = [(found, over)]
         # shares of the memory that the search is given, more than all of it if what it counts may be in host
         # memory: with the least known the program is too large, with the most that is known to be too little
@@ -173,7 +177,7 @@ class Fitter:
                 break  # what runs the same again never holds as little as it would have to
             if best is None and limit <= self._seconds(tried) < inf:
                 if _kind_of(tried) == _kind_of(measured[-1][0]):
-                    return Fitted(tried)  # with more room it does not fit
+                    return MemoryFit(tried)  # with more room it does not fit
                 slower, low, room = tried, room, (room + high) / 2
                 continue
             known = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
@@ -197,10 +201,10 @@ class Fitter:
         if best is not None:
             return best
         if slower is not None:
-            return Fitted(slower)
+            return MemoryFit(slower)
         raise self._failure(found, first)
 
-    def _less(self, room: float, over: float, tried: Settled) -> float:
+    def _less(self, room: float, over: float, tried: CandidateSolution) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""
         assert self.ask.budget is not None
         if over == inf:
@@ -209,25 +213,25 @@ class Fitter:
         more = self._known_more(tried)
         return less if more is None else min(less, 1.0 - more / self.ask.budget)
 
-    def _leaves_no_less(self, room: float, tried: Settled) -> bool:
+    def _leaves_no_less(self, room: float, tried: CandidateSolution) -> bool:
         """Whether a share of the memory is about what one like this may be given at most."""
         more = self._known_more(tried)
         return more is not None and self.ask.budget is not None and room > 1 - more / self.ask.budget - _NEAR
 
-    def measured(self, found: Settled) -> float | None:
+    def measured(self, found: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a solution that was made a program, None of others."""
         known = next((made for _, made in self._fitted if _same(made.settled, found)), None)
         return None if known is None or known.peak is None else known.peak.step
 
-    def whole_seconds(self, found: Settled) -> float:
+    def whole_seconds(self, found: CandidateSolution) -> float:
         """Of a step of a solution that fits, with what it waits for its host."""
         peak = self.fitted(found).peak
         return self._seconds(found) + (peak.waits if peak is not None else 0.0)
 
-    def _seconds(self, tried: Settled) -> float:
+    def _seconds(self, tried: CandidateSolution) -> float:
         return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
 
-    def _over(self, tried: Settled) -> tuple[float, Fitted | None]:
+    def _over(self, tried: CandidateSolution) -> tuple[float, MemoryFit | None]:
         """(bytes beyond the budget, the solution with its stages); None for one that no cut fits, or of which
         solutions like it say that it does not."""
         expected = self._expected(tried)
@@ -244,15 +248,15 @@ class Fitter:
                     raise
                 return inf, None
         if self.ask.budget is None:
-            return 0.0, Fitted(tried, staging)
+            return 0.0, MemoryFit(tried, staging)
         peak = self.peak(tried, staging)
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
         kind, more = _kind_of(tried), peak.bytes - tried.placed.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
-        return peak.over, Fitted(tried, staging, peak)
+        return peak.over, MemoryFit(tried, staging, peak)
 
-    def _recut(self, tried: Settled, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
+    def _recut(self, tried: CandidateSolution, staging: Staging, peak: Peak) -> tuple[Staging, Peak]:
         """Stages that leave room for what the first ones held too much, if there are any about as fast."""
         cutting = self.cutting(tried)
         cutting.spare(_MORE * peak.over)
@@ -267,7 +271,7 @@ class Fitter:
         cutting.spare(0.0)
         return staging, peak
 
-    def _expected(self, tried: Settled) -> float | None:
+    def _expected(self, tried: CandidateSolution) -> float | None:
         """Bytes beyond the budget at least, by what was measured of solutions that run the same again; None
         if that says nothing: with a pipeline, whose schedule decides, and where activations may wait in host
         memory, of which what is missing decides."""
@@ -276,19 +280,19 @@ class Fitter:
             None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
         )
 
-    def _known_more(self, tried: Settled) -> float | None:
+    def _known_more(self, tried: CandidateSolution) -> float | None:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""
         return self._more_like(tried.configuration, tried.placed.setting)
 
-    def _more_like(self, where: Configuration, setting: Setting) -> float | None:
+    def _more_like(self, where: Configuration, setting: StepConfig) -> float | None:
         return self._more.get(_kind(where, setting)) if where.pipe.ranks == 1 else None
 
-    def beyond(self, where: Configuration, setting: Setting) -> float:
+    def beyond(self, where: Configuration, setting: StepConfig) -> float:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
         more = None if self.offload.activations else self._more_like(where, setting)
         return max(0.0, more or 0.0)
 
-    def _failure(self, tried: Settled, made: Fitted | None) -> InfeasibleError:
+    def _failure(self, tried: CandidateSolution, made: MemoryFit | None) -> InfeasibleError:
         name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
         if made is None or made.peak is None:
             why = "no stages of it fit, however they are cut"
@@ -307,12 +311,12 @@ class Fitter:
             failure.smallest_bytes = made.peak.bytes
         return failure
 
-    def peak(self, settled: Settled, staging: Staging | None) -> Peak:
+    def peak(self, settled: CandidateSolution, staging: Staging | None) -> Peak:
         """The simulated peak of the program that a solution becomes."""
         self.progress("simulating its memory")
         plan, how = self.lowering(settled)
         if staging is None and not self.offload and self.ask.budget is not None:
-            deep = look_at_deep(settled.posed.model.folded, how, self._look(settled), self.ask.budget)
+            deep = extrapolate_depth(settled.posed.model.folded, how, self._look(settled), self.ask.budget)
             if deep is not None:
                 return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.ask.budget)
         schedule = uncut = None
@@ -334,12 +338,12 @@ class Fitter:
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,
-                stages=None if schedule is None else Stages(schedule, 0),
+                stages=None if schedule is None else PipelineStages(schedule, 0),
                 offload=self.offload,
             )
 
         budget, prices_of = self.ask.budget, self._pricing(settled)
-        prices = prices_of(least(build, prices_of, budget))
+        prices = prices_of(least_offload(build, prices_of, budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
         over = -inf
@@ -355,38 +359,38 @@ class Fitter:
         waits = step.spent.axes.get("host", 0.0)
         return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
 
-    def _pricing(self, settled: Settled) -> Callable[[Program], StagePrices]:
+    def _pricing(self, settled: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""
         machine, known = self.cluster.laid(settled.posed.order), OfSegments()
         behaviour = Behaviour(recipe=self.ask.recipe)
         return lambda program: StagePrices(program, machine, behaviour=behaviour, known=known)
 
-    def _look(self, settled: Settled) -> Callable[[Folded, Lowering], Look]:
+    def _look(self, settled: CandidateSolution) -> Callable[[Folded, LoweringOptions], TruncatedRun]:
         """Looks at programs of a solution without a pipeline."""
         prices_of = self._pricing(settled)
 
-        def look(folded: Folded, how: Lowering) -> Look:
+        def look(folded: Folded, how: LoweringOptions) -> TruncatedRun:
             plan = how.plan
             lowered, signature = lower(folded, how), Signature.of(folded.joint)
             program = Program(plan.mesh, lowered, signature, {}, microbatches=plan.microbatches)
             prices = prices_of(program)
             peaks = Peaks(prices)
 
-            def step() -> Step:
+            def step() -> SimulatedStep:
                 seconds = step_seconds(prices.schedule, prices.costs, prices.behaviour.steps_overlap)
                 parts = prices.parts.all.values()
-                return Step(seconds, tuple((p.seconds, p.talk + p.hidden) for p in parts))
+                return SimulatedStep(seconds, tuple((p.seconds, p.talk + p.hidden) for p in parts))
 
-            return Look(*peaks.of(0), tuple(peaks.along(0)), step)
+            return TruncatedRun(*peaks.of(0), tuple(peaks.along(0)), step)
 
         return look
 
-    def cutting(self, settled: Settled) -> Cutting:
+    def cutting(self, settled: CandidateSolution) -> StagePartition:
         """The model at the microbatch of a solution, placed by it and not cut yet."""
         for other, cutting in self._cuttings:
             if _same(other, settled):
                 return cutting
-        made = Cutting(
+        made = StagePartition(
             settled.posed.model.folded,
             self.lowering(settled)[1],
             self.cluster.laid(settled.posed.order),
@@ -399,7 +403,7 @@ class Fitter:
         self._cuttings.append((settled, made))
         return made
 
-    def lowering(self, settled: Settled) -> tuple[Plan, Lowering]:
+    def lowering(self, settled: CandidateSolution) -> tuple[Plan, LoweringOptions]:
         """The plan of a solution, and how the passes place its model."""
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
@@ -407,17 +411,17 @@ class Fitter:
         return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
 
 
-def _kind_of(found: Settled) -> Hashable:
+def _kind_of(found: CandidateSolution) -> Hashable:
     return _kind(found.configuration, found.placed.setting)
 
 
-def _kind(where: Configuration, setting: Setting) -> Hashable:
+def _kind(where: Configuration, setting: StepConfig) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
     again = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
     return frozenset(again), alike(where)
 
 
-def _same(a: Settled, b: Settled) -> bool:
+def _same(a: CandidateSolution, b: CandidateSolution) -> bool:
     """Whether two solutions place and run everything alike."""
     states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
     return a.posed is b.posed and a.configuration == b.configuration and states

@@ -9,7 +9,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import link_of
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import is_ring
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
 from autoshard.simulate.rings import alone
@@ -29,9 +29,9 @@ class NodePrices:
         self.ops, self.overlap = Ops(mesh, mesh.coords(0), Behaviour()), cluster.device.overlap
         self.price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
         #: by identity of a node -> (the node, names of its values, what they are, seconds)
-        self._known: dict[int, tuple[Node, tuple[str, ...], list[Placed | None], float]] = {}
+        self._known: dict[int, tuple[Node, tuple[str, ...], list[PlacedValue | None], float]] = {}
 
-    def __call__(self, node: Node, values: Mapping[str, Placed]) -> float:
+    def __call__(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         known = self._known.get(id(node))
         if known is not None:
             _, names, placed, seconds = known
@@ -42,7 +42,7 @@ class NodePrices:
         self._known[id(node)] = node, names, [values.get(n) for n in names], seconds
         return seconds
 
-    def _seconds(self, node: Node, values: Mapping[str, Placed]) -> float:
+    def _seconds(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         if is_ring(node):
             return alone(self.ops.in_order(node, values), self.price, self.overlap)
         return sum(self.price(work) for work in self.ops.work(node, values))

@@ -20,16 +20,17 @@ from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.options import PlanOptions
 from autoshard.passes.pipeline import check_slices
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import check_pipeline, given, searched
-from autoshard.planner.memory_fit import Fitter, Peak
+from autoshard.planner.candidates import candidate_meshes, check_pipeline, given_mesh
+from autoshard.planner.memory_fit import MemoryFitter, Peak
 from autoshard.planner.stage_partition import Staging
 from autoshard.rules.user import Rules
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of, experts_of
-from autoshard.search.problem.rescale_batch import unlike_batch
+from autoshard.search.problem.rescale_batch import distinct_batch
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.select.tactics import Tactic, parse_tactics
 from autoshard.search.solve.configuration import Staged, microbatch_sizes
 from autoshard.search.solve.formulate import layer_calls
@@ -80,7 +81,7 @@ class Planned:
     plan: Plan
     analysis: Analysis = field(repr=False)
     cluster: Cluster = field(repr=False)
-    settled: Settled | None = field(default=None, repr=False)
+    settled: CandidateSolution | None = field(default=None, repr=False)
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
     peak: Peak | None = field(default=None, repr=False)
@@ -115,10 +116,10 @@ class PlanningRequest:
         return Offload.parse(self.options.offload)
 
     @cached_property
-    def ask(self) -> Ask:
+    def ask(self) -> SearchRequest:
         """The search's part of it."""
         options = self.options
-        return Ask(
+        return SearchRequest(
             batch=options.global_batch,
             recipe=recipe_named(options.optimizer),
             recompute=options.recompute,
@@ -139,7 +140,7 @@ class PlanningRequest:
             if self.batch is None:
                 raise
             # a batch of the same size as something else, or of one, cannot be followed; another one may be
-            batch = unlike_batch(analysis.folded)
+            batch = distinct_batch(analysis.folded)
             self.progress(f"capturing again, with {batch} sequences")
             try:
                 return self._planned(source, source.with_batch(analysis, batch).analysed(self.progress))
@@ -170,8 +171,8 @@ class PlanningRequest:
         source: Source,
         analysis: Analysis,
         meshes: Sequence[Staged],
-        ask: Ask,
-        among: Settled | None = None,
+        ask: SearchRequest,
+        among: CandidateSolution | None = None,
     ) -> Planned:
         found = plan_analysed(
             analysis,
@@ -191,9 +192,9 @@ class PlanningRequest:
         layers = sum(layer_calls(analysis.folded).values())
         if isinstance(self.where, Mesh):
             total = self.batch or batch_of(analysis.folded)
-            return [given(self.where, self.machine, layers, total, self.options)]
+            return [given_mesh(self.where, self.machine, layers, total, self.options)]
         experts = experts_of(analysis.model)
-        return searched(self.machine, self.ranks, layers, self.batch or 1, self.options, experts)
+        return candidate_meshes(self.machine, self.ranks, layers, self.batch or 1, self.options, experts)
 
 
 def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
@@ -219,7 +220,7 @@ def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
     return [replace(s, batches=tuple(b)) for s, b in zip(meshes, larger, strict=True) if b]
 
 
-def _among(again: Settled, all_: Settled) -> Settled:
+def _among(again: CandidateSolution, all_: CandidateSolution) -> CandidateSolution:
     """A configuration that was solved again, with what the search that led to it says of all others."""
     return replace(
         again,
@@ -237,13 +238,13 @@ def plan_analysed(
     cluster: Cluster,
     *,
     memory: int | None = None,
-    ask: Ask | None = None,
+    ask: SearchRequest | None = None,
     target: str = "",
     fixed: bool = False,
     offload: Offload = NO_OFFLOAD,
     progress: Progress | None = None,
     reasons: bool = True,
-    among: Settled | None = None,
+    among: CandidateSolution | None = None,
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
@@ -252,11 +253,11 @@ def plan_analysed(
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to.
     """
-    ask = replace(ask or Ask(), budget=memory)
+    ask = replace(ask or SearchRequest(), budget=memory)
 
     say = progress or (lambda _: None)
 
-    fitter = Fitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
+    fitter = MemoryFitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
     settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
     slices = settled.configuration.pipe.slices
     if slices > 1:
@@ -289,10 +290,10 @@ def _chosen(
     analysis: Analysis,
     meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
-    ask: Ask,
+    ask: SearchRequest,
     say: Progress,
-    fitter: Fitter,
-) -> Settled:
+    fitter: MemoryFitter,
+) -> CandidateSolution:
     """The best solution that fits, as the fitter sees it.
 
     The search counts activations on the device, wherever they then wait. So it is given more room than there
@@ -301,7 +302,7 @@ def _chosen(
     wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
     ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
-    best: Settled | None = None
+    best: CandidateSolution | None = None
     for times in wider:
         # nobody stores activations by hand: rivals are only looked for in the room that there is
         rivals = ask.rivals and times == 1

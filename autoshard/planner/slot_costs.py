@@ -15,16 +15,16 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.stage_machines import Machine, boundary_links, bounding_machine, stage_machines
+from autoshard.cost.stage_machines import StageMachine, boundary_links, bounding_machine, stage_machines
 from autoshard.ir import Call, Folded
 from autoshard.ir.placement import R
 from autoshard.ir.statements import Statement, Statements
-from autoshard.passes.pipeline import Lowering, place
+from autoshard.passes.pipeline import LoweringOptions, place
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD
 from autoshard.passes.stages.stage_assignment import places_apart
 from autoshard.passes.stages.stage_boundaries import stays
 from autoshard.passes.stages.truncate_layers import Gap, Shortened, Shorter
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.stage_link import in_parts, pipe_link
 from autoshard.planner.stage_slots import Shared, Slot, SlotCosts, Slots
 from autoshard.planner.stage_state import state_of
@@ -32,13 +32,15 @@ from autoshard.program.program import Program, Signature
 from autoshard.simulate.estimate import Estimator
 
 
-def slots_of(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots:
+def slots_of(folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots:
     """The slots of a model. cluster: the devices of the whole pipeline. ranks: of it."""
     found = _filled(folded, how, cluster, recipe, ranks)
     return _Pricing(folded, how, cluster, recipe, ranks).slots() if found is None else found
 
 
-def _filled(folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots | None:
+def _filled(
+    folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
+) -> Slots | None:
     """The same by copies of equal layers; None where there are too few, or one more of them changes more
     than its own slots: a sum over layers somewhere else, say."""
     shorter = Shorter(folded, how.flow, how.plan)
@@ -67,9 +69,11 @@ def _with_all(slots: Slots, gaps: Iterable[Gap]) -> Slots | None:
 class _Pricing:
     """Fills the arrays of `SlotCosts`; see there."""
 
-    def __init__(self, folded: Folded, how: Lowering, cluster: Cluster, recipe: Recipe, ranks: int) -> None:
+    def __init__(
+        self, folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
+    ) -> None:
         self.folded, self.how, self.cluster, self.recipe = folded, how, cluster, recipe
-        self.homes = places_apart(Uncut.of(place(folded, how)), folded.joint)
+        self.homes = places_apart(Unpartitioned.of(place(folded, how)), folded.joint)
         whole = self.homes.uncut.whole  # with copies of gradients that serve several parameters
         self.whole = whole
         self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
@@ -106,7 +110,7 @@ class _Pricing:
         of = tuple(distinct.index(kind) for kind in self.unlike)
         return Slots(tuple(self._named()), costs, self.link, self.slices, kinds, of, shared)
 
-    def _on(self, costs: SlotCosts, update: np.ndarray, machine: Machine, link: AxisLink) -> SlotCosts:
+    def _on(self, costs: SlotCosts, update: np.ndarray, machine: StageMachine, link: AxisLink) -> SlotCosts:
         """The costs on another machine, with another link behind it. update: bytes that AdamW moves."""
         estimator = Estimator(self.estimator.program, self.cluster, machine=machine)
         forward, input_, weight, seen, seen_back = self._seconds(estimator)
@@ -237,8 +241,8 @@ class _Pricing:
 
 
 def _unlike(
-    cluster: Cluster, mesh: Mesh, ranks: int, bound: Machine, slowest: AxisLink
-) -> tuple[tuple[Machine, AxisLink], ...]:
+    cluster: Cluster, mesh: Mesh, ranks: int, bound: StageMachine, slowest: AxisLink
+) -> tuple[tuple[StageMachine, AxisLink], ...]:
     """(machine, link behind it) of every pipeline rank; () on a cluster of one kind."""
     if cluster.alike:
         return ()
@@ -247,6 +251,6 @@ def _unlike(
     return tuple(zip(machines, links, strict=True))
 
 
-def _bare(whole: Statements, folded: Folded, how: Lowering) -> Program:
+def _bare(whole: Statements, folded: Folded, how: LoweringOptions) -> Program:
     """The placed program as one that can be priced."""
     return Program(how.plan.mesh, whole.lowered, Signature.of(folded.joint), {})

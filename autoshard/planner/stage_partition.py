@@ -16,8 +16,8 @@ from autoshard.cost.recipe import Recipe
 from autoshard.cost.stage_machines import rooms, stage_machines
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Folded
-from autoshard.passes.pipeline import Lowering, place
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.pipeline import LoweringOptions, place
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.slot_costs import slots_of
 from autoshard.planner.stage_slots import Trial
 from autoshard.schedules.check import in_flight_of_stages
@@ -33,8 +33,8 @@ from autoshard.search.plan.plan import Pipeline
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.pipeline_model import TRIED
-from autoshard.search.solve.solve_placements import Placed as Placement
-from autoshard.search.solve.stage_cuts import Ask
+from autoshard.search.solve.solve_placements import PlacementSolution as Placement
+from autoshard.search.solve.stage_cuts import CutRequest
 
 #: schedule -> chunks, also tried where some ranks are joined by a slower link than others: their microbatches
 #: are under way before anyone waits for one, at the price of memory
@@ -102,7 +102,7 @@ class Schedules:
         return self._flying[id(schedule)]
 
 
-class Cutting:
+class StagePartition:
     """The stages of a plan whose pipeline is not cut yet; every schedule is cut once.
 
     microbatch: seconds that the search counts for computing and talking in one microbatch of the whole model;
@@ -113,7 +113,7 @@ class Cutting:
     def __init__(
         self,
         folded: Folded,
-        how: Lowering,
+        how: LoweringOptions,
         cluster: Cluster,
         recipe: Recipe,
         budget: float | None,
@@ -138,9 +138,9 @@ class Cutting:
         self._spare = 0.0
 
     @cached_property
-    def uncut(self) -> Uncut:
+    def uncut(self) -> Unpartitioned:
         """Placed, for whoever goes on to lower it with its cuts."""
-        return Uncut.of(place(self._folded, self.how))
+        return Unpartitioned.of(place(self._folded, self.how))
 
     def seconds(self, *, fixed: bool = False) -> float:
         """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
@@ -199,7 +199,7 @@ class Cutting:
                 budget = None if self.budget is None else self.budget - self._spare
                 flying = self.schedules.flying(schedule)
                 budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
-                ask = Ask(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
+                ask = CutRequest(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
                 found = self.slots.cut(schedule, ask)
             self._trials[name, chunks] = found
         return self._trials[name, chunks]
@@ -228,9 +228,9 @@ def _shortest(trials: Iterable[Trial | None]) -> Trial | None:
     return min((t for t in trials if t is not None), key=lambda t: t.seconds, default=None)
 
 
-def staged(
+def partition_stages(
     folded: Folded,
-    how: Lowering,
+    how: LoweringOptions,
     cluster: Cluster,
     recipe: Recipe,
     budget: float | None,
@@ -238,5 +238,5 @@ def staged(
     fixed: bool,
     microbatch: float | None = None,
 ) -> Staging:
-    """The stages of a plan whose pipeline is not cut yet; see `Cutting`."""
-    return Cutting(folded, how, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)
+    """The stages of a plan whose pipeline is not cut yet; see `StagePartition`."""
+    return StagePartition(folded, how, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)

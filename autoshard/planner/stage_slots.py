@@ -16,7 +16,7 @@ from autoshard.passes.stages.truncate_layers import Gap
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes
 from autoshard.search.plan.plan import Cut, Pipeline
-from autoshard.search.solve.stage_cuts import Ask, Line, best_cuts, places_of
+from autoshard.search.solve.stage_cuts import CutRequest, Line, best_cuts, places_of
 from autoshard.simulate.slices import in_slices
 
 #: (slots, bytes) of parameters that several slots use
@@ -206,7 +206,7 @@ class Slots:
         schedule, cuts = trial.schedule, tuple(self.cut_behind(e) for e in trial.ends)
         return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices)
 
-    def cut(self, schedule: Schedule, ask: Ask) -> Trial | None:
+    def cut(self, schedule: Schedule, ask: CutRequest) -> Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
         edges = [0, *(p + 1 for p in self.places), self.count]
         tried: list[list[int]] = []

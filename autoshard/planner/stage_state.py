@@ -13,8 +13,8 @@ import numpy as np
 from autoshard.cost.recipe import Recipe
 from autoshard.ir import DTYPES, Folded, Port
 from autoshard.passes.overlap.gather_once import gathers_of
-from autoshard.passes.pipeline import Lowering, kept_ports, late_ports
-from autoshard.passes.stages.gradient_sums import Sums, linear_source, sums_of
+from autoshard.passes.pipeline import LoweringOptions, kept_ports, late_ports
+from autoshard.passes.stages.gradient_sums import GradientSums, linear_source, sums_of
 from autoshard.passes.stages.stage_assignment import StagePlaces
 
 
@@ -33,7 +33,7 @@ class StagedState:
 def state_of(
     homes: StagePlaces,
     folded: Folded,
-    how: Lowering,
+    how: LoweringOptions,
     recipe: Recipe,
     bytes_of: Callable[[str], float],
     *,
@@ -69,7 +69,7 @@ def state_of(
     return replace(found, shared=tuple(shared))
 
 
-def _copies(homes: StagePlaces, folded: Folded, how: Lowering) -> frozenset[str]:
+def _copies(homes: StagePlaces, folded: Folded, how: LoweringOptions) -> frozenset[str]:
     if how.plan.microbatches == 1:
         return frozenset()
     forward = [s for s in homes.uncut.whole.all if not s.backward]
@@ -82,7 +82,7 @@ class _Homing:
     gradients: target of a trained parameter -> the value that is its gradient.
     """
 
-    def __init__(self, homes: StagePlaces, folded: Folded, how: Lowering) -> None:
+    def __init__(self, homes: StagePlaces, folded: Folded, how: LoweringOptions) -> None:
         self.homes = homes
         whole = homes.uncut.whole
         pairs = zip(folded.joint.results, whole.results, strict=True)
@@ -146,6 +146,6 @@ class _Homing:
                 yield copy, last
 
 
-def _ends(sums: Sums, value: str) -> tuple[tuple[int, str], ...]:
+def _ends(sums: GradientSums, value: str) -> tuple[tuple[int, str], ...]:
     slots = sorted(slot for slot, own in sums.of.items() if value in own)
     return tuple((slot, sums.of[slot][value].terms[0]) for slot in dict.fromkeys((slots[0], slots[-1])))

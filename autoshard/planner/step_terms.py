@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.ir import Folded, TensorType
-from autoshard.ir.lowered import Placed
-from autoshard.passes.simplify.batch_terms import BatchTerms, Sample, averaged, batch_terms, moved
+from autoshard.ir.lowered import PlacedValue
+from autoshard.passes.simplify.batch_terms import BatchTerms, CapturedSample, averaged, batch_terms, moved
 from autoshard.planner.analysis import Analysis
 from autoshard.planner.planning import Source
 from autoshard.program.loss import loss_position
@@ -63,8 +63,8 @@ def _captured(source: Source, micro: Analysis, batch: int, say: Callable[[str], 
     return source.with_batch(micro, batch).analysed(lambda _: None)
 
 
-def _sample(analysis: Analysis) -> Sample:
-    return Sample(analysis.folded, analysis.rules, batch_of(analysis.folded))
+def _sample(analysis: Analysis) -> CapturedSample:
+    return CapturedSample(analysis.folded, analysis.rules, batch_of(analysis.folded))
 
 
 def trained_output(folded: Folded) -> int | None:
@@ -73,7 +73,7 @@ def trained_output(folded: Folded) -> int | None:
     for graph, call in ((folded.segments[c.segment], c) for c in folded.calls):
         types.update((out, graph.types()[inner]) for out, inner in zip(call.outs, graph.outputs, strict=True))
     types.update((p.name, p.type) for p in folded.joint.ports)
-    values = {r.value: Placed(types[r.value], ()) for r in folded.joint.results if r.kind == "output"}
+    values = {r.value: PlacedValue(types[r.value], ()) for r in folded.joint.results if r.kind == "output"}
     try:
         return loss_position(Signature.of(folded.joint), values)
     except UsageError:

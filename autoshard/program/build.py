@@ -7,20 +7,20 @@ from dataclasses import replace
 from autoshard.ir import Call, Folded, Joint, Node, Ref, substitute
 from autoshard.ir.lowered import Instruction, Lowered
 from autoshard.ir.offload import NO_OFFLOAD
-from autoshard.passes.pipeline import REFINES, Lowering, lower
+from autoshard.passes.pipeline import REFINES, LoweringOptions, lower
 from autoshard.program.dumps import Dumps, Shot
 from autoshard.program.holders import check_holders
 from autoshard.program.names import port_names
 from autoshard.program.notes import notes_of_segment
 from autoshard.program.original import notes_of_original, original_of
-from autoshard.program.program import Program, Signature, Stages, StoredState
+from autoshard.program.program import PipelineStages, Program, Signature, StoredState
 from autoshard.schedules.schedule import Schedule
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_to_json
 
 
 def build_program(
-    folded: Folded, how: Lowering, plan: Plan, dumps: Dumps, schedule: Schedule | None = None
+    folded: Folded, how: LoweringOptions, plan: Plan, dumps: Dumps, schedule: Schedule | None = None
 ) -> Program:
     """The program of a folded model under a plan.
 
@@ -30,7 +30,7 @@ def build_program(
     shots = dict(dumps.shots)
     stages = None
     if plan.pipeline is not None and schedule is not None:
-        stages = Stages(schedule, plan.pipeline.position + _added_before(plan.pipeline.position, how))
+        stages = PipelineStages(schedule, plan.pipeline.position + _added_before(plan.pipeline.position, how))
         how = replace(how, split_backward=schedule.splits_backward)
     mesh = str(how.last_mesh)
 
@@ -74,7 +74,7 @@ def _state_of(joint: Joint) -> StoredState:
     return StoredState(joint.captured_state.digest, joint.captured_state.texts())
 
 
-def _added_before(position: int, how: Lowering) -> int:
+def _added_before(position: int, how: LoweringOptions) -> int:
     """By how many axes the mesh grows before a position."""
     inner = how.mesh.names[:position]
     return sum(len(h.levels.parts) - 1 for h in how.hierarchy if h.levels.axis in inner)

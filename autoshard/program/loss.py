@@ -9,12 +9,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import UsageError
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.program.program import Signature
 from autoshard.torch_adapters.dtypes import torch_dtype
 
 
-def loss_position(signature: Signature, values: Mapping[str, Placed]) -> int:
+def loss_position(signature: Signature, values: Mapping[str, PlacedValue]) -> int:
     """Which output of the model is the loss; values: of the results. Raises UsageError if none is."""
     types = {int(r.target): values[r.value].type for r in signature.results if r.kind == "output"}
     flat: list[Any] = []

@@ -17,7 +17,7 @@ _Part: TypeAlias = "tuple[int, str, int]"
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StageSend:
     """A value of one microbatch on its way. number: its place among all from this sender to this receiver."""
 
     sender: int
@@ -28,37 +28,37 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Move:
+class RankAction:
     """One action of a rank: the parts it runs, what must have arrived before, and what it sends after."""
 
     action: Action
     phases: tuple[Phase, ...]
-    receives: tuple[Message, ...]
-    sends: tuple[Message, ...]
+    receives: tuple[StageSend, ...]
+    sends: tuple[StageSend, ...]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PipelineMessages:
     """The moves of every pipeline rank of a program, in order."""
 
     program: Program
 
     @cached_property
-    def moves(self) -> tuple[tuple[Move, ...], ...]:
+    def moves(self) -> tuple[tuple[RankAction, ...], ...]:
         assert self.program.stages is not None
         schedule = self.program.stages.schedule
         wires = wires_of(self.program.lowered, {p.name for p in self.program.signature.ports})
         leaving = _by_part(wires, schedule)
-        sent: dict[tuple[int, int, str], Message] = {}
+        sent: dict[tuple[int, int, str], StageSend] = {}
         numbers: dict[tuple[int, int], int] = {}
-        sends: dict[tuple[int, Action], list[Message]] = {}
+        sends: dict[tuple[int, Action], list[StageSend]] = {}
         for rank, actions in enumerate(schedule.actions):
             for action in actions:
                 for phase in phases_of(action, schedule):
                     for value, receiver in leaving.get((action.stage, phase, action.slice), ()):
                         number = numbers.get((rank, receiver), 0)
                         numbers[rank, receiver] = number + 1
-                        message = Message(rank, receiver, number, value, action.microbatch)
+                        message = StageSend(rank, receiver, number, value, action.microbatch)
                         sent[receiver, action.microbatch, value] = message
                         sends.setdefault((rank, action), []).append(message)
         entering: dict[_Part, list[str]] = {}
@@ -75,15 +75,15 @@ class Traffic:
         rank: int,
         actions: tuple[Action, ...],
         schedule: Schedule,
-        sends: Mapping[tuple[int, Action], list[Message]],
-        sent: Mapping[tuple[int, int, str], Message],
+        sends: Mapping[tuple[int, Action], list[StageSend]],
+        sent: Mapping[tuple[int, int, str], StageSend],
         entering: Mapping[_Part, list[str]],
-    ) -> tuple[Move, ...]:
+    ) -> tuple[RankAction, ...]:
         moves = []
-        have: set[Message] = set()
+        have: set[StageSend] = set()
         for action in actions:
             phases = phases_of(action, schedule)
-            receives: list[Message] = []
+            receives: list[StageSend] = []
             for phase in phases:
                 for value in entering.get((action.stage, phase, action.slice), ()):
                     message = sent[rank, action.microbatch, value]
@@ -91,7 +91,7 @@ class Traffic:
                         have.add(message)
                         receives.append(message)
             receives.sort(key=lambda m: (m.sender, m.number))
-            moves.append(Move(action, phases, tuple(receives), tuple(sends.get((rank, action), ()))))
+            moves.append(RankAction(action, phases, tuple(receives), tuple(sends.get((rank, action), ()))))
         return tuple(moves)
 
 
@@ -118,14 +118,14 @@ def _by_part(wires: tuple[Wire, ...], schedule: Schedule) -> dict[_Part, list[tu
     return {part: list(values) for part, values in found.items()}
 
 
-def moves_of(program: Program) -> tuple[tuple[Move, ...], ...]:
+def moves_of(program: Program) -> tuple[tuple[RankAction, ...], ...]:
     """What every pipeline rank does; a program of one stage runs one microbatch after the other."""
     if program.stages is not None:
-        return Traffic(program).moves
+        return PipelineMessages(program).moves
     split = any(p.phase == "weight" for p in program.lowered.parts)
     back = ("backward", "weight") if split else ("backward",)
-    moves: list[Move] = []
+    moves: list[RankAction] = []
     for m in range(program.microbatches):
-        moves.append(Move(Action("F", 0, m), ("forward",), (), ()))
-        moves.append(Move(Action("B", 0, m), back, (), ()))  # type: ignore[arg-type]
+        moves.append(RankAction(Action("F", 0, m), ("forward",), (), ()))
+        moves.append(RankAction(Action("B", 0, m), back, (), ()))  # type: ignore[arg-type]
     return (tuple(moves),)

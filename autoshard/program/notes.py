@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from autoshard.ir.lowered import Lowered
-from autoshard.program.program import Note
+from autoshard.program.program import NodeNote
 
 
-def notes_of_segment(lowered: Lowered, name: str) -> tuple[Note, ...]:
+def notes_of_segment(lowered: Lowered, name: str) -> tuple[NodeNote, ...]:
     """Where each node comes from and why it is as it is."""
     segment = lowered.segments[name]
     return tuple(
-        Note(n.origin.fqn, n.origin.source, segment.why.get(n.name, "")) for n in segment.graph.nodes
+        NodeNote(n.origin.fqn, n.origin.source, segment.why.get(n.name, "")) for n in segment.graph.nodes
     )

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from autoshard.errors import VerificationError
 from autoshard.ir import Call, Folded, Graph, Joint
-from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.passes.simplify.batch_terms import NO_TERMS, BatchTerms
 from autoshard.passes.simplify.scale_terms import scale_terms
 from autoshard.program.parse import parse_program
-from autoshard.program.program import Note, Program, Signature
+from autoshard.program.program import NodeNote, Program, Signature
 from autoshard.program.text import main_lines, segment_lines
 
 
@@ -25,15 +25,15 @@ def original_of(folded: Folded, names: Mapping[str, str], terms: BatchTerms = NO
     order of the joint graph.
     """
     segments = {n: LoweredSegment(g, dict.fromkeys(g.types(), ()), {}) for n, g in folded.segments.items()}
-    values = {names[p.name]: Placed(p.type, ()) for p in folded.joint.ports}
+    values = {names[p.name]: PlacedValue(p.type, ()) for p in folded.joint.ports}
     calls = [_renamed(c, names) for c in folded.calls]
     for call in calls:
         graph = folded.segments[call.segment]
         types = graph.types()
-        values.update({o: Placed(types[i], ()) for o, i in zip(call.outs, graph.outputs, strict=True)})
+        values.update({o: PlacedValue(types[i], ()) for o, i in zip(call.outs, graph.outputs, strict=True)})
     main = (*(c for c in calls if not c.backward), *(c for c in calls if c.backward))
     first = sum(not c.backward for c in calls)
-    parts = (Part(0, "forward", 0, first), Part(0, "backward", first, len(main)))
+    parts = (StagePart(0, "forward", 0, first), StagePart(0, "backward", first, len(main)))
     results = tuple(names.get(r.value, r.value) for r in folded.joint.results)
     made = Lowered(segments, main, values, results, parts)
     return scale_terms(made, replace(terms, tangent=names.get(terms.tangent, "")), axes=0)
@@ -68,21 +68,21 @@ def _renamed(call: Call, names: Mapping[str, str]) -> Call:
     return replace(call, args=tuple(names.get(a, a) for a in call.args))
 
 
-def notes_of_original(original: Lowered) -> dict[str, tuple[Note, ...]]:
+def notes_of_original(original: Lowered) -> dict[str, tuple[NodeNote, ...]]:
     """Where each node of each segment of the model comes from."""
     return {
-        name: tuple(Note(n.origin.fqn, n.origin.source) for n in segment.graph.nodes)
+        name: tuple(NodeNote(n.origin.fqn, n.origin.source) for n in segment.graph.nodes)
         for name, segment in original.segments.items()
     }
 
 
-def original_text(original: Lowered, signature: Signature, notes: Mapping[str, tuple[Note, ...]]) -> str:
+def original_text(original: Lowered, signature: Signature, notes: Mapping[str, tuple[NodeNote, ...]]) -> str:
     """The text of ``original.py``. signature: of the program, whose ports it shares."""
     results = tuple(replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True))
     as_program = Program("", original, replace(signature, results=results), dict(notes))
     lines = ["# the model as captured, decomposed and normalized; shapes are those of one microbatch", ""]
     for name, segment in original.segments.items():
-        own = notes.get(name) or (Note(),) * len(segment.graph.nodes)
+        own = notes.get(name) or (NodeNote(),) * len(segment.graph.nodes)
         lines += ["", *segment_lines(segment, own, ()), ""]
     lines += ["", *main_lines(as_program, ())]
     return "\n".join(lines).rstrip("\n") + "\n"

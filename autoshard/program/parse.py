@@ -26,7 +26,7 @@ from autoshard.ir import (
     ShardOf,
     TensorType,
 )
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard
 from autoshard.program.text import NAMESPACES
 
@@ -49,7 +49,7 @@ def _fail(what: str, node: ast.AST | None = None) -> NoReturn:
     )
 
 
-def parse_type(text: str, names: Sequence[str], node: ast.AST | None = None) -> Placed:
+def parse_type(text: str, names: Sequence[str], node: ast.AST | None = None) -> PlacedValue:
     """``f32[2, 3] dp:S(0) tp:R`` as a type and a layout."""
     match = _TYPE.match(text)
     if not match or match.group(1) not in DTYPES:
@@ -62,7 +62,7 @@ def parse_type(text: str, names: Sequence[str], node: ast.AST | None = None) -> 
     if len(words) != len(names):
         _fail(f"{text!r} does not place the value on the axes {', '.join(names)}", node)
     layout = tuple(_placement(w, n, shape, node) for w, n in zip(words, names, strict=True))
-    return Placed(TensorType(shape, match.group(1)), layout)
+    return PlacedValue(TensorType(shape, match.group(1)), layout)
 
 
 def _placement(word: str, axis: str, shape: tuple[int, ...], node: ast.AST | None) -> Placement:
@@ -167,7 +167,7 @@ class _Reader:
             inputs.append((a.arg, placed.type))
             layouts[a.arg] = placed.layout
         nodes: list[Node] = []
-        declared: dict[str, Placed] = {}
+        declared: dict[str, PlacedValue] = {}
         known = set(layouts)
         outputs: tuple[str, ...] | None = None
         for statement in fn.body:
@@ -189,13 +189,13 @@ class _Reader:
             _fail("a segment without return", fn)
         return LoweredSegment(Graph(fn.name, tuple(inputs), tuple(nodes), outputs), layouts, {})
 
-    def annotation(self, node: ast.expr | None, at: ast.AST) -> Placed:
+    def annotation(self, node: ast.expr | None, at: ast.AST) -> PlacedValue:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             _fail("a type is missing", at)
         return parse_type(node.value, self.names, at)
 
     def statement(
-        self, node: ast.stmt, declared: dict[str, Placed], known: Collection[str], backward: bool
+        self, node: ast.stmt, declared: dict[str, PlacedValue], known: Collection[str], backward: bool
     ) -> Node | None:
         """One assignment of a known op; a bare annotation only declares a type."""
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -245,7 +245,7 @@ def _new(name: str, taken: Collection[str], node: ast.AST) -> None:
 
 def parse_program(
     text: str, names: Sequence[str], ops: Collection[str]
-) -> tuple[Lowered, tuple[Port, ...], dict[Part, tuple[str, ...]]]:
+) -> tuple[Lowered, tuple[Port, ...], dict[StagePart, tuple[str, ...]]]:
     """(the program, its ports, what every part returns) of a text.
 
     ops: names of all ops that may be called. Raises VerificationError with the line of the first
@@ -259,7 +259,7 @@ def parse_program(
         _fail(f"the text is not Python ({type(error).__name__}: {error})")
     reader = _Reader(names, ops)
     ports: list[Port] = []
-    values: dict[str, Placed] = {}
+    values: dict[str, PlacedValue] = {}
     functions: dict[str, ast.FunctionDef] = {}
     for item in module.body:
         if isinstance(item, ast.FunctionDef):
@@ -280,8 +280,8 @@ def parse_program(
     bodies = {name: fn for name, fn in functions.items() if found[name] is None}
     segments = {n: reader.segment(f, n in backward_segments) for n, f in bodies.items()}
     main: list[Instruction] = []
-    parts: list[Part] = []
-    returns: dict[Part, tuple[str, ...]] = {}
+    parts: list[StagePart] = []
+    returns: dict[StagePart, tuple[str, ...]] = {}
     made: dict[int, set[str]] = {}
     back: dict[int, set[str]] = {}
     for fn, part in named:
@@ -303,19 +303,19 @@ def parse_program(
     return lowered, tuple(ports), returns
 
 
-def _part_of(name: str) -> Part | None:
+def _part_of(name: str) -> StagePart | None:
     """The part of main that a function is, still empty; None for a segment."""
     match = _PART.match(name)
     if match is None:
         return None
-    return Part(int(match.group(2) or 0), match.group(1), 0, 0, int(match.group(3) or 0))  # type: ignore[arg-type]
+    return StagePart(int(match.group(2) or 0), match.group(1), 0, 0, int(match.group(3) or 0))  # type: ignore[arg-type]
 
 
 def _called(fn: ast.FunctionDef) -> set[str]:
     return {n.func.id for n in ast.walk(fn) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
 
 
-def _port(item: ast.AnnAssign, reader: _Reader) -> tuple[Port, Placed]:
+def _port(item: ast.AnnAssign, reader: _Reader) -> tuple[Port, PlacedValue]:
     assert isinstance(item.target, ast.Name)
     placed = reader.annotation(item.annotation, item)
     call = item.value
@@ -337,13 +337,13 @@ def _main(
     backward: bool,
     reader: _Reader,
     segments: dict[str, LoweredSegment],
-    values: dict[str, Placed],
+    values: dict[str, PlacedValue],
     own: set[str],
 ) -> tuple[list[Instruction], tuple[str, ...]]:
     """Instructions of a part and what it returns; own: values that its stage has made, which grow."""
     _plain_def(fn)
     items: list[Instruction] = []
-    declared: dict[str, Placed] = {}
+    declared: dict[str, PlacedValue] = {}
     for statement in fn.body:
         if isinstance(statement, ast.Return):
             return items, reader.returned(statement, values)
@@ -352,7 +352,7 @@ def _main(
             graph = segments[call.segment]
             types = graph.graph.types()
             for out, inner in zip(call.outs, graph.graph.outputs, strict=True):
-                _made(out, Placed(types[inner], graph.layouts[inner]), values, own, statement)
+                _made(out, PlacedValue(types[inner], graph.layouts[inner]), values, own, statement)
             items.append(call)
             continue
         node = reader.statement(statement, declared, values, backward)
@@ -364,7 +364,9 @@ def _main(
     _fail(f"{fn.name} without return", fn)
 
 
-def _made(out: str, placed: Placed, values: dict[str, Placed], own: set[str], node: ast.AST) -> None:
+def _made(
+    out: str, placed: PlacedValue, values: dict[str, PlacedValue], own: set[str], node: ast.AST
+) -> None:
     """A stage makes a value; several may make the same one, in the same layout."""
     _new(out, own, node)
     if values.setdefault(out, placed) != placed:

@@ -54,7 +54,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Note:
+class NodeNote:
     """What a dump says beside a node."""
 
     fqn: str = ""
@@ -63,7 +63,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Stages:
+class PipelineStages:
     """How the stages of a program are run. position: of the pp axis in the mesh of all ranks."""
 
     schedule: Schedule
@@ -103,7 +103,7 @@ class Program:
     mesh: str
     lowered: Lowered
     signature: Signature
-    notes: dict[str, tuple[Note, ...]]
+    notes: dict[str, tuple[NodeNote, ...]]
     plan: str = ""
     dumps: Mapping[str, str] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
@@ -111,9 +111,9 @@ class Program:
     options: tuple[tuple[str, str], ...] = ()
     user_ops: tuple[str, ...] = ()
     microbatches: int = 1
-    stages: Stages | None = None
+    stages: PipelineStages | None = None
     original: Lowered | None = None
-    original_notes: dict[str, tuple[Note, ...]] = field(default_factory=dict)
+    original_notes: dict[str, tuple[NodeNote, ...]] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     offload: Offload = NO_OFFLOAD
     sums: tuple[str, ...] = ()

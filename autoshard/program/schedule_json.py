@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 from autoshard.errors import VerificationError
-from autoshard.program.program import Stages
+from autoshard.program.program import PipelineStages
 from autoshard.schedules.check import check
 from autoshard.schedules.schedule import Action, Schedule
 
 _ACTION = re.compile(r"^([FBIW])(\d{1,6})\.(\d{1,6})(?:/(\d{1,6}))?$")
 
 
-def schedule_to_json(stages: Stages) -> str:
+def schedule_to_json(stages: PipelineStages) -> str:
     """The same schedule gives the same text."""
     schedule = stages.schedule
     document = {
@@ -28,7 +28,7 @@ def schedule_to_json(stages: Stages) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def schedule_from_json(text: str) -> Stages:
+def schedule_from_json(text: str) -> PipelineStages:
     """Raises VerificationError if the text is no schedule, or its ranks would wait for each other forever."""
     try:
         raw: dict[str, Any] = json.loads(text)
@@ -53,7 +53,7 @@ def schedule_from_json(text: str) -> Stages:
             hint="compile the program again",
         )
     check(schedule)
-    return Stages(schedule, position)
+    return PipelineStages(schedule, position)
 
 
 def _number(raw: object) -> int:

@@ -24,13 +24,13 @@ from autoshard._version import __version__
 from autoshard.errors import UsageError, VerificationError
 from autoshard.ir import Call, Port, Result
 from autoshard.ir.boundaries import returns_of
-from autoshard.ir.lowered import Lowered, Part
+from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.offload import Offload
 from autoshard.program.known_ops import known_ops
 from autoshard.program.manifest import MAX_RANKS, check_manifest, check_mesh, fail
 from autoshard.program.original import original_text, parse_original
 from autoshard.program.parse import parse_program
-from autoshard.program.program import FORMAT, Note, Program, Signature, Stages, StoredState
+from autoshard.program.program import FORMAT, NodeNote, PipelineStages, Program, Signature, StoredState
 from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.signature_check import check_signature
 from autoshard.program.text import axis_names, program_text
@@ -313,7 +313,7 @@ def _offload_in(text: str) -> Offload:
         raise VerificationError(error.what, where="manifest.json, offload", hint=_RECOMPILE) from None
 
 
-def _stages_in(text: str | None, lowered: Lowered, microbatches: int, mesh: str) -> Stages | None:
+def _stages_in(text: str | None, lowered: Lowered, microbatches: int, mesh: str) -> PipelineStages | None:
     """The schedule of a pipeline, which must fit the text of the program."""
     axes = len(mesh.split(","))
     count = 1 + max(p.stage for p in lowered.parts)
@@ -389,7 +389,7 @@ def _signature_in(raw: dict[str, Any], ports: tuple[Port, ...]) -> Signature:
     )
 
 
-def _check_returns(signature: Signature, lowered: Lowered, returns: dict[Part, tuple[str, ...]]) -> None:
+def _check_returns(signature: Signature, lowered: Lowered, returns: dict[StagePart, tuple[str, ...]]) -> None:
     """The manifest and the text must agree on what the program's results are."""
     results = {r.value for r in signature.results}
     made = {p.name for p in signature.ports} | {o for i in lowered.main for o in i.outs}
@@ -397,12 +397,12 @@ def _check_returns(signature: Signature, lowered: Lowered, returns: dict[Part, t
         raise VerificationError("the manifest does not fit what the program returns", hint=_RECOMPILE)
 
 
-def _notes_in(raw: Mapping[str, Any], lowered: Lowered, name: str) -> dict[str, tuple[Note, ...]]:
+def _notes_in(raw: Mapping[str, Any], lowered: Lowered, name: str) -> dict[str, tuple[NodeNote, ...]]:
     """The notes on every node of a text. Raises VerificationError if they are on other nodes."""
     # before anything is made for each of them
     if {k: len(v) for k, v in raw.items()} != {k: len(s.graph.nodes) for k, s in lowered.segments.items()}:
         raise VerificationError(f"notes.json is not about the statements of {name}", hint=_RECOMPILE)
-    return {k: tuple(Note(*map(str, row)) for row in rows) for k, rows in raw.items()}
+    return {k: tuple(NodeNote(*map(str, row)) for row in rows) for k, rows in raw.items()}
 
 
 def _labelled(lowered: Lowered, labels: list[str]) -> Lowered:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from autoshard.ir import Arg, Call, CallSite, Dtype, LocalOffset, LocalSize, Node, Ref, ShardOf, TensorType
 from autoshard.ir.boundaries import Wire, part_name, returns_of, wires_of
-from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.program.collectives import collectives_of
-from autoshard.program.program import FORMAT, Note, Program
+from autoshard.program.program import FORMAT, NodeNote, Program
 
 #: op namespaces that are written out; ``aten`` is not
 NAMESPACES = ("autoshard", "comm", "host", "transformers", "prims")
@@ -80,7 +80,7 @@ def node_lines(node: Node, layouts: Mapping[str, Layout], names: Sequence[str]) 
     return [*typed, f"{', '.join(node.outs)}{',' if len(node.outs) == 1 else ''} = {right}"]
 
 
-def segment_lines(segment: LoweredSegment, notes: Sequence[Note], names: Sequence[str]) -> list[str]:
+def segment_lines(segment: LoweredSegment, notes: Sequence[NodeNote], names: Sequence[str]) -> list[str]:
     """The ``def`` of a segment, with the reason of each choice at the end of its line."""
     graph = segment.graph
     lines = [f"def {graph.name}("]
@@ -99,7 +99,7 @@ def segment_lines(segment: LoweredSegment, notes: Sequence[Note], names: Sequenc
     return lines
 
 
-def numbered_notes(program: Program) -> dict[str, tuple[Note, ...]]:
+def numbered_notes(program: Program) -> dict[str, tuple[NodeNote, ...]]:
     """The notes of every segment, those of collectives with their names before the reason (``c017``)."""
     named = collectives_of(program)
     return {
@@ -141,7 +141,7 @@ def main_lines(program: Program, names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
+def _wire_notes(part: StagePart, wires: Sequence[Wire]) -> list[str]:
     """What a part is sent and sends on, in words."""
     received: dict[int, list[str]] = {}
     sent: dict[int, list[str]] = {}
@@ -154,7 +154,9 @@ def _wire_notes(part: Part, wires: Sequence[Wire]) -> list[str]:
     return found + [f"to stage {stage}: {', '.join(values)}" for stage, values in sent.items()]
 
 
-def instruction_lines(item: Call | Node, values: Mapping[str, Placed], names: Sequence[str]) -> list[str]:
+def instruction_lines(
+    item: Call | Node, values: Mapping[str, PlacedValue], names: Sequence[str]
+) -> list[str]:
     """A statement of a part."""
     if isinstance(item, Node):
         return node_lines(item, {out: values[out].layout for out in item.outs}, names)

@@ -13,7 +13,7 @@ from autoshard.ir.lowered import LoweredSegment
 from autoshard.ir.placement import Layout, Partial, Placement, R
 from autoshard.program.text import op_text
 from autoshard.report.decided import Decisions
-from autoshard.report.lookup import Index, Place
+from autoshard.report.lookup import Place, ProgramIndex
 from autoshard.search.plan.plan import Why
 from autoshard.simulate.op_work import EXCHANGES
 
@@ -57,7 +57,7 @@ class _Made:
 class Chains:
     """Walks through a program against the direction in which values flow."""
 
-    def __init__(self, decisions: Decisions, index: Index) -> None:
+    def __init__(self, decisions: Decisions, index: ProgramIndex) -> None:
         self.decisions, self.index = decisions, index
         self.program, self.lowered = decisions.program, decisions.program.lowered
         self.mesh = Mesh.parse(self.program.mesh)

@@ -13,7 +13,7 @@ from autoshard.program.program import Program
 from autoshard.report.decided import Decisions
 from autoshard.report.document_modules import module_rows, modules_of_parameters, parameter_rows
 from autoshard.report.document_segments import collective_rows, segments_of
-from autoshard.report.levels import Levels
+from autoshard.report.levels import MemoryCurves
 from autoshard.report.simulation import memory_of, parts_of, rates
 from autoshard.search.plan.plan import Plan
 from autoshard.simulate.stage_costs import StagePrices
@@ -130,7 +130,7 @@ def _timeline(found: StepEstimate, prices: StagePrices) -> dict[str, Any]:
     """spans: per rank, five numbers an action: kind (its place in ``kinds``), stage, microbatch, start and
     length in units of ``unit`` seconds. levels: per rank, four numbers an action and the end of the step:
     start, length, bytes held as it begins, bytes at its own peak."""
-    timeline, levels = found.timeline, Levels(found, prices)
+    timeline, levels = found.timeline, MemoryCurves(found, prices)
     kinds = ["F", "B", "I", "W"]
     unit = timeline.makespan / 1e6 or 1.0
     ranks: list[list[int]] = []

@@ -8,7 +8,7 @@ from typing import Any
 from autoshard.program.program import Program
 from autoshard.report.decided import Decisions, starred
 from autoshard.report.document_segments import Segment
-from autoshard.report.lookup import Index, upwards
+from autoshard.report.lookup import ProgramIndex, upwards
 from autoshard.simulate.pricing import Pricer
 
 
@@ -72,7 +72,7 @@ def modules_of_parameters(program: Program, decisions: Decisions) -> list[str]:
 
 def parameter_rows(program: Program, pricer: Pricer, decisions: Decisions) -> Iterator[dict[str, Any]]:
     """Classes of parameters that are decided about together and whose names differ in layers alone."""
-    index = Index(program)
+    index = ProgramIndex(program)
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for port in program.signature.ports:
         if port.kind not in ("param", "buffer", "input"):

@@ -8,9 +8,9 @@ from typing import Any
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_message
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
-from autoshard.program.program import Note, Program
+from autoshard.program.program import NodeNote, Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.decided import Decisions
 from autoshard.simulate.pricing import Pricer
@@ -106,7 +106,7 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
         )
     for name, items in between.items():
         nodes = tuple(
-            _node(n, Note(n.origin.fqn, n.origin.source), lowered.values, names, pricer, decisions)
+            _node(n, NodeNote(n.origin.fqn, n.origin.source), lowered.values, names, pricer, decisions)
             for n in items
         )
         runs = 1 if name == ONCE else program.microbatches
@@ -156,8 +156,8 @@ def _weights(program: Program) -> dict[str, set[str]]:
 
 def _node(
     node: Node,
-    note: Note,
-    values: Mapping[str, Placed],
+    note: NodeNote,
+    values: Mapping[str, PlacedValue],
     names: Sequence[str],
     pricer: Pricer,
     decisions: Decisions,

@@ -14,7 +14,7 @@ from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text, op_text
 from autoshard.report.chain import Chain, Chains
 from autoshard.report.decided import Decisions
-from autoshard.report.lookup import Index, Place, Subject, result_of
+from autoshard.report.lookup import LookupSubject, Place, ProgramIndex, result_of
 from autoshard.simulate.pricing import Pricer
 
 #: decisions of a module that are listed, dearest next best choice first
@@ -46,7 +46,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Move:
+class CollectiveRow:
     """A collective. value: what it makes. wire: bytes that a rank sends each time. calls: of a step of one
     microbatch. for_op: who uses it first."""
 
@@ -79,7 +79,7 @@ class Explanation:
     result: Choice | None
     chains: tuple[Chain, ...]
     ops: tuple[Choice, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[CollectiveRow, ...]
     compute: float = 0.0
     comm: float = 0.0
 
@@ -95,7 +95,7 @@ def explain_name(program: Program, cluster: Cluster, name: str) -> Explanation:
 class _Explainer:
     def __init__(self, program: Program, cluster: Cluster) -> None:
         self.program, self.lowered = program, program.lowered
-        self.decisions, self.index = Decisions.of(program), Index(program)
+        self.decisions, self.index = Decisions.of(program), ProgramIndex(program)
         self.chains = Chains(self.decisions, self.index)
         self.prices = Pricer(program, cluster)
         self.names = axis_names(program.mesh)  # which emitting may have taken apart by level
@@ -110,7 +110,7 @@ class _Explainer:
 
     # -- parameters and inputs -------------------------------------------------------------------------
 
-    def _port(self, subject: Subject, port: Port) -> Explanation:
+    def _port(self, subject: LookupSubject, port: Port) -> Explanation:
         alike = [self.index.name_of(p) for p in self._class_of(port)]
         uses = list(self._uses(port))
         first = next((place for place, node in uses if not node.op.startswith("comm.")), None)
@@ -155,7 +155,7 @@ class _Explainer:
                         inside |= _moved(node, inside)
             values |= {o for o, i in zip(item.outs, graph.outputs, strict=True) if i in inside}
 
-    def _moves_of(self, port: Port, uses: Sequence[tuple[Place, Node]]) -> Iterator[Move]:
+    def _moves_of(self, port: Port, uses: Sequence[tuple[Place, Node]]) -> Iterator[CollectiveRow]:
         """Collectives of a parameter and of its gradient."""
         yield from (self._move(p, n) for p, n in uses if is_message(n))
         grad = next(
@@ -175,7 +175,7 @@ class _Explainer:
 
     # -- values and modules ----------------------------------------------------------------------------
 
-    def _value(self, subject: Subject, place: Place) -> Explanation:
+    def _value(self, subject: LookupSubject, place: Place) -> Explanation:
         place = self.chains.settled(place)
         made = self.chains.maker(place)
         assert made is not None
@@ -200,7 +200,7 @@ class _Explainer:
             tuple(self._move(p, n) for p, n in uses if is_message(n)),
         )
 
-    def _module(self, subject: Subject) -> Explanation:
+    def _module(self, subject: LookupSubject) -> Explanation:
         places = self.index.modules[subject.name]
         nodes = [(place, self._node(place)) for place in places]
         result = self._result(subject.name, nodes)
@@ -270,7 +270,7 @@ class _Explainer:
             compute, comm = compute + calls * cost.compute, comm + calls * cost.comm
         return compute, comm
 
-    def _moves_inside(self, module: str) -> Iterator[Move]:
+    def _moves_inside(self, module: str) -> Iterator[CollectiveRow]:
         for place, node, _ in self._inside(module):
             if is_message(node):
                 yield self._move(place, node)
@@ -349,7 +349,7 @@ class _Explainer:
             why.margin,
         )
 
-    def _move(self, place: Place, node: Node) -> Move:
+    def _move(self, place: Place, node: Node) -> CollectiveRow:
         made = self.chains.maker(place)
         assert made is not None
         values = self.lowered.values if made.segment is None else made.segment.placed()
@@ -360,7 +360,7 @@ class _Explainer:
             (f"{op_text(n.op)} {n.name}" for p, n in self._users(place) if not n.op.startswith("comm.")), ""
         )
         many = f" and {len(node.outs) - 1} more" if len(node.outs) > 1 else ""
-        return Move(
+        return CollectiveRow(
             place.value + many,
             str(collective_kind(node)),
             "+".join(axes_of(node)),

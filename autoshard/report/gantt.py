@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.schedules.schedule import Action
-from autoshard.schedules.timeline import Span, Timeline
+from autoshard.schedules.timeline import ActionSpan, Timeline
 
 #: Okabe and Ito's colours, told apart with any kind of colour vision; B and I are never in one schedule
 #: for the same microbatch, and look alike.
@@ -106,7 +106,7 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace format (JSON), for ui.perfetto.dev: a thread per rank, an arrow per send, and a
     counter of the bytes that each rank holds. Microseconds."""
     events: list[dict[str, Any]] = [_meta("process_name", 0, f"pipeline {timeline.name}")]
-    where: dict[tuple[str, int, int, int], Span] = {}
+    where: dict[tuple[str, int, int, int], ActionSpan] = {}
     sliced = any(span.action.slice for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):
         stages = [s for s, owner in enumerate(timeline.owner) if owner == rank]

@@ -12,11 +12,11 @@ from autoshard.errors import UsageError
 from autoshard.ir import Arg, Call, Graph, LocalOffset, LocalSize, Node, Port, TensorType, refs_of
 from autoshard.ir.boundaries import ends_of, part_name
 from autoshard.ir.comm import is_message
-from autoshard.ir.lowered import LoweredSegment, Placed
+from autoshard.ir.lowered import LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, local_shape
 from autoshard.ir.units import bytes_text, seconds_text
 from autoshard.passes.pipeline import PASSES
-from autoshard.program.program import Note, Program
+from autoshard.program.program import NodeNote, Program
 from autoshard.program.text import axis_names, main_lines, numbered_notes, segment_lines
 from autoshard.report.stage_table import (
     held_json,
@@ -29,7 +29,7 @@ from autoshard.report.stage_table import (
 from autoshard.runtime.resolve import RankView
 from autoshard.simulate.estimate import Estimator
 from autoshard.simulate.pricing import NodeCost
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 
 #: above the columns at the end of every op's line, which begin there
 _COLUMNS = "   time | wire/rank | why"
@@ -37,7 +37,7 @@ _AT = 100
 
 
 @dataclass(frozen=True)
-class View:
+class InspectView:
     """What to show. rank: of all ranks, with its shapes and its stages. segment, stage: only this one."""
 
     rank: int | None = None
@@ -54,7 +54,7 @@ class _Shown:
     segments: tuple[str, ...]
 
 
-def _shown(program: Program, view: View) -> _Shown:
+def _shown(program: Program, view: InspectView) -> _Shown:
     """Raises UsageError if the program has no such rank, stage or segment."""
     stages: tuple[int, ...] = tuple(sorted({p.stage for p in program.lowered.parts}))
     inner = 0
@@ -111,7 +111,7 @@ def dump_after(program: Program, wanted: str, segment: str | None = None) -> str
     return "\n\n".join([head, *chosen]).rstrip("\n") + "\n"
 
 
-def annotated(program: Program, cluster: Cluster, view: View) -> str:
+def annotated(program: Program, cluster: Cluster, view: InspectView) -> str:
     """The final program with what each op costs on a rank, and sums at the end of every segment."""
     what = _shown(program, view)
     names = axis_names(program.mesh)
@@ -148,7 +148,7 @@ def _of_stages(program: Program, stages: Sequence[int], lines: Sequence[str]) ->
     return found
 
 
-def _head(program: Program, estimator: Estimator, view: View) -> list[str]:
+def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str]:
     mesh = Mesh.parse(program.whole_mesh)
     if view.rank is None:
         shapes = "GLOBAL shapes"
@@ -167,7 +167,7 @@ def _head(program: Program, estimator: Estimator, view: View) -> list[str]:
     ]
 
 
-def _held_by(program: Program, estimator: Estimator, rank: int) -> Held:
+def _held_by(program: Program, estimator: Estimator, rank: int) -> ResidentBytes:
     """What one of all ranks holds."""
     if program.stages is None:
         return estimator.held()
@@ -184,7 +184,9 @@ def _segment_head(program: Program, name: str) -> list[str]:
     return [f"# {name} | {half}{where} | {times}"]
 
 
-def _columns(estimator: Estimator, segment: LoweredSegment, notes: Sequence[Note]) -> tuple[Note, ...]:
+def _columns(
+    estimator: Estimator, segment: LoweredSegment, notes: Sequence[NodeNote]
+) -> tuple[NodeNote, ...]:
     """Notes whose reason is preceded by time and wire."""
     values = segment.placed()
     return tuple(
@@ -258,7 +260,7 @@ def for_rank(program: Program, rank: int) -> Program:
     view = RankView(mesh.names, mesh.sizes, mesh.coords(rank))
     lowered = program.lowered
     segments = {name: _local_segment(s, view) for name, s in lowered.segments.items()}
-    values = {n: Placed(_local(p.type, p.layout, view), p.layout) for n, p in lowered.values.items()}
+    values = {n: PlacedValue(_local(p.type, p.layout, view), p.layout) for n, p in lowered.values.items()}
     main = tuple(_local_node(i, values, view) if isinstance(i, Node) else i for i in lowered.main)
     ports = tuple(Port(p.name, p.kind, p.target, values[p.name].type) for p in program.signature.ports)
     return replace(
@@ -275,14 +277,15 @@ def _local(type_: TensorType, layout: Layout, view: RankView) -> TensorType:
 def _local_segment(segment: LoweredSegment, view: RankView) -> LoweredSegment:
     graph = segment.graph
     values = {
-        n: Placed(_local(t, segment.layouts[n], view), segment.layouts[n]) for n, t in graph.types().items()
+        n: PlacedValue(_local(t, segment.layouts[n], view), segment.layouts[n])
+        for n, t in graph.types().items()
     }
     inputs = tuple((n, values[n].type) for n, _ in graph.inputs)
     nodes = tuple(_local_node(n, values, view) for n in graph.nodes)
     return replace(segment, graph=Graph(graph.name, inputs, nodes, graph.outputs))
 
 
-def _local_node(node: Node, values: dict[str, Placed], view: RankView) -> Node:
+def _local_node(node: Node, values: dict[str, PlacedValue], view: RankView) -> Node:
     types = tuple(None if t is None else values[o].type for o, t in zip(node.outs, node.types, strict=True))
     args = tuple(_number(a, view) for a in node.args)
     return replace(node, args=args, kwargs=tuple((k, _number(v, view)) for k, v in node.kwargs), types=types)
@@ -295,7 +298,7 @@ def _number(arg: Arg, view: RankView) -> Arg:
     return tuple(_number(a, view) for a in arg) if isinstance(arg, tuple) else arg
 
 
-def as_json(program: Program, cluster: Cluster, view: View) -> dict[str, Any]:
+def as_json(program: Program, cluster: Cluster, view: InspectView) -> dict[str, Any]:
     """The same facts as a document: segments with their ops, costs and layouts, what a rank holds."""
     what = _shown(program, view)
     estimator = Estimator(program, cluster, what.rank)

@@ -9,7 +9,7 @@ from autoshard.simulate.step import StepEstimate
 from autoshard.simulate.transients import Transients
 
 
-class Levels:
+class MemoryCurves:
     """Curves of bytes that agree with the peaks of a simulated step (`simulate.step.RankRow.peak`).
 
     Gradients are there from the first backward of their stage on, unless they lie in buffers.

@@ -29,7 +29,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Subject:
+class LookupSubject:
     """What was asked about. port: of a parameter, buffer or input. place: of a value."""
 
     kind: Kind
@@ -38,7 +38,7 @@ class Subject:
     place: Place | None = None
 
 
-class Index:
+class ProgramIndex:
     """Names in a program, and where its values are made."""
 
     def __init__(self, program: Program) -> None:
@@ -87,7 +87,7 @@ class Index:
         own = next((m for m in upwards(module) if m in self.labels), "")
         return label + module[len(own) :] if own else module
 
-    def find(self, name: str) -> Subject:
+    def find(self, name: str) -> LookupSubject:
         """The one thing that a name, the end of one, or a glob means.
 
         Values are ``SEGMENT/VALUE`` as `autoshard inspect` prints them, or VALUE alone where that is one.
@@ -116,12 +116,12 @@ class Index:
             else "autoshard inspect shows them",
         )
 
-    def _exact(self, name: str) -> Subject | None:
+    def _exact(self, name: str) -> LookupSubject | None:
         port = self.ports.get(name)
         if port is not None:
-            return Subject(_KINDS[port.kind], name, port)
+            return LookupSubject(_KINDS[port.kind], name, port)
         if name in self.modules:
-            return Subject("module", name)
+            return LookupSubject("module", name)
         segment, slash, value = name.rpartition("/")
         places = [(seg, place) for (seg, own), place in self._values.items() if own == value]
         if slash:
@@ -133,7 +133,7 @@ class Index:
                 f"more than one segment has a value {value!r}",
                 hint=f"one of {_few([f'{seg}/{value}' for seg, _ in places])}",
             )
-        return Subject("value", f"{places[0][0]}/{value}", place=places[0][1]) if places else None
+        return LookupSubject("value", f"{places[0][0]}/{value}", place=places[0][1]) if places else None
 
     @cached_property
     def _values(self) -> Mapping[tuple[str, str], Place]:

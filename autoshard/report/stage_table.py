@@ -6,7 +6,7 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir.units import bytes_text, seconds_text
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.step import StepEstimate
 
 #: columns of the table, and which of them are numbers
@@ -64,7 +64,7 @@ def memory_text(estimate: StepEstimate, cluster: Cluster) -> str:
     return f"{who}{held_text(row.held)} of {bytes_text(cluster.device.memory_bytes)}"
 
 
-def held_text(held: Held) -> str:
+def held_text(held: ResidentBytes) -> str:
     """A sum of bytes, with its terms."""
     return (
         f"params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
@@ -73,7 +73,7 @@ def held_text(held: Held) -> str:
     )
 
 
-def held_json(held: Held) -> dict[str, int]:
+def held_json(held: ResidentBytes) -> dict[str, int]:
     """Bytes, by what they are for."""
     return {
         "parameters": int(held.parameters),

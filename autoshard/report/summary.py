@@ -19,8 +19,8 @@ from autoshard.program.text import layout_text
 from autoshard.search.plan.plan import Cut, Plan, Why, why_key
 from autoshard.search.problem.problem import model_flop
 from autoshard.search.reasons.explain import life_text, zero_stage
-from autoshard.search.select.choose import Settled
-from autoshard.search.solve.step_config import Held
+from autoshard.search.select.request import CandidateSolution
+from autoshard.search.solve.step_config import RankBytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RecomputeRow:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """The predicted step in seconds. exposed: communication nothing hides; hidden: what computing hides.
 
     mfu: FLOP of the model (recomputation not counted) over what the devices could do at their peak.
@@ -122,7 +122,7 @@ class RivalRow:
 
 
 @dataclass(frozen=True)
-class StageRow:
+class TacticRow:
     """What a tactic reached: seconds of a step, bytes on the fullest rank."""
 
     tactic: str
@@ -160,7 +160,7 @@ class PeakRow:
 
 
 @dataclass(frozen=True)
-class Summary:
+class PlanSummary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
     budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations, the gap that of the
@@ -193,10 +193,10 @@ class Summary:
     microbatch: int = 0
     zero: tuple[ZeroGroup, ...] = ()
     recompute: tuple[RecomputeRow, ...] = ()
-    step: Step | None = None
-    memory: Held | None = None
+    step: PredictedStep | None = None
+    memory: RankBytes | None = None
     rivals: tuple[RivalRow, ...] = ()
-    stages: tuple[StageRow, ...] = ()
+    stages: tuple[TacticRow, ...] = ()
     own_bound: float = 0.0
     own_gap: float = 0.0
     pipeline: PipelineRow | None = None
@@ -212,10 +212,10 @@ class Summary:
 def summarise(
     plan: Plan,
     analysis: Analysis,
-    settled: Settled | None = None,
+    settled: CandidateSolution | None = None,
     staging: Staging | None = None,
     peak: Peak | None = None,
-) -> Summary:
+) -> PlanSummary:
     """The summary of a plan for the model it was made for; with costs if the search is given, too."""
     ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
     mesh = Mesh.parse(plan.mesh)
@@ -231,7 +231,7 @@ def summarise(
     # what cuts cost is not in the proof's own seconds: the gap is that of the step that is told
     gap = proof.gap if staging is None else max(proof.gap, 1.0 - proof.lower_bound / seconds)
     own, trained = own / ranks, trained / ranks
-    return Summary(
+    return PlanSummary(
         plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
         ranks * mesh.world_size,
         plan.cluster,
@@ -262,7 +262,7 @@ def summarise(
         () if settled is None else _rivals(settled, staging),
         ()
         if settled is None
-        else tuple(StageRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
+        else tuple(TacticRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
         proof.own_bound,
         proof.own_gap,
         None if staging is None else _pipeline(staging),
@@ -295,20 +295,20 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
     )
 
 
-def _seconds(settled: Settled, staging: Staging | None) -> float:
+def _seconds(settled: CandidateSolution, staging: Staging | None) -> float:
     """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
     step = settled.placed.step
     return step.total if staging is None else staging.seconds + bare_seconds(settled.placed)
 
 
-def _step(settled: Settled, staging: Staging | None) -> Step:
+def _step(settled: CandidateSolution, staging: Staging | None) -> PredictedStep:
     step, m = settled.placed.step, settled.configuration.microbatches
     flop, dtype = model_flop(settled.posed.model)
     total = _seconds(settled, staging)
     ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks
     possible = total * settled.cluster.peak(dtype, ranks)
     mfu = m * flop / possible if possible else 0.0
-    return Step(total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
+    return PredictedStep(total, step.compute, step.exposed, step.hidden, step.update, mfu, m * flop)
 
 
 def _pipeline(staging: Staging) -> PipelineRow:
@@ -338,7 +338,7 @@ def _cut_name(cut: Cut) -> str:
     return f"{where}, {cut.value}" if cut.value else f"the end of {where}"
 
 
-def _rivals(settled: Settled, staging: Staging | None) -> tuple[RivalRow, ...]:
+def _rivals(settled: CandidateSolution, staging: Staging | None) -> tuple[RivalRow, ...]:
     own = _seconds(settled, staging)
     return tuple(
         RivalRow(

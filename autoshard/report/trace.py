@@ -9,7 +9,7 @@ from autoshard.ir import Call
 from autoshard.ir.lowered import Phase
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate
-from autoshard.simulate.work import Message, Traffic, Transfer, Work
+from autoshard.simulate.work import CollectiveWork, MemoryWork, Transfer, Work
 
 _PHASES: dict[str, tuple[Phase, ...]] = {
     "F": ("forward",),
@@ -72,10 +72,10 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def _amounts(work: Work) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": round(work.nbytes)}
-    if isinstance(work, Message):
+    if isinstance(work, CollectiveWork):
         found["collective"] = work.kind
     elif isinstance(work, Transfer):
         found["to"] = "host" if work.down else "device"
-    elif not isinstance(work, Traffic):
+    elif not isinstance(work, MemoryWork):
         found["flop"] = round(work.flop)
     return found

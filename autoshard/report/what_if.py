@@ -12,13 +12,13 @@ from autoshard.errors import InfeasibleError, UsageError
 from autoshard.ir.offload import Offload
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis
-from autoshard.planner.candidates import given
+from autoshard.planner.candidates import given_mesh
 from autoshard.planner.planning import Planned, plan_analysed
-from autoshard.report.summary import Summary, summarise
+from autoshard.report.summary import PlanSummary, summarise
 from autoshard.search.plan.plan import Plan
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import batch_of
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.select.tactics import parse_tactics
 from autoshard.search.solve.formulate import layer_calls
 
@@ -45,8 +45,8 @@ class WhatIf:
     """
 
     asked: str
-    base: Summary
-    forced: Summary | None
+    base: PlanSummary
+    forced: PlanSummary | None
     changed: tuple[Changed, ...] = ()
     why_not: str = ""
     same_as_stored: bool = True
@@ -110,10 +110,10 @@ class Solver:
         tactics = parse_tactics(self.options.tactics, mesh) if self.options.tactics and keep else ()
         return plan_analysed(
             self.analysis,
-            [given(mesh, self.cluster, layers, total, pipe)],
+            [given_mesh(mesh, self.cluster, layers, total, pipe)],
             self.cluster,
             memory=plan.budget,
-            ask=Ask(
+            ask=SearchRequest(
                 batch=None if total == captured and plan.microbatches == 1 and keep else total,
                 recipe=recipe_named(self.options.optimizer),
                 recompute=self.options.recompute,
@@ -150,7 +150,7 @@ def _slices(count: int) -> int | None:
     return count if count > 1 else None
 
 
-def _summary(planned: Planned) -> Summary:
+def _summary(planned: Planned) -> PlanSummary:
     return summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
 
 
@@ -177,14 +177,14 @@ def changes(base: Planned, forced: Planned) -> Iterator[Changed]:
     yield from _ops(base, forced)
 
 
-def _plain(a: Summary, b: Summary) -> Iterator[Changed]:
+def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
     """What is decided for the whole model."""
 
-    def again(summary: Summary) -> str:
+    def again(summary: PlanSummary) -> str:
         rows = [f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute]
         return ", ".join(rows) or "nothing"
 
-    def pipe(summary: Summary) -> str:
+    def pipe(summary: PlanSummary) -> str:
         row = summary.pipeline
         return (
             "none"

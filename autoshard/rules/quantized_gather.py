@@ -19,7 +19,7 @@ from typing import Any
 
 from autoshard.ir import Dtype, Node, Ref, TensorType
 from autoshard.ir.comm import GATHER_WIRE
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, R, Shard
 from autoshard.ir.quantized import packed_bytes
 from autoshard.rules.local import MeshShape, symbolic_shape
@@ -65,7 +65,7 @@ def wire_gather(node: Node) -> WireGather | None:
     return WireGather(wire.name, axis, where, group, shape, dtype.name)
 
 
-def rows_of_rank(rows: Placed, mesh: MeshShape) -> tuple[int, ...] | None:
+def rows_of_rank(rows: PlacedValue, mesh: MeshShape) -> tuple[int, ...] | None:
     """The shape of a rank's part of rows, None unless all ranks hold as many of them, and each whole."""
     last = len(rows.type.shape) - 1
     if any(isinstance(p, Partial) or (isinstance(p, Shard) and p.dim == last) for p in rows.layout):
@@ -74,7 +74,7 @@ def rows_of_rank(rows: Placed, mesh: MeshShape) -> tuple[int, ...] | None:
     return tuple(n for n in shape if isinstance(n, int)) if all(isinstance(n, int) for n in shape) else None
 
 
-def wire_of(rows: Placed, group: int, mesh: MeshShape) -> Placed | None:
+def wire_of(rows: PlacedValue, group: int, mesh: MeshShape) -> PlacedValue | None:
     """Type and placement of the wire of rows in groups of so many elements, None if there is none."""
     shape = rows_of_rank(rows, mesh)
     if not shape or group & (group - 1) or not 32 <= group <= 4096 or shape[-1] % group:
@@ -82,4 +82,4 @@ def wire_of(rows: Placed, group: int, mesh: MeshShape) -> Placed | None:
     split = [isinstance(p, Shard) for p in rows.layout]
     ways = prod(size for size, s in zip(mesh.sizes, split, strict=True) if s)
     nbytes = packed_bytes((prod(shape),), (BITS,), group, 0)
-    return Placed(TensorType((ways * nbytes,), "u8"), tuple(Shard(0) if s else R for s in split))
+    return PlacedValue(TensorType((ways * nbytes,), "u8"), tuple(Shard(0) if s else R for s in split))

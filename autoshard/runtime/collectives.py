@@ -21,7 +21,7 @@ from autoshard.rules.quantized_gather import BITS
 from autoshard.runtime import exchange, rings
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
-from autoshard.runtime.pending import Issue, Message, as_it_is
+from autoshard.runtime.pending import Issue, PendingCollective, as_it_is
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import join_parts, part_in_blocks, part_shapes, take_part
 from autoshard.runtime.transport import symmetric
@@ -61,7 +61,7 @@ class GroupCollectives:
     ) -> None:
         self.over, self.names, self.watch = dict(transports), dict(names or {}), watch
         #: axis -> the last message that was issued over it of those that go in turn
-        self._last: WeakValueDictionary[str, Message] = WeakValueDictionary()
+        self._last: WeakValueDictionary[str, PendingCollective] = WeakValueDictionary()
 
     def of(self, segment: str, node: Node, view: RankView) -> Callable[..., Any]:
         """The function that runs a ``comm`` node of a segment, "" for one of a part; an `Issue` for one whose
@@ -77,7 +77,7 @@ class GroupCollectives:
             def watched(*args: Any, **kwargs: Any) -> Any:
                 with collective(name, watch):  # one after the other, so that a report names the right one
                     made = bound(*args, **kwargs)
-                    return made.arrive() if isinstance(made, Message) else made
+                    return made.arrive() if isinstance(made, PendingCollective) else made
 
             return watched
         if kind in ISSUED:
@@ -90,10 +90,12 @@ class GroupCollectives:
 
         return plain
 
-    def _in_turn(self, start: Callable[..., Message], axis: str) -> Callable[..., Message]:
+    def _in_turn(
+        self, start: Callable[..., PendingCollective], axis: str
+    ) -> Callable[..., PendingCollective]:
         """The same, once the message before it has arrived."""
 
-        def after(*args: Any, **kwargs: Any) -> Message:
+        def after(*args: Any, **kwargs: Any) -> PendingCollective:
             before = self._last.pop(axis, None)
             if before is not None:
                 before.results()
@@ -102,13 +104,13 @@ class GroupCollectives:
 
         return after
 
-    def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> Message:
+    def all_reduce(self, view: RankView, x: torch.Tensor, axis: str, op: str = "sum") -> PendingCollective:
         own, over = x.contiguous(), self.over[axis]
         if op == "lse":
-            return Message(
+            return PendingCollective(
                 over.gather(own), lambda got: merge_stats(got.view(over.ways, *own.shape).unbind())
             )
-        return Message(*over.all_reduce(own, op))
+        return PendingCollective(*over.all_reduce(own, op))
 
     def all_gather(
         self,
@@ -119,7 +121,7 @@ class GroupCollectives:
         outer: int = 1,
         inner: int = 1,
         size: int | None = None,
-    ) -> Message:
+    ) -> PendingCollective:
         ways = view.size_of(axis)
         if size is not None:
             shapes = part_shapes(x.shape, dim, size, ways, outer, inner)
@@ -129,17 +131,17 @@ class GroupCollectives:
                 parts = [row[: prod(s)].view(s) for row, s in zip(rows, shapes, strict=True)]
                 return join_parts(parts, dim, outer)
 
-            return Message(self.over[axis].gather_rows(sent, join), as_it_is)
+            return PendingCollective(self.over[axis].gather_rows(sent, join), as_it_is)
         sent = x.view(1) if x.dim() == 0 else x.contiguous()
         if dim == 0 and outer == 1:
-            return Message(self.over[axis].gather(sent), as_it_is)
+            return PendingCollective(self.over[axis].gather(sent), as_it_is)
 
         shape = sent.shape
 
         def whole(rows: Sequence[torch.Tensor]) -> torch.Tensor:
             return join_parts([row.view(shape) for row in rows], dim, outer)
 
-        return Message(self.over[axis].gather_rows(sent, whole), as_it_is)
+        return PendingCollective(self.over[axis].gather_rows(sent, whole), as_it_is)
 
     def reduce_scatter(
         self,
@@ -150,18 +152,18 @@ class GroupCollectives:
         outer: int = 1,
         inner: int = 1,
         size: int | None = None,
-    ) -> Message:
+    ) -> PendingCollective:
         ways = view.size_of(axis)
         if size is None and dim == 0 and outer == 1:
             sent = x.contiguous()
             arriving, own = self.over[axis].scatter(sent)
-            return Message(arriving, own)
+            return PendingCollective(arriving, own)
         parts = [part_in_blocks(x, dim, ways, k, outer, inner) for k in range(ways)]
         shapes = part_shapes(x.shape, dim, x.shape[dim], ways, outer, inner)
         shape = shapes[view.coord_of(axis)]
         sent = _together(self.over[axis], [_padded(p, shapes) for p in parts])
         arriving, own = self.over[axis].scatter(sent)
-        return Message(arriving, lambda got: own(got)[: prod(shape)].view(shape))
+        return PendingCollective(arriving, lambda got: own(got)[: prod(shape)].view(shape))
 
     def all_to_all(
         self,
@@ -172,7 +174,7 @@ class GroupCollectives:
         concat_dim: int,
         split_outer: int = 1,
         concat_outer: int = 1,
-    ) -> Message:
+    ) -> PendingCollective:
         ways = view.size_of(axis)
         parts = [part_in_blocks(x, split_dim, ways, k, split_outer) for k in range(ways)]
         sent = _together(self.over[axis], parts)
@@ -181,7 +183,7 @@ class GroupCollectives:
         def join(got: torch.Tensor) -> torch.Tensor:
             return join_parts(got.view(ways, *shape).unbind(), concat_dim, concat_outer)
 
-        return Message(self.over[axis].all_to_all(sent), join)
+        return PendingCollective(self.over[axis].all_to_all(sent), join)
 
     def _rows(self, axis: str) -> exchange.Send:
         over = self.over[axis]
@@ -227,14 +229,14 @@ class GroupCollectives:
 
     def all_gather_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
-    ) -> Message:
+    ) -> PendingCollective:
         """Several gathers over one axis as one message."""
         ways = view.size_of(axis)
         shapes = [_where_shapes(x.shape, where, ways) for x, where in zip(xs, wheres, strict=True)]
         flat = _together(self.over[axis], [_padded(x, s) for x, s in zip(xs, shapes, strict=True)])
         if in_one_kernel(xs, wheres):
             own = [x.shape for x in xs]
-            return Message(self.over[axis].gather(flat), lambda got: emptied(got, own, ways))
+            return PendingCollective(self.over[axis].gather(flat), lambda got: emptied(got, own, ways))
 
         def unpack(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             outs: list[torch.Tensor] = []
@@ -245,11 +247,11 @@ class GroupCollectives:
                 start += max(prod(s) for s in parts)
             return outs
 
-        return Message(self.over[axis].gather_rows(flat, unpack), as_it_is)
+        return PendingCollective(self.over[axis].gather_rows(flat, unpack), as_it_is)
 
     def reduce_scatter_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, wheres: Sequence[Where]
-    ) -> Message:
+    ) -> PendingCollective:
         """Several reduce-scatters over one axis as one message."""
         ways, rank = view.size_of(axis), view.coord_of(axis)
         shapes = [
@@ -276,11 +278,11 @@ class GroupCollectives:
                 start += max(prod(s) for s in row)
             return outs
 
-        return Message(arriving, unpack)
+        return PendingCollective(arriving, unpack)
 
     def all_reduce_bucket(
         self, view: RankView, xs: Sequence[torch.Tensor], axis: str, op: str = "sum"
-    ) -> Message:
+    ) -> PendingCollective:
         """Several all-reduces over one axis as one message."""
         over, shapes = self.over[axis], [x.shape for x in xs]
         packed = filled(xs) if in_one_kernel(xs) else _together(over, xs)
@@ -291,7 +293,7 @@ class GroupCollectives:
             pieces = reduced(got).split([prod(s) for s in shapes])
             return [p.view(s) for p, s in zip(pieces, shapes, strict=True)]
 
-        return Message(arriving, unpack)
+        return PendingCollective(arriving, unpack)
 
     def all_gather_q_bucket(
         self,
@@ -301,7 +303,7 @@ class GroupCollectives:
         wheres: Sequence[Where],
         bits: Sequence[int],
         group: int,
-    ) -> Message:
+    ) -> PendingCollective:
         """Several gathers as one message in which those with bits are quantised; also the rank's own part
         comes out as the others see it. Over several axes (outermost first) the buffers of all ranks so far
         travel on as they are; only the last message is not waited for."""
@@ -323,7 +325,7 @@ class GroupCollectives:
                 for rows, parts, (dim, outer, _, _) in zip(unpack(wires, how), shapes, wheres, strict=True)
             ]
 
-        return Message(self.over[axes[-1]].gather(sent), join)
+        return PendingCollective(self.over[axes[-1]].gather(sent), join)
 
     def all_gather_wire(
         self,
@@ -334,7 +336,7 @@ class GroupCollectives:
         group: int,
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> Message:
+    ) -> PendingCollective:
         """A gather of one tensor whose rank's part, of this shape, is quantised already: see
         `autoshard.rules.quantized_gather`."""
         ways, (dim, outer, _, _) = view.size_of(axis), where
@@ -344,7 +346,7 @@ class GroupCollectives:
             (rows,) = unpack(got.view(ways, how.nbytes), how)
             return joined(rows, [shape] * ways, dim, outer)
 
-        return Message(self.over[axis].gather(wire), join)
+        return PendingCollective(self.over[axis].gather(wire), join)
 
     def reduce_scatter_q_bucket(
         self,
@@ -354,7 +356,7 @@ class GroupCollectives:
         wheres: Sequence[Where],
         bits: Sequence[int],
         group: int,
-    ) -> Message:
+    ) -> PendingCollective:
         """Several reduce-scatters as one exchange in which those with bits are quantised; summed in fp32."""
         ways, own = view.size_of(axis), view.coord_of(axis)
         parts = [
@@ -369,7 +371,7 @@ class GroupCollectives:
             flat = sums(got.view(ways, how.nbytes), how)
             return [x[: prod(shape)].view(shape) for x, shape in zip(flat, shapes, strict=True)]
 
-        return Message(self.over[axis].all_to_all(sent), add)
+        return PendingCollective(self.over[axis].all_to_all(sent), add)
 
     def slice(
         self,

@@ -12,7 +12,7 @@ import torch
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import Call, Node, Port
 from autoshard.ir.boundaries import ends_of
-from autoshard.ir.lowered import Instruction, Part, Phase, uses_of
+from autoshard.ir.lowered import Instruction, Phase, StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.program.collectives import collectives_of
 from autoshard.program.program import Program
@@ -20,7 +20,7 @@ from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.collectives import GroupCollectives
 from autoshard.runtime.host import host_for, landed
 from autoshard.runtime.pending import Issue, all_arrived, arrived
-from autoshard.runtime.prepared_steps import PreparedSegment, Step, function_of
+from autoshard.runtime.prepared_steps import PreparedCall, PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.transport.transport import Transport
 
@@ -89,7 +89,7 @@ class RankProgram:
         }
         self.left = {v: n for v, n in shared.items() if v not in self.keep}
 
-    def _prepare(self, part: Part, shared: Mapping[str, int]) -> list[_Item]:
+    def _prepare(self, part: StagePart, shared: Mapping[str, int]) -> list[_Item]:
         """The items of a part, each with the values that are dead after it."""
         items = self.program.lowered.of(part)
         ends = ends_of(self.program.lowered, part)
@@ -122,7 +122,7 @@ class RankProgram:
         uses = uses_of(item)
         slots = {n: k for k, n in enumerate([*uses, *item.outs])}
         fn = function_of(item, self.view, partial(self._bound, ""), self.device)
-        step = Step(item, self.view, slots, fn)
+        step = PreparedCall(item, self.view, slots, fn)
         return _Item(uses, item.outs, step, 0, dead, counted)
 
     def _bound(self, segment: str, node: Node, view: RankView) -> Any:
@@ -177,7 +177,7 @@ class _Item:
         self,
         args: tuple[str, ...],
         outs: tuple[str, ...],
-        body: PreparedSegment | Step,
+        body: PreparedSegment | PreparedCall,
         site: int,
         dead: Sequence[str],
         counted: Sequence[str],

@@ -16,10 +16,10 @@ import torch
 from autoshard.errors import UsageError
 from autoshard.ir import Node
 from autoshard.ir.offload import LOAD, STORE
-from autoshard.runtime.pending import Issue, Message
+from autoshard.runtime.pending import Issue, PendingCollective
 
 
-class Stored:
+class HostValue:
     """A value in host memory; nothing computes with it before it is loaded.
 
     bytes: that it takes there.
@@ -50,7 +50,7 @@ class Stored:
 
 def landed(value: Any) -> Any:
     """What is in host memory as a tensor there, everything else as it is."""
-    return value.landed() if type(value) is Stored else value
+    return value.landed() if type(value) is HostValue else value
 
 
 class PlainHost:
@@ -60,8 +60,8 @@ class PlainHost:
         """What runs a ``host.store`` or ``host.load``."""
         return {STORE: self.store, LOAD: self.load}[node.op]
 
-    def store(self, xs: Sequence[torch.Tensor]) -> list[Stored]:
-        return [Stored(x.clone()) for x in xs]
+    def store(self, xs: Sequence[torch.Tensor]) -> list[HostValue]:
+        return [HostValue(x.clone()) for x in xs]
 
     def load(self, xs: Sequence[Any]) -> list[torch.Tensor]:
         """Of stored values, or of tensors that lie in host memory from the start."""
@@ -87,7 +87,7 @@ class CudaHost:
             return self.store
         return Issue(self.load, len(node.outs), f"host.load that makes {node.name}")
 
-    def store(self, xs: Sequence[torch.Tensor]) -> list[Stored]:
+    def store(self, xs: Sequence[torch.Tensor]) -> list[HostValue]:
         """One store is on its way at a time: the next one, and what is computed behind it, waits for it."""
         now = torch.cuda.current_stream(self.device)
         self._release()
@@ -97,12 +97,12 @@ class CudaHost:
             made = [pinned_like(x).copy_(x, non_blocking=True) for x in xs]
             arrived.record(self.down)
         self._leaving.append((arrived, xs))
-        return [Stored(x, arrived) for x in made]
+        return [HostValue(x, arrived) for x in made]
 
-    def load(self, xs: Sequence[Any]) -> Message:
+    def load(self, xs: Sequence[Any]) -> PendingCollective:
         """Copies on their way to the device."""
         now = torch.cuda.current_stream(self.device)
-        sources = [x.issued(self.up) if type(x) is Stored else x for x in xs]
+        sources = [x.issued(self.up) if type(x) is HostValue else x for x in xs]
         made = [torch.empty_like(x, device=self.device, pin_memory=False) for x in sources]
         self.up.wait_stream(now)  # the memory may still be read by what is computed before
         arrived = torch.cuda.Event()
@@ -110,7 +110,7 @@ class CudaHost:
             for to, source in zip(made, sources, strict=True):
                 to.copy_(source, non_blocking=True)
             arrived.record(self.up)
-        if any(type(x) is not Stored for x in xs):
+        if any(type(x) is not HostValue for x in xs):
             self._reading = arrived
 
         def landing() -> torch.Tensor:
@@ -119,7 +119,7 @@ class CudaHost:
             return made[0]
 
         # what is read stays in pinned memory, whose allocator waits for the copy by itself
-        return Message(landing, lambda _: made, sources)
+        return PendingCollective(landing, lambda _: made, sources)
 
     def _release(self) -> None:
         """Let go of what was stored: what is computed from now on, and may get its memory, waits."""

@@ -17,18 +17,18 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.capture.module_snapshot import Kept
+from autoshard.capture.module_snapshot import ModuleSnapshot
 from autoshard.capture.origins import hook_line
 from autoshard.capture.python_state.captured_state import stored_state
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
-from autoshard.runtime.checks.agreement import Built, check_first_call, check_parts_differ, gives_parts
+from autoshard.runtime.checks.agreement import WeightHashes, check_first_call, check_parts_differ, gives_parts
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.local_batch import gathered_batch
-from autoshard.runtime.optim.dropout_clock import Clock, keep_time
+from autoshard.runtime.optim.dropout_clock import DropoutClock, keep_time
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks
 from autoshard.runtime.runner import Given, Runner
@@ -117,7 +117,7 @@ class Retry:
     tensors: tuple[Any, ...]
     count: int
     buffers: dict[str, torch.Tensor]
-    clock: Clock
+    clock: DropoutClock
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class ParallelModule(nn.Module):
     _autoshard_stepper: Stepper
     _autoshard_guard: CallGuard
     _autoshard_captured: Captured | None
-    _autoshard_built: Built | None
+    _autoshard_built: WeightHashes | None
     #: whether the first call gave each rank's part of the batch
     _autoshard_parts: bool
     _autoshard_local_batch: bool
@@ -340,7 +340,7 @@ def _bind(
     )
     runner = Runner(program, module, place_of(program, mesh), seed, mesh)
     given = dict(module.named_parameters(remove_duplicate=False))
-    built = Built.of(dict(module.named_parameters()))
+    built = WeightHashes.of(dict(module.named_parameters()))
     made = {p.target: runner.parameter(given[p.target], p) for p in runner.params}
     known = {p.target for p in program.signature.ports if p.kind == "param"}
     aliases = dict(program.signature.tied)
@@ -414,7 +414,7 @@ def as_built(module: nn.Module) -> Iterator[nn.Module]:
     """A parallel module as the user built it, for a capture: of its own class, tensors without data."""
     assert isinstance(module, ParallelModule)
     kind, signature = type(module), module._autoshard.program.signature
-    with Kept.of(module):
+    with ModuleSnapshot.of(module):
         module.__class__ = vars(kind)[_USERS]
         for name in _OURS & module.__dict__.keys():
             del module.__dict__[name]

@@ -23,7 +23,7 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class Message:
+class PendingCollective:
     """One message.
 
     arriving: waits for what comes and gives it. held: what must stay alive until then. name: how errors call
@@ -62,7 +62,7 @@ class Pending:
 
     __slots__ = ("_message", "_position")
 
-    def __init__(self, message: Message, position: int | None = None) -> None:
+    def __init__(self, message: PendingCollective, position: int | None = None) -> None:
         self._message, self._position = message, position
 
     def get(self) -> torch.Tensor:
@@ -75,13 +75,13 @@ class Pending:
 class Issue:
     """A collective of one rank that is issued without being waited for.
 
-    start: of the arguments of its node, gives a `Message`. count: of its results, None if they are no list.
-    name: how errors call it.
+    start: of the arguments of its node, gives a `PendingCollective`. count: of its results, None if they are
+    no list. name: how errors call it.
     """
 
     __slots__ = ("count", "name", "start")
 
-    def __init__(self, start: Callable[..., Message], count: int | None, name: str) -> None:
+    def __init__(self, start: Callable[..., PendingCollective], count: int | None, name: str) -> None:
         self.start, self.count, self.name = start, count, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Pending | list[Pending]:

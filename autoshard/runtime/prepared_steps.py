@@ -15,7 +15,7 @@ from autoshard.runtime.resolve import RankView, find_op, makes_on_device
 Env = list[Any]
 
 
-class Step:
+class PreparedCall:
     """One call: gather arguments from slots, call, put results into slots, free what is dead."""
 
     __slots__ = ("fn", "frees", "kwargs", "kwrefs", "nested", "node", "outs", "refs", "sites", "template")
@@ -101,7 +101,9 @@ class PreparedSegment:
         self.size = len(slots)
         self.inputs = len(graph.inputs)
         self.outputs = tuple(slots[o] for o in graph.outputs)
-        self.steps = [Step(n, view, slots, function_of(n, view, collective, device)) for n in graph.nodes]
+        self.steps = [
+            PreparedCall(n, view, slots, function_of(n, view, collective, device)) for n in graph.nodes
+        ]
         #: slots that messages fill
         self.late = frozenset(o for s in self.steps if isinstance(s.fn, Issue) for o in s.outs)
         _plan_frees(graph, self.steps, slots)
@@ -150,7 +152,7 @@ class _Source:
     def unpack(self, slots: Sequence[int], what: str) -> None:
         self.lines.append(f"[{', '.join(f'v{slot}' for slot in slots)}] = {what}")
 
-    def add(self, step: Step) -> None:
+    def add(self, step: PreparedCall) -> None:
         for slot in sorted(_slots(step)):
             self.need(slot)
         if isinstance(step.fn, Issue):
@@ -163,7 +165,7 @@ class _Source:
         if step.frees:
             self.lines.append(f"{''.join(f'v{slot} = ' for slot in step.frees)}None")
 
-    def _arguments(self, step: Step) -> list[str]:
+    def _arguments(self, step: PreparedCall) -> list[str]:
         texts = dict.fromkeys(range(len(step.template)), "")
         texts.update((position, f"v{slot}") for position, slot in step.refs)
         texts.update((position, f"site + {offset}") for position, offset in step.sites)
@@ -186,7 +188,7 @@ class _Source:
         return made
 
 
-def _slots(step: Step) -> set[int]:
+def _slots(step: PreparedCall) -> set[int]:
     """What a step uses."""
     nested = {part for _, parts in step.nested for part in parts if not isinstance(part, _Literal)}
     return {slot for _, slot in (*step.refs, *step.kwrefs)} | nested
@@ -220,7 +222,7 @@ def function_of(
     return op
 
 
-def _plan_frees(graph: Graph, steps: Sequence[Step], slots: Mapping[str, int]) -> None:
+def _plan_frees(graph: Graph, steps: Sequence[PreparedCall], slots: Mapping[str, int]) -> None:
     """Free each slot after its last use; inputs and outputs belong to the caller."""
     keep = {slots[o] for o in graph.outputs}
     seen: set[int] = set(keep)

@@ -29,7 +29,7 @@ from autoshard.runtime.checks.heartbeat import Heartbeat, patience
 from autoshard.runtime.executor import PartKey, RankProgram, Values
 from autoshard.runtime.groups import RankPlace
 from autoshard.runtime.host import in_host_memory
-from autoshard.runtime.optim.dropout_clock import Clock
+from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.grad_scaler import agreement_of
 from autoshard.runtime.optim.optimizer_hooks import local
 from autoshard.runtime.shard_utils import shard_tensor
@@ -79,7 +79,7 @@ class Runner:
         self.program, self.place, self.mesh, self.seed = program, place, place.mesh, seed
         #: of all ranks, with the pp axis
         self.place_mesh = whole_mesh or place.mesh
-        self.clock = Clock()
+        self.clock = DropoutClock()
         #: what the loss of a step is multiplied by before backward
         self.loss_scale: torch.Tensor | None = None
         #: the stage whose forward ran last

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.placement import local_shape
 from autoshard.program.holders import accumulated, counted, makers_of
 from autoshard.program.loss import loss_position
-from autoshard.program.messages import Message, Move
+from autoshard.program.messages import RankAction, StageSend
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.executor import Values
 from autoshard.runtime.microbatch import cut
@@ -159,7 +159,7 @@ class _StepRun:
         if channels is not None:
             channels.end()
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: RankAction) -> None:
         action, channels = move.action, self.stepper.channels
         env = self.envs.get(action.microbatch)
         if env is None:
@@ -224,7 +224,7 @@ class _StepRun:
         if totals:
             torch._foreach_add_(totals, terms)
 
-    def _send(self, env: Values, messages: Sequence[Message]) -> None:
+    def _send(self, env: Values, messages: Sequence[StageSend]) -> None:
         assert self.stepper.channels is not None
         self.stepper.channels.send([(m, env[m.value]) for m in messages])
         for value in dict.fromkeys(m.value for m in messages):

@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from autoshard.errors import UsageError
 from autoshard.schedules.named import NAMED, Named
 from autoshard.schedules.schedule import Schedule
-from autoshard.schedules.searched import searched
+from autoshard.schedules.searched import search_schedule
 from autoshard.schedules.seq1f1b import seq1f1b
 
 SCHEDULES = {
     **NAMED,
-    "searched": Named(searched),
+    "searched": Named(search_schedule),
     "seq1f1b": Named(seq1f1b, chunks=1, sliced=seq1f1b),
 }
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autoshard.schedules.steps import Step, steps_of
+from autoshard.schedules.steps import ScheduledAction, steps_of
 
 #: forward, whole backward, its input-gradient part, its weight-gradient part
 Kind = Literal["F", "B", "I", "W"]
@@ -71,7 +71,7 @@ class Schedule:
         return action.microbatch * self.slices + action.slice
 
     @cached_property
-    def steps(self) -> tuple[tuple[Step, ...], ...]:
+    def steps(self) -> tuple[tuple[ScheduledAction, ...], ...]:
         """The actions of every rank with what joins them."""
         return steps_of(self)
 

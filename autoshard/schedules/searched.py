@@ -28,7 +28,7 @@ RULES = tuple(
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchedSchedule:
     """The best of a search.
 
     seconds: its makespan. peak: bytes per rank. origin: the named schedule that it is, or the rule.
@@ -43,7 +43,7 @@ class Found:
     tried: int
 
 
-def searched(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
+def search_schedule(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The best found for F = I = W, no time for sends, and what the first rank of 1F1B holds.
 
     Raises UsageError for a size below 1.
@@ -62,7 +62,7 @@ def search(
     *,
     split: bool = True,
     rules: Sequence[Rule] = RULES,
-) -> Found:
+) -> SearchedSchedule:
     """The schedule of least makespan under a memory cap: of all named schedules with these stages, of those
     that list scheduling finds with each rule, and of the best of both with their weight gradients moved.
     So it is never worse than the best named one.
@@ -78,7 +78,7 @@ def search(
     check_sizes("searched", ranks, microbatches, stages if isinstance(stages, int) else 1)
     placements = _placements(ranks, stages)
     caps = _caps(ranks, cap)
-    best: Found | None = None
+    best: SearchedSchedule | None = None
     tried, least = 0, float("inf")
     for owner in placements:
         priced = costs(owner) if callable(costs) else costs
@@ -92,7 +92,9 @@ def search(
             tried += 1
             if best is None or seconds < best.seconds * (1 - 1e-12):
                 peak = peak_bytes(schedule, priced)
-                best = Found(replace(schedule, name="searched"), seconds, peak, origin, bound, tried)
+                best = SearchedSchedule(
+                    replace(schedule, name="searched"), seconds, peak, origin, bound, tried
+                )
             if best.seconds <= bound * (1 + 1e-12):
                 break  # no schedule of this placement is better
     if best is None:

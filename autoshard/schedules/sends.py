@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autoshard.schedules.schedule import Action, Schedule
-from autoshard.schedules.steps import Step
+from autoshard.schedules.steps import ScheduledAction
 
 
 class Send(NamedTuple):
@@ -19,13 +19,13 @@ class Send(NamedTuple):
     end: float
 
 
-class Wires:
+class SendState:
     """What is there and what is over, by the numbers of `schedules.steps`.
 
-    seconds: of actions, as `Step.costs` counts them. messages: seconds of these, as `Step.link` counts them;
-    those from one rank to another take turns. sends: gets every message, None to forget them. there: seconds
-    at which what has a number is there, below zero while that is not known. over: what is over. free: seconds
-    at which the messages of a pair of ranks are through.
+    seconds: of actions, as `ScheduledAction.costs` counts them. messages: seconds of these, as
+    `ScheduledAction.link` counts them; those from one rank to another take turns. sends: gets every message,
+    None to forget them. there: seconds at which what has a number is there, below zero while that is not
+    known. over: what is over. free: seconds at which the messages of a pair of ranks are through.
     """
 
     def __init__(
@@ -45,15 +45,15 @@ class Wires:
         self._ranks = schedule.ranks
         self.free = [0.0] * self._ranks**2  # when the sends from one rank to another are through
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: ScheduledAction) -> float:
         """Of computing an action."""
         return self.spent[step.costs]
 
-    def ready(self, step: Step) -> float:
+    def ready(self, step: ScheduledAction) -> float:
         """Seconds at which what an action needs is there, below zero while that is not known."""
         return self.there[step.needs] if self.over[step.behind] else -1.0
 
-    def made(self, step: Step, now: float) -> int:
+    def made(self, step: ScheduledAction, now: float) -> int:
         """Told of what has ended, and when; the other rank that gets something of it, -1 if none does."""
         _, _, _, over, gives, receiver, pair, link, action = step
         self.over[over] = 1

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from autoshard.schedules.sends import Wires
-from autoshard.schedules.steps import Step
+from autoshard.schedules.sends import SendState
+from autoshard.schedules.steps import ScheduledAction
 
 #: of the time to the next event, by which what ends next may be off
 _ROUNDING = 1e-9
@@ -29,7 +29,7 @@ class Sharing:
 
 @dataclass
 class _Rank:
-    row: Sequence[Step]
+    row: Sequence[ScheduledAction]
     update: float
     at: int = 0
     #: seconds of what it computes that are left, at the speed of all computing; None: it waits
@@ -53,7 +53,7 @@ class Shared:
 
 
 def share(
-    steps: Sequence[Sequence[Step]], sharing: Sharing, updates: Sequence[float], wires: Wires
+    steps: Sequence[Sequence[ScheduledAction]], sharing: Sharing, updates: Sequence[float], wires: SendState
 ) -> Shared:
     """Play the steps of every rank. updates: seconds at the end of every rank's list."""
     ranks = [_Rank(row, update) for row, update in zip(steps, updates, strict=True)]
@@ -91,7 +91,7 @@ def share(
     )
 
 
-def _start(ranks: Sequence[_Rank], wires: Wires, now: float) -> float:
+def _start(ranks: Sequence[_Rank], wires: SendState, now: float) -> float:
     """Let all begin that can; when the next of the others can, inf if that is not known of any."""
     following = inf
     for rank in ranks:

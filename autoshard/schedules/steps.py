@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
-class Step(NamedTuple):
+class ScheduledAction(NamedTuple):
     """An action.
 
     costs: where its seconds stand, with those of all kinds in one row. needs: what has to be there. behind:
@@ -36,14 +36,14 @@ class Step(NamedTuple):
     action: Action
 
 
-def steps_of(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def steps_of(schedule: Schedule) -> tuple[tuple[ScheduledAction, ...], ...]:
     """The actions of every rank, in order."""
     return tuple(
         tuple([_step(schedule, rank, action) for action in row]) for rank, row in enumerate(schedule.actions)
     )
 
 
-def _step(schedule: Schedule, rank: int, action: Action) -> Step:
+def _step(schedule: Schedule, rank: int, action: Action) -> ScheduledAction:
     slices, stages, stage, kind = schedule.slices, schedule.stages, action.stage, action.kind
     m = schedule.microbatches * slices
     every = stages * m
@@ -51,7 +51,7 @@ def _step(schedule: Schedule, rank: int, action: Action) -> Step:
     unit = stage * slices + action.slice
     costs = KINDS.index(kind) * stages * slices + unit
     if kind == "W":
-        return Step(costs, 2 * every, every + here, 2 * every, -1, -1, 0, 0, action)
+        return ScheduledAction(costs, 2 * every, every + here, 2 * every, -1, -1, 0, 0, action)
     if kind == "F":
         needs, behind, over = here, 2 * every, here
         other, gives, link = stage + 1, here + m, unit
@@ -62,8 +62,10 @@ def _step(schedule: Schedule, rank: int, action: Action) -> Step:
             over = every + here
         other, gives, link = stage - 1, every + here - m, (stages - 1) * slices + unit - slices
     if not 0 <= other < stages:
-        return Step(costs, needs, behind, over, -1, -1, 0, 0, action)
+        return ScheduledAction(costs, needs, behind, over, -1, -1, 0, 0, action)
     receiver = schedule.owner[other]
     if receiver == rank:
-        return Step(costs, needs, behind, over, gives, -1, 0, 0, action)
-    return Step(costs, needs, behind, over, gives, receiver, rank * schedule.ranks + receiver, link, action)
+        return ScheduledAction(costs, needs, behind, over, gives, -1, 0, 0, action)
+    return ScheduledAction(
+        costs, needs, behind, over, gives, receiver, rank * schedule.ranks + receiver, link, action
+    )

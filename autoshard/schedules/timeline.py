@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from autoshard.errors import UsageError, VerificationError
 from autoshard.schedules.schedule import Action, Kind, Schedule
-from autoshard.schedules.sends import Send, Wires
+from autoshard.schedules.sends import Send, SendState
 from autoshard.schedules.sharing import Sharing, share
 from autoshard.schedules.steps import KINDS
 
@@ -105,7 +105,7 @@ class StageCosts:
         )
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """One action of a rank, seconds from the start of the step."""
 
     action: Action
@@ -126,7 +126,7 @@ class Timeline:
 
     name: str
     owner: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     sends: tuple[Send, ...]
     makespan: float
     busy: tuple[float, ...]
@@ -175,7 +175,7 @@ def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
     ends = _play(schedule, costs, starts, through, sends)
     seconds = _seconds(costs)
     spans = tuple(
-        tuple(Span(a, t, u) for a, t, u in zip(row, at, until, strict=True))
+        tuple(ActionSpan(a, t, u) for a, t, u in zip(row, at, until, strict=True))
         for row, at, until in zip(schedule.actions, starts, through, strict=True)
     )
     curves = tuple(_curve(schedule, row, costs, base) for row, base in zip(spans, costs.base, strict=True))
@@ -267,7 +267,7 @@ def in_flight_bytes(schedule: Schedule, row: Sequence[Action], costs: StageCosts
 
 
 def _curve(
-    schedule: Schedule, row: Sequence[Span], costs: StageCosts, base: float
+    schedule: Schedule, row: Sequence[ActionSpan], costs: StageCosts, base: float
 ) -> tuple[tuple[float, float], ...]:
     steps = in_flight_bytes(schedule, [span.action for span in row], costs)
     changes = (
@@ -324,7 +324,7 @@ def _play(
     _check_costs(schedule, costs)
     steps, seconds = schedule.steps, _seconds(costs)
     row_of_all = [x for kind in KINDS for x in seconds[kind]]
-    wires = Wires(schedule, row_of_all, (*costs.send_forward, *costs.send_backward), sends)
+    wires = SendState(schedule, row_of_all, (*costs.send_forward, *costs.send_backward), sends)
     if costs.sharing is not None:
         shared = share(steps, costs.sharing, costs.update, wires)
         _check_done(schedule, [len(row) for row in shared.ends])
@@ -335,7 +335,7 @@ def _play(
     clock, at = [0.0] * schedule.ranks, [0] * schedule.ranks
     blocked = bytearray(schedule.ranks)
     queue = list(range(schedule.ranks))
-    # what `Wires` does one by one, since schedules have up to a million actions
+    # what `SendState` does one by one, since schedules have up to a million actions
     there, over, free, spent, messages = wires.there, wires.over, wires.free, wires.spent, wires.messages
     while queue:
         rank = queue.pop()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from autoshard.ir import Call, refs_of
-from autoshard.ir.lowered import Instruction, Placed
+from autoshard.ir.lowered import Instruction, PlacedValue
 
 
 def likeness(
-    items: Sequence[Instruction], values: Mapping[str, Placed], marks: Callable[[str], Hashable]
+    items: Sequence[Instruction], values: Mapping[str, PlacedValue], marks: Callable[[str], Hashable]
 ) -> Hashable:
     """Equal for instructions that are equal but for the names of their values.
 

@@ -10,34 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cost.stage_machines import Machine
+from autoshard.cost.stage_machines import StageMachine
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_message
-from autoshard.ir.lowered import LoweredSegment, Part, Placed
+from autoshard.ir.lowered import LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import R, Shard, is_even
-from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
-from autoshard.simulate.op_work import product_flops
-from autoshard.simulate.pricing import NodeCost, Pricer, SegmentCost, total
-from autoshard.simulate.saved_for_backward import Held, gathered_bytes, kept_by
+from autoshard.simulate.pricing import Pricer, SegmentCost, total
+from autoshard.simulate.saved_for_backward import ResidentBytes, gathered_bytes, kept_by
 from autoshard.simulate.step import StepEstimate, estimate_step
-
-__all__ = [
-    "VIEWS",
-    "Estimator",
-    "Facts",
-    "Held",
-    "NodeCost",
-    "SegmentCost",
-    "Traffic",
-    "collective_kind",
-    "is_message",
-    "product_flops",
-]
 
 
 @dataclass(frozen=True)
-class Traffic:
+class AxisTraffic:
     """All collectives of one kind over one axis in one step. wire: bytes that a rank sends."""
 
     kind: str
@@ -63,7 +48,7 @@ class Estimator(Pricer):
     """
 
     def __init__(
-        self, program: Program, cluster: Cluster, rank: int = 0, machine: Machine | None = None
+        self, program: Program, cluster: Cluster, rank: int = 0, machine: StageMachine | None = None
     ) -> None:
         super().__init__(program, cluster, rank, machine=machine)
         self.rank = rank
@@ -90,13 +75,13 @@ class Estimator(Pricer):
         schedule = self.program.stages.schedule
         return [tuple(s for s, r in enumerate(schedule.owner) if r == k) for k in range(schedule.ranks)]
 
-    def _runs(self, stages: Sequence[int]) -> list[tuple[Part, int]]:
+    def _runs(self, stages: Sequence[int]) -> list[tuple[StagePart, int]]:
         """The parts of some stages, and how often each runs in a step."""
         m = self.program.microbatches
         parts = [p for p in self.program.lowered.parts if p.stage in stages]
         return [(p, 1 if p.phase in ("gather", "reduce") else m) for p in parts]
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[AxisTraffic]:
         """All collectives of one step, by kind and axis, most bytes first.
 
         Of a pipeline, those of the rank that `step` is for.
@@ -116,10 +101,10 @@ class Estimator(Pricer):
                     key = (collective_kind(node), "+".join(axes_of(node)))
                     count, wire = found.get(key, (0, 0.0))
                     found[key] = (count + times, wire + times * self.node(node, values).wire)
-        rows = [Traffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]
+        rows = [AxisTraffic(kind, axis, count, wire) for (kind, axis), (count, wire) in found.items()]
         return sorted(rows, key=lambda t: (-t.wire, t.kind, t.axis))
 
-    def held(self) -> Held:
+    def held(self) -> ResidentBytes:
         """Bytes on this rank between and within steps, with Adam."""
         if self.program.stages is not None:
             return max((r.held for r in self.pipeline.ranks), key=lambda held: held.total)
@@ -134,7 +119,7 @@ class Estimator(Pricer):
         kept = kept_by(self.program, (0,), self.bytes_of)[0].held
         values = lowered.values
         copies = gathered_bytes(self.program, 0, lambda v: self.bytes_of(values[v].type, values[v].layout))
-        return Held(sum(n for _, n in sizes) + copies, grads, 2 * grads, kept)
+        return ResidentBytes(sum(n for _, n in sizes) + copies, grads, 2 * grads, kept)
 
     def facts(self) -> Facts:
         """Counts over the text of the program, every segment once."""
@@ -150,7 +135,7 @@ class Estimator(Pricer):
         )
         return Facts(uneven, gathers, 0)
 
-    def _even(self, value: Placed) -> bool:
+    def _even(self, value: PlacedValue) -> bool:
         return all(
             not isinstance(p, Shard) or is_even(value.type.shape[p.dim], p, size)
             for p, size in zip(value.layout, self.mesh.sizes, strict=True)

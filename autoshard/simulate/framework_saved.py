@@ -21,7 +21,7 @@ _LOSS = "autoshard.xent_"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SavedValues:
     """Values inside a forward segment, views as what they look at.
 
     read: that backward reads. handed: that other forward calls take, and so are there anyway. free:
@@ -38,7 +38,7 @@ class Keeping:
 
     def __init__(self, program: Program, keeps: Keeps) -> None:
         self.program, self.keeps = program, keeps
-        self._known: dict[tuple[str, Wanted], frozenset[str]] = {}
+        self._known: dict[tuple[str, SavedValues], frozenset[str]] = {}
 
     @cached_property
     def calls(self) -> Mapping[int, frozenset[str]]:
@@ -122,7 +122,7 @@ class Keeping:
                 found[number] = self._known[key]
         return found
 
-    def _wanted(self, number: int, phases: Collection[Phase]) -> Wanted:
+    def _wanted(self, number: int, phases: Collection[Phase]) -> SavedValues:
         lowered = self.program.lowered
         call = lowered.main[number]
         assert isinstance(call, Call)
@@ -147,7 +147,7 @@ class Keeping:
         for node in segment.graph.nodes:
             if node.op.startswith("comm.") and all(looks.of(r) in free for r in refs_of(node)):
                 free.update(node.outs)
-        return Wanted(frozenset(read), frozenset(handed), frozenset(free))
+        return SavedValues(frozenset(read), frozenset(handed), frozenset(free))
 
 
 class _Looks:
@@ -174,7 +174,7 @@ def logits_of(segment: LoweredSegment) -> str | None:
     return None
 
 
-def kept_values(segment: LoweredSegment, wanted: Wanted, keeps: Keeps) -> frozenset[str]:
+def kept_values(segment: LoweredSegment, wanted: SavedValues, keeps: Keeps) -> frozenset[str]:
     """The values of a forward segment that are kept, inputs of it among them; never views or parameters."""
     nodes = segment.graph.nodes
     looks = _Looks(nodes)
@@ -227,7 +227,7 @@ def _fed(nodes: Iterable[Node], looks: _Looks) -> frozenset[str]:
 
 
 def _least(
-    segment: LoweredSegment, wanted: Wanted, makers: Mapping[str, Node], looks: _Looks
+    segment: LoweredSegment, wanted: SavedValues, makers: Mapping[str, Node], looks: _Looks
 ) -> frozenset[str]:
     types = segment.graph.types()
     dear = {out for out, node in makers.items() if node.op not in CHAINED} | wanted.handed

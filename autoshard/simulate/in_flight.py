@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoshard.ir import Node, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, goes_in_turn, is_bucket
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import STORE
 from autoshard.ir.quantized import FEW
 from autoshard.simulate.op_work import Ops
@@ -30,7 +30,7 @@ class OnTheWay:
     finish: float
 
 
-def message_of(node: Node, values: Mapping[str, Placed], ops: Ops) -> OnTheWay:
+def message_of(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> OnTheWay:
     """Of a collective as the runtime issues it (`runtime.collectives`), what stays in memory as it is sent
     counted with nothing."""
     taken = sum(ops.nbytes(values[n]) for n in refs_of(node))

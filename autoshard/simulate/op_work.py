@@ -10,7 +10,7 @@ from math import prod
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Node, TensorType, refs_of
 from autoshard.ir.comm import axes_of, collective_kind, is_bucket, is_ring
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS, STORE
 from autoshard.ir.placement import Layout, Shard, local_shape
 from autoshard.ir.quantized import packed_bytes
@@ -19,7 +19,7 @@ from autoshard.kernels.registry import Operand, specs
 from autoshard.rules import attention, experts, matmul
 from autoshard.simulate import rings
 from autoshard.simulate.behaviour import Behaviour
-from autoshard.simulate.work import Attention, Message, Product, Traffic, Transfer, Work
+from autoshard.simulate.work import Attention, CollectiveWork, MatmulWork, MemoryWork, Transfer, Work
 
 #: segments that backward runs again, and parts of them (`passes.memory.recompute`, `ir.statements.Taker`)
 AGAIN = re.compile(r"_again\d*(_part(_\d+)?)?(_\d+)?$")
@@ -55,7 +55,7 @@ class Ops:
         self.mesh, self.coords, self.behaviour = mesh, tuple(coords), behaviour
         self._bytes: dict[tuple[TensorType, Layout], float] = {}
         #: by the identity of a value's type and layout, which many values of alike layers share
-        self._known: dict[int, tuple[Placed, float]] = {}
+        self._known: dict[int, tuple[PlacedValue, float]] = {}
 
     def bytes_of(self, type_: TensorType, layout: Layout) -> float:
         """Bytes of a value on the rank."""
@@ -66,14 +66,14 @@ class Ops:
             found = self._bytes[key] = float(prod(shape) * DTYPES[type_.dtype][1])
         return found
 
-    def shape(self, placed: Placed) -> tuple[int, ...]:
+    def shape(self, placed: PlacedValue) -> tuple[int, ...]:
         return local_shape(placed.type.shape, placed.layout, self.mesh.sizes, self.coords)
 
     def ways(self, node: Node) -> int:
         """Ranks between which a collective goes."""
         return prod(self.mesh.sizes[self.mesh.index(name)] for name in axes_of(node))
 
-    def nbytes(self, placed: Placed) -> float:
+    def nbytes(self, placed: PlacedValue) -> float:
         """Bytes of a value on the rank."""
         known = self._known.get(id(placed))
         if known is None:
@@ -83,7 +83,7 @@ class Ops:
     def work(
         self,
         node: Node,
-        values: Mapping[str, Placed],
+        values: Mapping[str, PlacedValue],
         inside: Collection[str] = (),
         weights: Collection[str] = (),
         narrow: Collection[str] = (),
@@ -98,7 +98,7 @@ class Ops:
         if collective_kind(node) == "slice":
             # a part that does not lie in one piece is copied (`runtime.collectives`)
             part = sum(self.nbytes(values[name]) for name in node.outs)
-            return [Traffic(2.0 * part)] if self._strewn(node) else []
+            return [MemoryWork(2.0 * part)] if self._strewn(node) else []
         if is_ring(node):
             return rings.apart(node, values, self)
         if node.op.startswith("comm."):
@@ -125,14 +125,14 @@ class Ops:
         kernel = specs().get(node.op)
         if kernel is not None:
             cost = kernel.cost([self._operand(v) for v in ins], [self._operand(v) for v in outs])
-            return [Traffic(cost.moved, cost.flop)]
+            return [MemoryWork(cost.moved, cost.flop)]
         numel = max((prod(self.shape(v)) for v in (*outs, *ins)), default=0)
-        return [Traffic(moved, float(numel))]
+        return [MemoryWork(moved, float(numel))]
 
     def in_order(
         self,
         node: Node,
-        values: Mapping[str, Placed],
+        values: Mapping[str, PlacedValue],
         inside: Collection[str] = (),
         weights: Collection[str] = (),
         narrow: Collection[str] = (),
@@ -144,23 +144,25 @@ class Ops:
         works = self.work(node, values, inside, weights, narrow)
         return [rings.Beat(work, (k - 1,) if k else ()) for k, work in enumerate(works)]
 
-    def _operand(self, placed: Placed) -> Operand:
+    def _operand(self, placed: PlacedValue) -> Operand:
         return Operand(self.shape(placed), DTYPES[placed.type.dtype][1])
 
-    def _product(self, ins: Sequence[Placed], out: Placed, dtype: str, narrowed: float) -> list[Work]:
+    def _product(
+        self, ins: Sequence[PlacedValue], out: PlacedValue, dtype: str, narrowed: float
+    ) -> list[Work]:
         """narrowed: bytes of the factors of which narrow copies are made."""
         left, made = self.shape(ins[-2]), self.shape(out)
         batch, rows, columns, depth = prod(made[:-2]), made[-2], made[-1], left[-1]
         taken = sum(self.nbytes(v) for v in ins[-2:])
         narrow = self.behaviour.product_dtype
         turned = ins[-2].turned, ins[-1].turned
-        product = Product(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out), turned)
+        product = MatmulWork(batch, rows, columns, depth, narrow or dtype, taken + self.nbytes(out), turned)
         if not narrow:
             return [product]
-        return [Traffic(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
+        return [MemoryWork(narrowed / DTYPES[dtype][1] * self.behaviour.narrow_bytes), product]
 
     def _other_products(
-        self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str, moved: float
+        self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str, moved: float
     ) -> list[Work]:
         """Products without rows and columns of their own (convolutions, experts), each as a long one."""
         ways = prod(
@@ -170,17 +172,17 @@ class Ops:
         )
         flop = product_flops(node, [v.type for v in ins], [v.type for v in outs]) / ways
         if not flop:
-            return [Traffic(moved)]
+            return [MemoryWork(moved)]
         sides = self._sides(node, outs)
         each, bytes_ = flop / len(sides), moved / len(sides)
         return [
-            Product(
+            MatmulWork(
                 1, rows, columns, max(1, round(each / (2 * rows * columns))), dtype, bytes_, (turned, False)
             )
             for rows, columns, turned in sides
         ]
 
-    def _sides(self, node: Node, outs: Sequence[Placed]) -> list[tuple[int, int, bool]]:
+    def _sides(self, node: Node, outs: Sequence[PlacedValue]) -> list[tuple[int, int, bool]]:
         """(rows, columns, whether the sum is over rows of both factors) of each product of an op.
 
         A convolution is a product of every place of every image with the channels; for the gradient of its
@@ -204,7 +206,9 @@ class Ops:
         """Rows and columns of images [images, channels, ...]."""
         return max(1, shape[0] * prod(shape[2:])), max(1, shape[1])
 
-    def _attention(self, node: Node, ins: Sequence[Placed], outs: Sequence[Placed], dtype: str) -> list[Work]:
+    def _attention(
+        self, node: Node, ins: Sequence[PlacedValue], outs: Sequence[PlacedValue], dtype: str
+    ) -> list[Work]:
         backward = "backward" in node.op
         q, k = (self.shape(p) for p in (ins[1:3] if backward else ins[:2]))
         types = [TensorType(self.shape(p), p.type.dtype) for p in ins]
@@ -217,7 +221,7 @@ class Ops:
             return [fused]
         return unfused(fused, DTYPES[dtype][1], self.behaviour)
 
-    def workspace(self, node: Node, values: Mapping[str, Placed]) -> float:
+    def workspace(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
         """Bytes that an op needs while it runs, beside what it takes and makes."""
         if is_ring(node):
             return rings.room(node, values, self)
@@ -229,7 +233,9 @@ class Ops:
         width = DTYPES[values[names[0]].type.dtype][1]
         return 2.0 * q[0] * q[1] * q[2] * k[2] * width
 
-    def _messages(self, node: Node, values: Mapping[str, Placed], narrow: Collection[str] = ()) -> list[Work]:
+    def _messages(
+        self, node: Node, values: Mapping[str, PlacedValue], narrow: Collection[str] = ()
+    ) -> list[Work]:
         kind = collective_kind(node)
         if kind in EXCHANGES:
             return self._exchange(node, values)
@@ -237,7 +243,7 @@ class Ops:
             return self._quantised(node, values)
         counted = node.outs if kind == "all_gather" else tuple(refs_of(node))
         total = sum(self.nbytes(values[n]) / self._narrower(n, values, narrow) for n in counted)
-        message = Message(kind, self.mesh.index(str(node.args[1])), total)
+        message = CollectiveWork(kind, self.mesh.index(str(node.args[1])), total)
         # a single tensor lies in memory as it is sent, if it is split by rows or not at all
         moved = 2.0 * total if self.copied(node) else 0.0
         if moved and kind == "reduce_scatter" and _outer(node) != 1:
@@ -248,23 +254,23 @@ class Ops:
             if is_bucket(node):
                 width = DTYPES[values[counted[0]].type.dtype][1]
                 moved += total / width * self.behaviour.ready_bytes
-            return [Traffic(moved), message] if moved else [message]
+            return [MemoryWork(moved), message] if moved else [message]
         parts = list(refs_of(node))
         made = sum(
             self.nbytes(values[part]) / DTYPES[values[part].type.dtype][1] * self.behaviour.narrow_bytes
             for part, out in zip(parts, node.outs, strict=True)
             if out in narrow
         )
-        casts = [Traffic(made)] if made else []
+        casts = [MemoryWork(made)] if made else []
         if not moved:
             return [*casts, message]
-        copy = Traffic(moved)
+        copy = MemoryWork(moved)
         bucket = node.op.split(".")[1].endswith("_bucket")
         packed = zip(parts, node.outs, strict=True)
         shards = sum(self.nbytes(values[n]) / self._narrower(out, values, narrow) for n, out in packed)
-        return [*casts, *([Traffic(2 * shards)] if bucket else []), message, copy]
+        return [*casts, *([MemoryWork(2 * shards)] if bucket else []), message, copy]
 
-    def _narrower(self, name: str, values: Mapping[str, Placed], narrow: Collection[str]) -> float:
+    def _narrower(self, name: str, values: Mapping[str, PlacedValue], narrow: Collection[str]) -> float:
         """How many times as wide a value is as what is sent of it."""
         if name not in narrow:
             return 1.0
@@ -285,7 +291,7 @@ class Ops:
         """Whether what a rank has of a whole lies in more than one piece of its memory."""
         return self.behaviour.copied_messages and (any(node.args[2:3]) or _outer(node) != 1)
 
-    def _quantised(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+    def _quantised(self, node: Node, values: Mapping[str, PlacedValue]) -> list[Work]:
         """A message with less precision: packed, unless it is a wire already, sent, unpacked
         (`runtime.transport.quantized_buffers`).
 
@@ -297,18 +303,18 @@ class Ops:
         packed = float(self.packed(node, values))
         taken, given = sum(map(self.nbytes, ins)), sum(map(self.nbytes, outs))
         if kind == "reduce_scatter_q":
-            first, last = Traffic(3 * taken + packed), Traffic(packed + given)
-            return [first, Message("all_to_all", axes[0], packed), last]
+            first, last = MemoryWork(3 * taken + packed), MemoryWork(packed + given)
+            return [first, CollectiveWork("all_to_all", axes[0], packed), last]
         wheres = (node.args[2],) if kind == "all_gather_wire" else node.args[2]
         again = sum(self.nbytes(v) for v, w in zip(outs, wheres, strict=True) if w[0] or w[1] > 1)
         sent = packed / prod(self.mesh.sizes[axis] for axis in axes)
-        works: list[Work] = [] if kind == "all_gather_wire" else [Traffic(3 * taken + sent)]
+        works: list[Work] = [] if kind == "all_gather_wire" else [MemoryWork(3 * taken + sent)]
         for axis in axes:
             sent *= self.mesh.sizes[axis]
-            works.append(Message("all_gather", axis, sent))
-        return [*works, Traffic(packed + given + 2 * again)]
+            works.append(CollectiveWork("all_gather", axis, sent))
+        return [*works, MemoryWork(packed + given + 2 * again)]
 
-    def packed(self, node: Node, values: Mapping[str, Placed]) -> int:
+    def packed(self, node: Node, values: Mapping[str, PlacedValue]) -> int:
         """Bytes of the buffers of all ranks of an axis together, for a quantised message."""
         size, kind = self.ways(node), collective_kind(node)
         if kind == "all_gather_wire":
@@ -318,7 +324,7 @@ class Ops:
         width = DTYPES[values[node.outs[0]].type.dtype][1]
         return size * packed_bytes(numels, node.args[3], node.args[4], width)
 
-    def _exchange(self, node: Node, values: Mapping[str, Placed]) -> list[Work]:
+    def _exchange(self, node: Node, values: Mapping[str, PlacedValue]) -> list[Work]:
         """Rows sent to the ranks of their experts, the products, and results sent back."""
         parts, axis_name, _, _ = node.args
         axis = self.mesh.index(str(axis_name))
@@ -326,8 +332,8 @@ class Ops:
         rows = [values[r.name] for r in parts]
         before = [v for v in rows if len(v.type.shape) < 3]
         after = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t and len(t.shape) < 3]
-        there = [Message("all_to_all", axis, self.nbytes(v)) for v in before]
-        back = [Message("all_to_all", axis, self.nbytes(v)) for v in after]
+        there = [CollectiveWork("all_to_all", axis, self.nbytes(v)) for v in before]
+        back = [CollectiveWork("all_to_all", axis, self.nbytes(v)) for v in after]
         return [*there, *product, *back]
 
 
@@ -338,7 +344,7 @@ def _outer(node: Node) -> int:
     return given
 
 
-def kept_scores(scores: int, values: Mapping[str, Placed], node: Node, behaviour: Behaviour) -> float:
+def kept_scores(scores: int, values: Mapping[str, PlacedValue], node: Node, behaviour: Behaviour) -> float:
     """Bytes of scores after softmax, and with dropout also of those left and of the mask, a byte each
     (Korthikanti et al., 2022, section 4.1: 5 a s^2 b)."""
     width = DTYPES[values[next(refs_of(node))].type.dtype][1]
@@ -353,12 +359,12 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
     b, s, t, d, dtype = whole.heads, whole.queries, whole.keys, whole.width, whole.dtype
     scores = float(b * s * t)
 
-    def product(rows: int, columns: int, depth: int) -> Product:
+    def product(rows: int, columns: int, depth: int) -> MatmulWork:
         sizes = rows * depth + depth * columns + rows * columns
-        return Product(b, rows, columns, depth, dtype, float(b * sizes * width))
+        return MatmulWork(b, rows, columns, depth, dtype, float(b * sizes * width))
 
-    dropped = [Traffic(scores * (2 * width + 1))] if behaviour.dropout else []
-    first: list[Work] = [product(s, t, d), Traffic(2 * width * scores), *dropped]
+    dropped = [MemoryWork(scores * (2 * width + 1))] if behaviour.dropout else []
+    first: list[Work] = [product(s, t, d), MemoryWork(2 * width * scores), *dropped]
     if not whole.backward:
         return [*first, product(s, d, t)]
     again = first if behaviour.attention_again else []
@@ -367,7 +373,7 @@ def unfused(whole: Attention, width: int, behaviour: Behaviour) -> list[Work]:
         product(t, d, s),
         product(s, t, d),
         *dropped,
-        Traffic(3 * width * scores),
+        MemoryWork(3 * width * scores),
         product(s, d, t),
         product(t, d, s),
     ]

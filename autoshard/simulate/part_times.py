@@ -10,7 +10,7 @@ from functools import cached_property
 from autoshard.cluster.cluster import Device
 from autoshard.cost.recipe import added_bytes
 from autoshard.ir import DTYPES, Call, refs_of
-from autoshard.ir.lowered import Instruction, Part, Phase
+from autoshard.ir.lowered import Instruction, Phase, StagePart
 from autoshard.passes.partition.quantize_collectives import Weights
 from autoshard.program.holders import accumulated
 from autoshard.program.program import Program
@@ -19,8 +19,8 @@ from autoshard.simulate.equivalent_parts import likeness
 from autoshard.simulate.framework_saved import products_again
 from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.segment_work import Sheets
-from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, Step
-from autoshard.simulate.work import Sheet, Traffic
+from autoshard.simulate.streams import NOTHING, Habits, Played, Player, Price, SegmentCall
+from autoshard.simulate.work import MemoryWork, Sheet
 
 
 class Parts:
@@ -133,7 +133,7 @@ class Parts:
         compute = together.compute - rest.compute
         return Played(compute + sum(exposed), compute, exposed, together.hidden - rest.hidden)
 
-    def _summed(self, part: Part) -> Played:
+    def _summed(self, part: StagePart) -> Played:
         """Adding the gradients that a part makes to those of the microbatches before."""
         lowered, each = self.program.lowered, self.behaviour.sum_bytes
         if each == 0 or (each is None and self.program.microbatches == 1):
@@ -145,10 +145,10 @@ class Parts:
             width = DTYPES[placed.type.dtype][1]
             own = added_bytes(width) if each is None else each
             nbytes += self.sheets.ops.nbytes(placed) / width * own
-        seconds = self.player.price(Traffic(nbytes))
+        seconds = self.player.price(MemoryWork(nbytes))
         return replace(NOTHING, seconds=seconds, compute=seconds)
 
-    def _products(self, part: Part) -> Played:
+    def _products(self, part: StagePart) -> Played:
         """The products of layers that backward computes again."""
         seconds = 0.0
         for call in self.program.lowered.of(part):
@@ -159,7 +159,7 @@ class Parts:
                 seconds += sum(self.player.price(w) for w in again)
         return replace(NOTHING, seconds=seconds, compute=seconds)
 
-    def _rest(self, part: Part) -> Played:
+    def _rest(self, part: StagePart) -> Played:
         """What forward does in layers that run again, beyond what backward needs of it."""
         lowered = self.program.lowered
         again = [i for i in lowered.of(part) if isinstance(i, Call) and AGAIN.search(i.segment)]
@@ -203,9 +203,11 @@ class Parts:
         """The tasks of an instruction."""
         return self.sheets.of(item.segment) if isinstance(item, Call) else self.sheets.of_node(item)
 
-    def _step(self, item: Instruction) -> Step:
+    def _step(self, item: Instruction) -> SegmentCall:
         args = item.args if isinstance(item, Call) else tuple(dict.fromkeys(refs_of(item)))
-        return Step(self.sheet(item), args, item.outs, item.backward and self.behaviour.backward_overlap)
+        return SegmentCall(
+            self.sheet(item), args, item.outs, item.backward and self.behaviour.backward_overlap
+        )
 
     def beside(self, stage: int) -> float:
         """Bytes that a stage keeps for backward beside values of the program: scores of unfused attention,

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autoshard.schedules.timeline import in_flight_bytes
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.transients import Course, Transients
 
@@ -38,11 +38,11 @@ class Peaks:
         self.transients = Transients(prices.program, prices.sheets)
 
     @cached_property
-    def all(self) -> tuple[tuple[Held, float], ...]:
+    def all(self) -> tuple[tuple[ResidentBytes, float], ...]:
         """`of` every pipeline rank."""
         return tuple(self.of(rank) for rank in range(self.schedule.ranks))
 
-    def of(self, rank: int) -> tuple[Held, float]:
+    def of(self, rank: int) -> tuple[ResidentBytes, float]:
         """(what the rank holds as the part begins in which it holds most, bytes at that point)."""
         state = self.prices.states[rank]
         most = max(self._stops(rank), key=lambda stop: stop.peak)

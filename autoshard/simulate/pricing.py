@@ -9,17 +9,17 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import cost_model
-from autoshard.cost.stage_machines import Machine
+from autoshard.cost.stage_machines import StageMachine
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.comm import is_message, is_ring
-from autoshard.ir.lowered import Instruction, Placed
+from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.ir.placement import Layout
 from autoshard.ir.rings import ring_flop
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import PRODUCTS, Ops, product_flops, product_of
 from autoshard.simulate.streams import pricer
-from autoshard.simulate.work import Message
+from autoshard.simulate.work import CollectiveWork
 
 #: bytes that a rank sends, as a part of the whole tensor's bytes times (p - 1) / p
 _WIRE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "all_reduce": 2.0}
@@ -61,7 +61,7 @@ class Pricer:
         cluster: Cluster,
         rank: int = 0,
         behaviour: Behaviour | None = None,
-        machine: Machine | None = None,
+        machine: StageMachine | None = None,
     ) -> None:
         self.program, self.cluster = program, cluster
         self.mesh = Mesh.parse(program.mesh)
@@ -69,7 +69,7 @@ class Pricer:
         if machine is None:
             links = cost_model(cluster, Mesh.parse(program.whole_mesh)).reshard.links
             at = None if program.stages is None else program.stages.position
-            machine = Machine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
+            machine = StageMachine(cluster.device, tuple(link for k, link in enumerate(links) if k != at))
         self.links = machine.links
         self.ops = Ops(self.mesh, self.coords, behaviour or Behaviour())
         self.price = pricer(machine.device, self.links)
@@ -78,11 +78,11 @@ class Pricer:
         """Bytes of a value on the rank."""
         return self.ops.bytes_of(type_, layout)
 
-    def node(self, node: Node, values: Mapping[str, Placed]) -> NodeCost:
+    def node(self, node: Node, values: Mapping[str, PlacedValue]) -> NodeCost:
         """One op, given where the values of its graph lie."""
         compute = comm = wire = 0.0
         for work in self.ops.work(node, values):
-            if isinstance(work, Message):
+            if isinstance(work, CollectiveWork):
                 size = self.mesh.sizes[work.axis]
                 comm += self.price(work)
                 wire += work.nbytes * _WIRE[work.kind] * (size - 1) / size
@@ -90,7 +90,7 @@ class Pricer:
                 compute += self.price(work)
         return NodeCost(compute, comm, wire)
 
-    def flop(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> dict[str, float]:
+    def flop(self, nodes: Iterable[Node], values: Mapping[str, PlacedValue]) -> dict[str, float]:
         """FLOP of the products among ops on all ranks of a stage together, by the type they are done in."""
         found: dict[str, float] = {}
         for each in nodes:
@@ -124,7 +124,7 @@ class Pricer:
         own = self._sum([i for i in items if isinstance(i, Node)], self.program.lowered.values)
         return total([own, *(self.segment(i.segment) for i in items if isinstance(i, Call))])
 
-    def _sum(self, nodes: Iterable[Node], values: Mapping[str, Placed]) -> SegmentCost:
+    def _sum(self, nodes: Iterable[Node], values: Mapping[str, PlacedValue]) -> SegmentCost:
         costs = [(n, self.node(n, values)) for n in nodes]
         return SegmentCost(
             sum(c.compute for _, c in costs),

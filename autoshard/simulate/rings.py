@@ -8,9 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from autoshard.ir import DTYPES, Node
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.rings import Ring, ring_of, together
-from autoshard.simulate.work import Message, Product, Traffic, Work
+from autoshard.simulate.work import CollectiveWork, MatmulWork, MemoryWork, Work
 
 if TYPE_CHECKING:
     from autoshard.simulate.op_work import Ops
@@ -24,7 +24,7 @@ class Beat:
     after: tuple[int, ...] = ()
 
 
-def beats(node: Node, values: Mapping[str, Placed], ops: Ops) -> list[Beat]:
+def beats(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Beat]:
     """The work of a ring in the order in which it is issued: messages as soon as there is something to send,
     products and sums of the chunk at hand meanwhile. Nothing for a ring that cannot be read."""
     ring = ring_of(node)
@@ -34,15 +34,15 @@ def beats(node: Node, values: Mapping[str, Placed], ops: Ops) -> list[Beat]:
     return sizes.gather() if ring.gathers else sizes.scatter()
 
 
-def apart(node: Node, values: Mapping[str, Placed], ops: Ops) -> list[Work]:
+def apart(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> list[Work]:
     """The same work, its messages as the one collective that they are together."""
     ring = ring_of(node)
     if ring is None:
         return []
     sizes = _Sizes(ring, node, values, ops)
-    computed = [b.work for b in beats(node, values, ops) if not isinstance(b.work, Message)]
+    computed = [b.work for b in beats(node, values, ops) if not isinstance(b.work, CollectiveWork)]
     kind = "all_gather" if ring.gathers else "reduce_scatter"
-    return [*computed, Message(kind, sizes.axis, sizes.ways * sizes.moved)]
+    return [*computed, CollectiveWork(kind, sizes.axis, sizes.ways * sizes.moved)]
 
 
 def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float) -> float:
@@ -53,7 +53,7 @@ def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float)
     free, busy = [0.0, 0.0], [0.0, 0.0]
     ends: list[float] = []
     for beat in found:
-        stream, cost = int(isinstance(beat.work, Message)), price(beat.work)
+        stream, cost = int(isinstance(beat.work, CollectiveWork)), price(beat.work)
         ready = max((ends[k] for k in beat.after), default=0.0)
         if stream:  # issued by who computes
             free[0] = max(free[0], ready)
@@ -66,7 +66,7 @@ def alone(found: Sequence[Beat], price: Callable[[Work], float], overlap: float)
     return total + (1.0 - overlap) * max(0.0, sum(busy) - total)
 
 
-def room(node: Node, values: Mapping[str, Placed], ops: Ops) -> float:
+def room(node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> float:
     """Bytes that a ring holds at once beside what it takes and gives."""
     ring = ring_of(node)
     if ring is None:
@@ -82,7 +82,7 @@ class _Sizes:
     """A ring on one rank. moved: bytes of a chunk that travels. blocks: in how many pieces it lies among the
     others. rows: of a piece."""
 
-    def __init__(self, ring: Ring, node: Node, values: Mapping[str, Placed], ops: Ops) -> None:
+    def __init__(self, ring: Ring, node: Node, values: Mapping[str, PlacedValue], ops: Ops) -> None:
         self.ring, self.node, self.values, self.ops = ring, node, values, ops
         self.axis = ops.mesh.index(ring.axis)
         self.ways = ops.mesh.sizes[self.axis]
@@ -102,25 +102,25 @@ class _Sizes:
             kind = self.ops.behaviour.product_dtype or dtype
             turned = self.values[left].turned, self.values[right].turned
             if not together(self.blocks, self.rows):
-                found.append([Product(self.blocks, self.rows, columns, depth, kind, moved, turned)])
+                found.append([MatmulWork(self.blocks, self.rows, columns, depth, kind, moved, turned)])
                 continue
             # what is made is put where it stays, and what a scatter needs is taken from where it lies
             copied = rows * (columns if self.ring.gathers else depth + columns)
-            product = Product(1, rows, columns, depth, kind, moved, turned)
-            found.append([product, Traffic(2.0 * copied * width)])
+            product = MatmulWork(1, rows, columns, depth, kind, moved, turned)
+            found.append([product, MemoryWork(2.0 * copied * width)])
         return found
 
     def gather(self) -> list[Beat]:
-        found = [Beat(Traffic(2 * self.moved))]
+        found = [Beat(MemoryWork(2 * self.moved))]
         chunk = 0  # what makes the chunk at hand
         for step in range(self.ways):
             coming = chunk
             if step + 1 < self.ways:
                 coming = len(found)
-                found.append(Beat(Message("hop", self.axis, self.moved), (chunk,)))
+                found.append(Beat(CollectiveWork("hop", self.axis, self.moved), (chunk,)))
             found += [Beat(work, (chunk,)) for works in self.products() for work in works]
             if self.blocks > 1 and step + 1 < self.ways:
-                found.append(Beat(Traffic(2 * self.moved), (coming,)))
+                found.append(Beat(MemoryWork(2 * self.moved), (coming,)))
             chunk = coming
         return found
 
@@ -129,10 +129,10 @@ class _Sizes:
         total = self._share(found)
         for _ in range(1, self.ways):
             coming = len(found)
-            found.append(Beat(Message("hop", self.axis, self.moved), (total,)))
+            found.append(Beat(CollectiveWork("hop", self.axis, self.moved), (total,)))
             own = self._share(found)
             total = len(found)
-            found.append(Beat(Traffic(3 * self.moved), (own, coming)))
+            found.append(Beat(MemoryWork(3 * self.moved), (own, coming)))
         return found
 
     def _share(self, found: list[Beat]) -> int:
@@ -142,6 +142,6 @@ class _Sizes:
             found += [Beat(work) for work in works]
             product = len(found) - 1
             if total >= 0:
-                found.append(Beat(Traffic(3 * self.moved), (total, product)))
+                found.append(Beat(MemoryWork(3 * self.moved), (total, product)))
             total = len(found) - 1
         return total

@@ -22,7 +22,7 @@ Storage: TypeAlias = "tuple[object, float]"
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes of one microbatch on a rank.
 
     held: from the forward of a stage to the end of its backward. weight: the part of it that the gradients
@@ -35,7 +35,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Held:
+class ResidentBytes:
     """Bytes that a rank holds, with Adam. activations: kept from forward to backward."""
 
     parameters: float
@@ -54,7 +54,7 @@ def kept_by(
     size_of: SizeOf,
     keeping: Keeping | None = None,
     per_logit: float | None = None,
-) -> dict[int, Kept]:
+) -> dict[int, SavedBytes]:
     """What each of the stages of one pipeline rank keeps, each storage once.
 
     keeping: what kernels keep, None for what backward of the program reads. per_logit: bytes that the loss
@@ -82,12 +82,12 @@ def kept_by(
             read[stage], after = own, late[stage] - early
             late[stage] = after | (rank.kept(stage, late[stage] & early, keeping.late, per_logit) & own)
             early |= own
-    found: dict[int, Kept] = {}
+    found: dict[int, SavedBytes] = {}
     counted: set[Storage] = set()
     for stage in ordered:
         own = read[stage] - counted
         counted |= own
-        found[stage] = Kept(_bytes(own), _bytes(late[stage] & own), _bytes(late[stage] - early))
+        found[stage] = SavedBytes(_bytes(own), _bytes(late[stage] & own), _bytes(late[stage] - early))
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.comm import collective_kind, goes_in_turn
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.views import VIEWS
 from autoshard.program.program import Program
 from autoshard.rules import attention
@@ -16,7 +16,7 @@ from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.framework_saved import CHAINED, Keeping
 from autoshard.simulate.op_work import NARROWED, Ops, kept_scores
 from autoshard.simulate.segment_cache import OfSegments
-from autoshard.simulate.work import Message, Sheet, Task, Transfer
+from autoshard.simulate.work import CollectiveWork, OpTask, Sheet, Transfer
 
 
 class Sheets:
@@ -93,13 +93,13 @@ class Sheets:
         nodes: Sequence[Node],
         inputs: Sequence[str],
         outputs: Sequence[str],
-        values: Mapping[str, Placed],
+        values: Mapping[str, PlacedValue],
         dropped: frozenset[str] = frozenset(),
         weights: frozenset[str] = frozenset(),
     ) -> Sheet:
         sources: dict[str, int] = {name: ~k for k, name in enumerate(inputs)}
         kept, narrow = self.inside(nodes, outputs, dropped), self.narrow(nodes)
-        tasks: list[Task] = []
+        tasks: list[OpTask] = []
         views: dict[int, int] = {}  # of every task
         for node in nodes:
             used = [sources[name] for name in dict.fromkeys(refs_of(node)) if name in sources]
@@ -116,7 +116,7 @@ class Sheets:
                 after = tuple(sorted({u for u in used if u >= 0}))
                 given = tuple(sorted({~u for u in used if u < 0}))
                 op, turn = node.op.rpartition(".")[0], goes_in_turn(node)
-                tasks.append(Task(node.name, op, beat.work, after, given, turn=turn))
+                tasks.append(OpTask(node.name, op, beat.work, after, given, turn=turn))
             sources.update(dict.fromkeys(node.outs, len(tasks) - 1))
         return Sheet(_with_views(tasks, views), tuple(sources[name] for name in outputs))
 
@@ -202,10 +202,10 @@ class Sheets:
         return found
 
 
-def _with_views(tasks: Sequence[Task], before: Mapping[int, int]) -> tuple[Task, ...]:
+def _with_views(tasks: Sequence[OpTask], before: Mapping[int, int]) -> tuple[OpTask, ...]:
     """Tasks with the views that are issued before each of them; those before a message, or after all, go to
     another that computes. before: number of a task, or one beyond the last -> views."""
-    computing = [k for k, task in enumerate(tasks) if not isinstance(task.work, Message | Transfer)]
+    computing = [k for k, task in enumerate(tasks) if not isinstance(task.work, CollectiveWork | Transfer)]
     found: dict[int, int] = {}
     for k, count in before.items():
         if computing:

@@ -14,7 +14,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.kernel_time import traffic_seconds
 from autoshard.cost.link import AxisLink, link_of
 from autoshard.cost.recipe import SUM_BYTES
-from autoshard.cost.stage_machines import Machine, stage_machines
+from autoshard.cost.stage_machines import StageMachine, stage_machines
 from autoshard.ir import DTYPES, Call, Port
 from autoshard.ir.boundaries import wires_of
 from autoshard.ir.lowered import Phase
@@ -28,7 +28,13 @@ from autoshard.schedules.timeline import StageCosts
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.part_times import Parts
 from autoshard.simulate.pricing import Pricer
-from autoshard.simulate.saved_for_backward import Held, Kept, gathered_bytes, gathered_ports, kept_by
+from autoshard.simulate.saved_for_backward import (
+    ResidentBytes,
+    SavedBytes,
+    gathered_bytes,
+    gathered_ports,
+    kept_by,
+)
 from autoshard.simulate.segment_cache import OfSegments
 from autoshard.simulate.segment_work import Sheets
 from autoshard.simulate.streams import NOTHING
@@ -116,7 +122,7 @@ class StagePrices:
         return made
 
     @cached_property
-    def machines(self) -> tuple[Machine, ...]:
+    def machines(self) -> tuple[StageMachine, ...]:
         """Of every pipeline rank; () where all are as what bounds them."""
         stages = self.program.stages
         if stages is None or stages.position != 0:
@@ -132,7 +138,7 @@ class StagePrices:
         return self._own[self.machines[self.schedule.owner[stage]]] if self.machines else self.parts
 
     @cached_property
-    def _own(self) -> Mapping[Machine, Parts]:
+    def _own(self) -> Mapping[StageMachine, Parts]:
         found = {}
         for machine in dict.fromkeys(self.machines):
             price = Pricer(self.program, self.cluster, self.rank, self.behaviour, machine).price
@@ -328,16 +334,16 @@ class StagePrices:
         return self.pricer.ops.nbytes(self.program.lowered.values[value])
 
     @cached_property
-    def kept(self) -> Mapping[int, Kept]:
+    def kept(self) -> Mapping[int, SavedBytes]:
         """What every stage keeps of a microbatch."""
-        found: dict[int, Kept] = {}
+        found: dict[int, SavedBytes] = {}
         per_logit = self.behaviour.loss_kept
         for stages in self.stages_of:
             found |= kept_by(self.program, stages, self.pricer.bytes_of, self.sheets.keeping, per_logit)
         return {s: replace(kept, held=kept.held + self.parts.beside(s)) for s, kept in found.items()}
 
     @cached_property
-    def states(self) -> tuple[Held, ...]:
+    def states(self) -> tuple[ResidentBytes, ...]:
         """What every pipeline rank holds beside activations; gradients as they are summed up.
 
         A parameter that several ranks share is on each of them.
@@ -378,7 +384,7 @@ class StagePrices:
                 shapes[self.pricer.ops.shape(placed), placed.type.dtype] = self.size(value)
         return sum(shapes.values())
 
-    def _state(self, rank: int) -> Held:
+    def _state(self, rank: int) -> ResidentBytes:
         held = self._held(rank)
         away = self.program.offload
         optimizer = 0.0 if away.states else self.optimizer_bytes(rank)
@@ -388,7 +394,7 @@ class StagePrices:
         own = 0.0 if away.parameters else sum(self.size(p.name) for p in held if p.name not in whole)
         if self.behaviour.stand_ins:
             gradients += self._stand_ins(rank)
-        return Held(own + copies, gradients, optimizer, 0.0)
+        return ResidentBytes(own + copies, gradients, optimizer, 0.0)
 
     @cached_property
     def gradients_of(self) -> tuple[Mapping[int, float], ...]:

@@ -20,7 +20,7 @@ from autoshard.simulate.host_bytes import HostHeld, host_bytes
 from autoshard.simulate.op_work import AGAIN
 from autoshard.simulate.peaks import Peaks
 from autoshard.simulate.pricing import Pricer
-from autoshard.simulate.saved_for_backward import Held
+from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.streams import Played
 
@@ -54,9 +54,9 @@ class RankRow:
     stages: tuple[int, ...]
     busy: float
     idle: float
-    held: Held
+    held: ResidentBytes
     peak: float
-    at_peak: Held
+    at_peak: ResidentBytes
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,9 @@ class _Step:
     def _rank(self, rank: int) -> RankRow:
         state, timeline = self.prices.states[rank], self.timeline
         busy = timeline.busy[rank]
-        held = Held(state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total)
+        held = ResidentBytes(
+            state.parameters, state.gradients, state.optimizer, timeline.peak[rank] - state.total
+        )
         at_peak, peak = self.peaks.all[rank]
         stages = self.prices.stages_of[rank]
         return RankRow(rank, stages, busy, self.seconds - busy, held, peak, at_peak)

@@ -10,7 +10,16 @@ from typing import NamedTuple
 from autoshard.cluster.cluster import Device, host_of
 from autoshard.cost.collective import AxisLink, seconds
 from autoshard.cost.kernel_time import attention_seconds, product_seconds, traffic_seconds
-from autoshard.simulate.work import Attention, Message, Product, Sheet, Task, Traffic, Transfer, Work
+from autoshard.simulate.work import (
+    Attention,
+    CollectiveWork,
+    MatmulWork,
+    MemoryWork,
+    OpTask,
+    Sheet,
+    Transfer,
+    Work,
+)
 
 #: parameters are gathered at most so many calls ahead of the one that computes
 AHEAD = 2
@@ -19,7 +28,7 @@ Price = Callable[[Work], float]
 
 
 @dataclass(frozen=True)
-class Step:
+class SegmentCall:
     """One call of a part: a sheet, the values it takes, and those it gives, by name.
 
     loose: messages of activations in it stand in the way of nothing but what needs them.
@@ -32,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Span:
+class TaskSpan:
     """A task of a part.
 
     step: of the part; task: of its sheet. stream: 0 for computing, 1 + axis for messages; behind these one
@@ -59,7 +68,7 @@ class Played:
     compute: float
     exposed: tuple[float, ...]
     hidden: float
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TaskSpan, ...] = ()
 
     def __add__(self, other: Played) -> Played:
         """One after the other."""
@@ -95,7 +104,7 @@ def pricer(device: Device, links: Sequence[AxisLink]) -> Price:
 
 def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
     match work:
-        case Product():
+        case MatmulWork():
             return product_seconds(
                 work.batch,
                 work.rows,
@@ -110,7 +119,7 @@ def _seconds(work: Work, device: Device, links: Sequence[AxisLink]) -> float:
             return attention_seconds(
                 work.flop / work.reach, work.nbytes, work.dtype, work.backward, device, native=work.native
             )
-        case Message():
+        case CollectiveWork():
             return float(seconds(work.kind, work.nbytes, links[work.axis]))
         case Transfer():
             return host_of(device).seconds(work.nbytes)
@@ -161,7 +170,7 @@ class Player:
 
     def play(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[SegmentCall],
         parameters: Collection[str],
         gradients: Collection[str],
         spans: bool = False,
@@ -188,12 +197,12 @@ class Player:
             found = self._timed[id(sheet)] = (sheet, timed)
         return found[1]
 
-    def _task(self, task: Task) -> _Timed:
+    def _task(self, task: OpTask) -> _Timed:
         work, cost = task.work, self.price(task.work) + task.views * self.habits.view
         if isinstance(work, Transfer):
             stream = 1 + len(self.sizes) + (not work.down)
             return _Timed(stream, cost, task.after, task.inputs, cost, cost, in_turn=work.down)
-        if not isinstance(work, Message):
+        if not isinstance(work, CollectiveWork):
             return _Timed(0, cost, task.after, task.inputs, cost, cost, self._packs(task))
         wide = cost if self.widen == 1 else self.price(replace(work, nbytes=work.nbytes * self.widen))
         bare = cost / self.sizes[work.axis] if self.habits.beside else cost
@@ -201,11 +210,11 @@ class Player:
         return _Timed(1 + work.axis, cost, task.after, task.inputs, wide, bare, in_turn=task.turn, ring=ring)
 
     @staticmethod
-    def _packs(task: Task) -> bool:
+    def _packs(task: OpTask) -> bool:
         """Whether it makes a message of shards, which needs nothing that is computed if these are
         parameters."""
         gathers = task.op.startswith("comm.all_gather")
-        return gathers and not task.after and isinstance(task.work, Traffic)
+        return gathers and not task.after and isinstance(task.work, MemoryWork)
 
 
 class _Timed(NamedTuple):
@@ -221,12 +230,12 @@ class _Timed(NamedTuple):
     unpacks: bool = False
 
 
-def _unpacks(task: Task, tasks: Sequence[Task]) -> bool:
+def _unpacks(task: OpTask, tasks: Sequence[OpTask]) -> bool:
     """Whether it copies what a message brought to where its results lie."""
-    if not (task.op.startswith("comm.") and isinstance(task.work, Traffic) and task.after):
+    if not (task.op.startswith("comm.") and isinstance(task.work, MemoryWork) and task.after):
         return False
     before = tasks[task.after[-1]]
-    return isinstance(before.work, Message) and before.work.kind != "hop" and before.name == task.name
+    return isinstance(before.work, CollectiveWork) and before.work.kind != "hop" and before.name == task.name
 
 
 class _Unpacking(NamedTuple):
@@ -254,7 +263,7 @@ class _Run:
         self.began: list[float] = []
         self.late: list[tuple[int, int, int, float]] = []
         self.cover, self.copies = _Cover(), _Cover()
-        self.spans: list[Span] | None = [] if spans else None
+        self.spans: list[TaskSpan] | None = [] if spans else None
         self.steps = 0
         self.host = 0.0
         #: step -> when those of its tasks end that only gather parameters, if they were issued ahead of it
@@ -262,7 +271,7 @@ class _Run:
         #: value -> what makes it of a message that nothing has waited for yet
         self.pending: dict[str, _Unpacking] = {}
 
-    def fetch(self, number: int, step: Step, timed: Sequence[_Timed]) -> None:
+    def fetch(self, number: int, step: SegmentCall, timed: Sequence[_Timed]) -> None:
         """Issue what gathers the parameters of a step, when the step that is `AHEAD` before it has begun."""
         gate = self.began[number - AHEAD] if number >= AHEAD else 0.0
         taken = [self.ready.get(name, 0.0) for name in step.args]
@@ -285,7 +294,7 @@ class _Run:
                 start = max(start, self.free[task.stream])
                 found[k] = self._runs(number, k, task.stream, task.cost, start)
 
-    def step(self, step: Step, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
+    def step(self, step: SegmentCall, timed: Sequence[_Timed], gradients: Collection[str]) -> None:
         number, habits, free, ready = self.steps, self.habits, self.free, self.ready
         self.steps += 1
         issued = self.ahead.pop(number, {})
@@ -386,7 +395,7 @@ class _Run:
             if self.links:
                 self.copies.compute(start, end)
         if self.spans is not None:
-            self.spans.append(Span(number, k, stream, start, end))
+            self.spans.append(TaskSpan(number, k, stream, start, end))
         return end
 
     def end(self) -> Played:

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from autoshard.ir import DTYPES, Call, Node, refs_of
 from autoshard.ir.boundaries import ends_of
 from autoshard.ir.comm import collective_kind, is_message, is_ring
-from autoshard.ir.lowered import Instruction, LoweredSegment, Part, Placed, uses_of
+from autoshard.ir.lowered import Instruction, LoweredSegment, PlacedValue, StagePart, uses_of
 from autoshard.ir.offload import STORE
 from autoshard.ir.views import view_roots
 from autoshard.program.holders import accumulated
@@ -87,7 +87,7 @@ class Transients:
         items = (i for p in self._parts(stage, kind) for i in self.program.lowered.of(p))
         return tuple(i.label if isinstance(i, Call) else i.op for i in items)
 
-    def _parts(self, stage: int, kind: str) -> list[Part]:
+    def _parts(self, stage: int, kind: str) -> list[StagePart]:
         """What an action runs."""
         return [p for p in self.program.lowered.of_stage.get(stage, ()) if p.phase in _PHASES[kind]]
 
@@ -102,7 +102,7 @@ class Transients:
             return _NOTHING  # buffers are reduced where they lie
         return self._course(parts, "end")
 
-    def _ahead(self, parts: Sequence[Part]) -> float:
+    def _ahead(self, parts: Sequence[StagePart]) -> float:
         """Bytes of the parameters that are gathered for the next call while one computes, at most."""
         if not self.sheets.behaviour.gathers_overlap:
             return 0.0
@@ -120,7 +120,7 @@ class Transients:
 
     # -- one action ------------------------------------------------------------------------------------
 
-    def _course(self, parts: Sequence[Part], kind: str) -> Course:
+    def _course(self, parts: Sequence[StagePart], kind: str) -> Course:
         lowered = self.program.lowered
         items = [item for part in parts for item in lowered.of(part)]
         storage = self._storages_of(self.owner[parts[0].stage])
@@ -144,7 +144,9 @@ class Transients:
             self._alike[key] = self._walk(items, storage, staying, freed, arriving)
         return self._alike[key]
 
-    def _forward(self, parts: Sequence[Part], storage: Mapping[str, Storage], keeping: Keeping) -> Course:
+    def _forward(
+        self, parts: Sequence[StagePart], storage: Mapping[str, Storage], keeping: Keeping
+    ) -> Course:
         """The same of a forward whose kernels keep other values: those so far, and what a call makes."""
         lowered, stage = self.program.lowered, parts[0].stage
         stages = [s for s, owner in enumerate(self.owner) if owner == self.owner[stage]]
@@ -269,7 +271,7 @@ class Transients:
         own = tuple(m for m in way.all if m.outs)
         return _Inside(peak, self._turns(name), own)
 
-    def _taken(self, node: Node, values: Mapping[str, Placed], way: Messages) -> float:
+    def _taken(self, node: Node, values: Mapping[str, PlacedValue], way: Messages) -> float:
         """Bytes that an op needs while it runs, with those on their way, to which it adds its own."""
         if node.op == STORE:  # what it copies is still there: it counts from the end of the call on
             before = way.held
@@ -303,12 +305,12 @@ class Transients:
         return self._storages[rank]
 
     @cached_property
-    def _users(self) -> Mapping[str, Sequence[Part]]:
+    def _users(self) -> Mapping[str, Sequence[StagePart]]:
         """Value -> the parts that use it and do not make it."""
         return _by_value(self._uses)
 
     @cached_property
-    def _makers(self) -> Mapping[str, Sequence[Part]]:
+    def _makers(self) -> Mapping[str, Sequence[StagePart]]:
         """Value -> the parts that make it."""
         return _by_value(self._makes)
 
@@ -317,15 +319,15 @@ class Transients:
         return frozenset(p.name for p in self.program.signature.ports)
 
     @cached_property
-    def _uses(self) -> Mapping[Part, tuple[str, ...]]:
+    def _uses(self) -> Mapping[StagePart, tuple[str, ...]]:
         return {part: ends_of(self.program.lowered, part).uses for part in self.program.lowered.parts}
 
     @cached_property
-    def _makes(self) -> Mapping[Part, tuple[str, ...]]:
+    def _makes(self) -> Mapping[StagePart, tuple[str, ...]]:
         return {part: ends_of(self.program.lowered, part).makes for part in self.program.lowered.parts}
 
     def _staying(
-        self, parts: Sequence[Part], kind: str, storage: Mapping[str, Storage]
+        self, parts: Sequence[StagePart], kind: str, storage: Mapping[str, Storage]
     ) -> frozenset[Storage]:
         """What is still needed when the action has ended: results, what is sent, what later parts read.
 
@@ -334,7 +336,7 @@ class Transients:
         stage = parts[0].stage
         own = self.owner[stage]
 
-        def still_reads(part: Part) -> bool:
+        def still_reads(part: StagePart) -> bool:
             if part in parts:
                 return False
             over = kind != "F" and (
@@ -349,12 +351,12 @@ class Transients:
         )
 
     def _entering(
-        self, parts: Sequence[Part], kind: str, storage: Mapping[str, Storage]
+        self, parts: Sequence[StagePart], kind: str, storage: Mapping[str, Storage]
     ) -> tuple[frozenset[Storage], frozenset[Storage]]:
         """(what the rank holds as the action begins, what arrives from other ranks), of what it reads."""
         own = self.owner[parts[0].stage]
 
-        def mine(part: Part) -> bool:
+        def mine(part: StagePart) -> bool:
             return self.owner[part.stage] == own and part not in parts
 
         def is_held(value: str) -> bool:
@@ -369,9 +371,9 @@ class Transients:
         return there - made, frozenset(storage[v] for v in uses - held) - there - made
 
 
-def _by_value(values: Mapping[Part, Sequence[str]]) -> dict[str, list[Part]]:
+def _by_value(values: Mapping[StagePart, Sequence[str]]) -> dict[str, list[StagePart]]:
     """Value -> the parts that have it among theirs."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[StagePart]] = {}
     for part, own in values.items():
         for value in own:
             found.setdefault(value, []).append(part)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatmulWork:
     """``batch`` products [rows, depth] @ [depth, columns]. nbytes: read and written. turned: whether
     each of the factors lies in memory by its other dim."""
 
@@ -45,7 +45,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class MemoryWork:
     """A kernel that is bound by memory. nbytes: read and written. flop: on the vector units."""
 
     nbytes: float
@@ -53,7 +53,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class CollectiveWork:
     """A collective over a mesh axis. nbytes: as `cost.collective.seconds` counts them."""
 
     kind: str
@@ -69,11 +69,11 @@ class Transfer:
     down: bool
 
 
-Work: TypeAlias = "Product | Attention | Traffic | Message | Transfer"
+Work: TypeAlias = "MatmulWork | Attention | MemoryWork | CollectiveWork | Transfer"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class OpTask:
     """One op of a sheet.
 
     name: of the first value that the op makes; op: without its overload. after: tasks of the sheet that it
@@ -97,5 +97,5 @@ class Sheet:
     outs: per output the task that makes it, or ~k for argument k that it is a view of.
     """
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[OpTask, ...]
     outs: tuple[int, ...]

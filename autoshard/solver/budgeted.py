@@ -19,7 +19,7 @@ from autoshard.solver.eliminate import Elimination
 from autoshard.solver.elimination_order import Familiar, Order, find_order
 from autoshard.solver.improvement_moves import Meter, blend, descend, squeeze
 from autoshard.solver.milp import entries, solve_milp
-from autoshard.solver.minimise import ROUNDING, Found, fits, minimise, minimise_pruned
+from autoshard.solver.minimise import ROUNDING, MinimisedResidual, fits, minimise, minimise_pruned
 from autoshard.solver.network import InfeasibleNetwork, Limits
 from autoshard.solver.pareto_elimination import close_gap
 from autoshard.solver.prune import Contradiction, Residual, make_consistent, prune
@@ -78,11 +78,11 @@ class Priced:
     under another budget begins alike."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Limits, tuple[float, ...]], tuple[Found, Familiar]] = {}
+        self._found: dict[tuple[Limits, tuple[float, ...]], tuple[MinimisedResidual, Familiar]] = {}
 
     def at(
-        self, limits: Limits, prices: tuple[float, ...], least: Callable[[float, Familiar], Found]
-    ) -> Found:
+        self, limits: Limits, prices: tuple[float, ...], least: Callable[[float, Familiar], MinimisedResidual]
+    ) -> MinimisedResidual:
         """At the last of the prices, 0 if there are none. least: of a price, with orders of those before."""
         key = (limits, prices)
         if key not in self._found:
@@ -138,7 +138,7 @@ def _begin(
 ) -> Begun | Budgeted:
     """All but the gap; the answer where the budget does not bind."""
 
-    def free(price: float, familiar: Familiar) -> Found:
+    def free(price: float, familiar: Familiar) -> MinimisedResidual:
         if fits(order, limits):
             return minimise(net, order, limits)
         return minimise_pruned(net.weighted(price), limits, familiar)
@@ -221,11 +221,11 @@ def _search_multiplier(
 
 def _at(
     net: Residual, elimination: Elimination | None, familiar: Familiar, lam: float, limits: Limits
-) -> Found:
+) -> MinimisedResidual:
     if elimination is None:
         return minimise_pruned(net.weighted(lam), limits, familiar)
     value, states = elimination.solve(net.priced(lam))
-    return Found(states, value, "eliminated")
+    return MinimisedResidual(states, value, "eliminated")
 
 
 def _improved(net: Residual, meter: Meter, dual: _Dual, budget: float) -> Point:

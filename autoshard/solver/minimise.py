@@ -25,7 +25,7 @@ _MINI_TOTAL = 100_000_000
 
 
 @dataclass(frozen=True)
-class Found:
+class MinimisedResidual:
     """states: in the residual's numbering, or None when nothing is finite. lower_bound: on the cost."""
 
     states: list[int] | None
@@ -37,12 +37,12 @@ def fits(order: Order, limits: Limits) -> bool:
     return order.largest <= limits.table and order.total <= limits.total
 
 
-def minimise(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
+def minimise(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> MinimisedResidual:
     """Least seconds of a residual, whose bytes are ignored; in whatever way its order allows."""
     if not fits(order, limits):
         return minimise_wide(net, order, limits, moves=moves)
     value, states = Elimination(net, order).solve()
-    return Found(states if np.isfinite(value) else None, value, ELIMINATED)
+    return MinimisedResidual(states if np.isfinite(value) else None, value, ELIMINATED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +68,11 @@ class Narrowed:
         prune(small)
         return Narrowed(core, small, familiar.order(core.numbers, small.sizes, small.rows))
 
-    def minimise(self, limits: Limits, *, moves: bool = True) -> Found:
+    def minimise(self, limits: Limits, *, moves: bool = True) -> MinimisedResidual:
         """The least seconds, with states as of the whole network. moves: see `minimise_wide`."""
         found = minimise(self.net, self.order, limits, moves=moves)
         states = None if found.states is None else self.core.whole(self.net.original(found.states))
-        return Found(states, self.core.seconds + found.lower_bound, found.method)
+        return MinimisedResidual(states, self.core.seconds + found.lower_bound, found.method)
 
     def bound(self, limits: Limits) -> float:
         """Seconds that no assignment goes below: the least itself where the order allows that."""
@@ -81,13 +81,13 @@ class Narrowed:
         return self.core.seconds + _buckets(self.net, self.order, limits).value
 
 
-def minimise_pruned(net: Residual, limits: Limits, familiar: Familiar | None = None) -> Found:
+def minimise_pruned(net: Residual, limits: Limits, familiar: Familiar | None = None) -> MinimisedResidual:
     """The same of a network that is not pruned, which stays as it is. familiar: see `Narrowed`."""
     small = Narrowed.of(net, familiar or Familiar())
-    return Found(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
+    return MinimisedResidual(None, np.inf, ELIMINATED) if small is None else small.minimise(limits)
 
 
-def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> Found:
+def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = True) -> MinimisedResidual:
     """Branch and bound for a while, HiGHS if the program is small, neighbourhoods if that is not the end.
 
     Complete branch and bound if nothing finite was found. moves: whether neighbourhoods are looked at, which
@@ -97,7 +97,7 @@ def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = 
     # one way down to the last variable takes as many nodes, and is a far better start than any other
     tried = depth_first(order, [Criterion(bounds)], nodes=len(net.unary) + limits.nodes)
     if tried.complete:
-        return Found(tried.states, tried.lower_bound, "branch and bound")
+        return MinimisedResidual(tried.states, tried.lower_bound, "branch and bound")
     states, lower, method = tried.states, tried.lower_bound, "mini-buckets + neighbourhoods"
     if states is None:
         states = dive(net, order.variables[::-1])
@@ -112,15 +112,15 @@ def minimise_wide(net: Residual, order: Order, limits: Limits, *, moves: bool = 
             if other < seconds:
                 states, seconds = outcome.states, other
             if outcome.complete and (other < np.inf or outcome.lower_bound == np.inf):
-                return Found(states, seconds, "HiGHS")
+                return MinimisedResidual(states, seconds, "HiGHS")
             method = "HiGHS, stopped early"
     if moves and states is not None and seconds - lower > ROUNDING * abs(seconds):
         states = widen(net, order, states, limits)
         seconds = measure(net, states)[0]
     if states is None:
         tried = depth_first(order, [Criterion(bounds)])
-        return Found(tried.states, tried.lower_bound, "branch and bound")
-    return Found(states, min(lower, seconds), method)
+        return MinimisedResidual(tried.states, tried.lower_bound, "branch and bound")
+    return MinimisedResidual(states, min(lower, seconds), method)
 
 
 def _buckets(net: Residual, order: Order, limits: Limits) -> MiniBuckets:

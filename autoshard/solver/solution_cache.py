@@ -16,7 +16,7 @@ Weights: TypeAlias = tuple[float, ...]
 _ALONE = 10
 
 
-class Known:
+class SolutionCache:
     """What was solved: weights of seconds, of bytes with the budget (None without one), limits -> solution.
 
     orders: of elimination of its networks. What pins leave is compared by identity: a problem has one set of

@@ -77,7 +77,7 @@ torch.serialization.add_safe_globals([strided])
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """A box of a tensor that a rank holds: where it begins in the tensor and in the local part, its sizes."""
 
     offsets: tuple[int, ...]
@@ -91,7 +91,9 @@ class Block:
         return local
 
 
-def blocks_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Block, ...]:
+def blocks_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[ShardBlock, ...]:
     """The blocks of this rank's shard, none if it holds nothing."""
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
@@ -101,7 +103,7 @@ def blocks_of(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Place
 @functools.lru_cache(maxsize=4096)
 def _blocks(
     shape: tuple[int, ...], ways: tuple[int, ...], place: tuple[int, ...], placements: tuple[Any, ...]
-) -> tuple[Block, ...]:
+) -> tuple[ShardBlock, ...]:
     runs = []
     for dim, size in enumerate(shape):
         index = torch.arange(size)
@@ -110,7 +112,7 @@ def _blocks(
                 index = _cut(index, placed, parts, part)
         runs.append(_runs(index.tolist()))
     boxes = itertools.product(*runs)
-    return tuple(Block(*(tuple(dim[k] for dim in box) for k in range(3))) for box in boxes)
+    return tuple(ShardBlock(*(tuple(dim[k] for dim in box) for k in range(3))) for box in boxes)
 
 
 def _cut(index: torch.Tensor, placed: Any, ways: int, place: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ def refusing(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placem
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalPart:
     """What a local part is of its tensor: whole and local are the shapes of both.
 
     agree: makes what a rank has found in gradients, infinities, known to all that have a part of the model;
@@ -156,10 +158,10 @@ class Part:
 
     whole: torch.Size
     local: torch.Size
-    blocks: tuple[Block, ...]
+    blocks: tuple[ShardBlock, ...]
     agree: Callable[[torch.Tensor], None] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalPart:
         return self
 
 
@@ -169,7 +171,7 @@ class BlockTensor(torch.Tensor):
     Copies and what is made of it element by element know the same, results of other operations are plain.
     """
 
-    _part: Part
+    _part: LocalPart
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -212,7 +214,7 @@ class BlockTensor(torch.Tensor):
         return plain_local(self).__reduce_ex__(protocol)
 
 
-def _with_part(local: torch.Tensor, part: Part) -> BlockTensor:
+def _with_part(local: torch.Tensor, part: LocalPart) -> BlockTensor:
     made: BlockTensor = torch.Tensor._make_subclass(BlockTensor, local)
     made._part = part
     return made
@@ -232,13 +234,13 @@ def described(x: DTensor) -> DTensor:
 
 
 def agreeing(x: DTensor, agree: Callable[[torch.Tensor], None]) -> DTensor:
-    """A gradient in the same memory by which torch's GradScaler finds what `Part` says."""
+    """A gradient in the same memory by which torch's GradScaler finds what `LocalPart` says."""
     return _told(x, agree)
 
 
 def _told(x: DTensor, agree: Callable[[torch.Tensor], None] | None) -> DTensor:
     local = plain_local(x._local_tensor)
-    part = Part(x.shape, local.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
+    part = LocalPart(x.shape, local.shape, blocks_of(x.shape, x.device_mesh, x.placements), agree)
     return DTensor(_with_part(local, part), x._spec, requires_grad=False)
 
 

@@ -17,14 +17,14 @@ _NEAR = 0.1
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownSizes:
     """The sizes of a model. note: how its family was told, where its name does not say or says another."""
 
     shape: Architecture
     note: str
 
 
-def architecture_of(run: Run, padded_vocab: int) -> Known:
+def architecture_of(run: Run, padded_vocab: int) -> KnownSizes:
     """The transformer of a run; padded_vocab: rows of its embedding.
 
     A gated feed-forward layer, untied embeddings and rotary positions (``llama``) or two products, one
@@ -47,7 +47,7 @@ def architecture_of(run: Run, padded_vocab: int) -> Known:
     shape = Architecture(
         kind, run.layers, run.hidden, run.heads, run.kv_heads, run.ffn, padded_vocab, positions=run.seq
     )
-    return Known(shape, note)
+    return KnownSizes(shape, note)
 
 
 def parameters(run: Run, kind: Kind) -> int:

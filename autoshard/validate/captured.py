@@ -13,7 +13,7 @@ from autoshard.ir import Arg, Folded, Graph, Node, TensorType, refs_of
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.rules.core import Factored
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
 from autoshard.validate.models import Architecture, on_meta
 
 #: sequences of the capture that stands for every batch but 1
@@ -46,8 +46,8 @@ class Captures:
         if batch > 1:
             base = self._analysis(_CAPTURED)
             try:
-                return Scaled(_with_arguments(base, rebatched(base.model, batch)), base)
-            except NotRebatchable:
+                return Scaled(_with_arguments(base, with_batch(base.model, batch)), base)
+            except NotRescalable:
                 pass  # captured at its own batch, which costs time and nothing else
         own = self._analysis(batch)
         return Scaled(own.model, own)
@@ -74,7 +74,7 @@ def _with_arguments(base: Analysis, scaled: Model) -> Model:
         for number, node in enumerate(graph.nodes):
             rule = base.table[node.op](node, [types[r] for r in refs_of(node)])
             if not _alike(rule, scaled.rules[name, number]):
-                raise NotRebatchable(f"{node.op} has sizes that do not scale")
+                raise NotRescalable(f"{node.op} has sizes that do not scale")
             rules[name, number] = rule
     return replace(scaled, folded=folded, rules=rules)
 

@@ -39,7 +39,7 @@ _NOISE, _LARGE = 0.05, 0.10
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedFigures:
     """figures: fitted to all runs. seconds: predicted with them, in the order of the runs. held_out:
     predicted with figures that were fitted without the run's own study."""
 
@@ -48,7 +48,7 @@ class Fitted:
     held_out: tuple[float, ...]
 
 
-def fit(runs: Sequence[Rebuilt], progress: Progress = lambda _: None) -> Fitted:
+def fit(runs: Sequence[Rebuilt], progress: Progress = lambda _: None) -> FittedFigures:
     """Raises UsageError where there is nothing to fit: fewer than two studies with measured steps."""
     if len({r.run.study for r in runs}) < 2:
         raise UsageError(
@@ -75,7 +75,7 @@ class _Fit:
         self.steering = which
         self.weights = np.array([counts[self.runs[k].run.study] ** -0.25 for k in which]) / _NOISE
 
-    def fitted(self) -> Fitted:
+    def fitted(self) -> FittedFigures:
         figures = self.start
         everything = range(len(self.runs))
         slopes = np.zeros((len(self.runs), len(self.names)))
@@ -97,7 +97,7 @@ class _Fit:
             held_out[own] = self._seconds(moved(figures, self._step(figures, errors, slopes, study)), own)
             error = float(np.abs(held_out[own] / self.measured[own] - 1).mean())
             self.progress(f"{study} by the others: mean error {100 * error:.1f} %")
-        return Fitted(figures, tuple(at), tuple(held_out))
+        return FittedFigures(figures, tuple(at), tuple(held_out))
 
     def _seconds(self, figures: Figures, which: Sequence[int]) -> Array:
         """Steps of some runs."""

@@ -10,14 +10,14 @@ from statistics import mean
 from autoshard.cluster import load_cluster
 from autoshard.cluster.write import cluster_text
 from autoshard.validate.figures import applied
-from autoshard.validate.fit import Fitted
+from autoshard.validate.fit import FittedFigures
 from autoshard.validate.machine import catalog_name
 from autoshard.validate.rebuild import Rebuilt
 
 _FITTED = ("matmul_efficiency", "overlap")
 
 
-def cluster_files(runs: Sequence[Rebuilt], fitted: Fitted, folder: Path) -> dict[Path, str]:
+def cluster_files(runs: Sequence[Rebuilt], fitted: FittedFigures, folder: Path) -> dict[Path, str]:
     """Per entry of the catalog that runs were measured on, its file with the fitted figures.
 
     runs: those that were fitted.
@@ -51,7 +51,7 @@ class StudyErrors:
     held_out_worst: float
 
 
-def errors_by_study(runs: Sequence[Rebuilt], fitted: Fitted) -> dict[str, StudyErrors]:
+def errors_by_study(runs: Sequence[Rebuilt], fitted: FittedFigures) -> dict[str, StudyErrors]:
     """The errors of every study, and of all runs under ``all``."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for run, seconds, without in zip(runs, fitted.seconds, fitted.held_out, strict=True):

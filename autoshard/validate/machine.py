@@ -25,14 +25,14 @@ _CARDS = re.compile(r"(\d+)\s*x\s*\d+\s*Gb/s", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Machine:
+class RunMachine:
     """notes: what was assumed, for the report."""
 
     cluster: Cluster
     notes: tuple[str, ...] = ()
 
 
-def machine_of(run: Run) -> Machine:
+def machine_of(run: Run) -> RunMachine:
     """The cluster of a run. Raises UsageError for a GPU that is not known and not described by the row."""
     entry, notes = _entry(run)
     base = load_cluster(entry["cluster"])
@@ -51,7 +51,7 @@ def machine_of(run: Run) -> Machine:
         levels=levels,
         devices=None,
     )
-    return Machine(cluster, (*notes, *told))
+    return RunMachine(cluster, (*notes, *told))
 
 
 @cache

@@ -29,7 +29,7 @@ from autoshard.search.problem.decisions import (
     Variable,
 )
 from autoshard.search.problem.problem import Model
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.solver.network import Array
 from autoshard.validate.models import Architecture, Kind
 
@@ -58,7 +58,7 @@ _HIDDEN: Mapping[Kind, tuple[str, int]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunPlacement:
     """What a run's code does. tensor, shards: axes of the mesh over which layers, and what ZeRO divides, are.
 
     sequence: whether activations between layers are divided along the sequence over the tensor axis.
@@ -78,13 +78,13 @@ class Masks:
     notes: tuple[str, ...]
 
 
-def masks_of(posed: Posed, shape: Architecture, wanted: Wanted) -> Masks:
+def masks_of(posed: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> Masks:
     """The states that a run's code may be in, on a mesh whose axes the search sees one by one."""
     return _Masks(posed, shape, wanted).run()
 
 
 class _Masks:
-    def __init__(self, posed: Posed, shape: Architecture, wanted: Wanted) -> None:
+    def __init__(self, posed: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> None:
         self.posed, self.wanted = posed, wanted
         self.model: Model = posed.model
         self.digits = self.model.digits.values

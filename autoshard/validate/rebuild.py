@@ -14,7 +14,7 @@ from autoshard.cost.collective import seconds
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.ir import DTYPES
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.passes.simplify.batch_terms import averaged
 from autoshard.passes.stages.scatter_sends import Saving
 from autoshard.planner.stage_link import in_parts, pipe_link
@@ -25,22 +25,22 @@ from autoshard.program.program import Program
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Plan, Recompute
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.request import Settled
+from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.configuration import Configuration
-from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.formulate import ShardingProblem, formulate, layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.search.solve.solve_placements import place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.solver.network import NoFiniteAssignment
-from autoshard.validate.architecture import Known, architecture_of
+from autoshard.validate.architecture import KnownSizes, architecture_of
 from autoshard.validate.captured import Captures, Scaled
 from autoshard.validate.frameworks import Framework, behaviour_of, framework_of
-from autoshard.validate.machine import Machine, machine_of
+from autoshard.validate.machine import RunMachine, machine_of
 from autoshard.validate.models import Architecture
-from autoshard.validate.placements import Wanted, masks_of
+from autoshard.validate.placements import RunPlacement, masks_of
 from autoshard.validate.rows import Run, Unsupported
-from autoshard.validate.stages import Stages, stages_of
+from autoshard.validate.stages import RebuiltStages, stages_of
 
 Progress = Callable[[str], None]
 
@@ -90,15 +90,15 @@ class _Told:
     """What a row says, before its model is captured."""
 
     run: Run
-    known: Known
-    machine: Machine
+    known: KnownSizes
+    machine: RunMachine
     framework: Framework
 
 
 def _told(run: Run, cluster: Cluster | None) -> _Told:
     framework = framework_of(run)
     vocab = padded_vocab(run.vocab, run.tensor, framework.vocab_multiple)
-    machine = machine_of(run) if cluster is None else Machine(cluster)
+    machine = machine_of(run) if cluster is None else RunMachine(cluster)
     machine.cluster.check_world_size(run.gpus)
     return _Told(run, architecture_of(run, vocab), machine, framework)
 
@@ -138,7 +138,7 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
     mesh, prices = mesh_of(run), CostModels(cluster)
     stages = stages_of(run, scaled.model.folded)
     setting = _setting(run, scaled, cluster, stages)
-    posed = pose(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
+    posed = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
     masks = masks_of(posed, told.known.shape, _wanted(run, mesh))
     try:
         placed = place(posed.problem, setting, None, allowed=masks.allowed)
@@ -149,16 +149,16 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
             why="some op of the model cannot run with them",
         ) from None
     where = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
-    settled = Settled(posed, placed, where, cluster, placed.lower_bound)
+    settled = CandidateSolution(posed, placed, where, cluster, placed.lower_bound)
     plan = explain(settled, cluster, scaled.analysis.fingerprint, reasons=False)
     program = _program(scaled, posed, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices))
     return Rebuilt(run, program, cluster, behaviour, _notes(told, stages, masks.notes))
 
 
-def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: Stages | None) -> Setting:
+def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: RebuiltStages | None) -> StepConfig:
     calls = layer_calls(scaled.model.folded)
     pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, stages.pipeline.chunks)
-    bare = Setting(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
+    bare = StepConfig(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
     if run.recompute not in ("full", "selective", "ops"):
         # attention is one op here, and what it keeps is the simulation's to say
         return bare
@@ -166,25 +166,25 @@ def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: Stages | None) 
     return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})
 
 
-def _wanted(run: Run, mesh: Mesh) -> Wanted:
+def _wanted(run: Run, mesh: Mesh) -> RunPlacement:
     names = mesh.names
     tensor = names.index("tp") if "tp" in names else None
     shards = tuple(k for k, name in enumerate(names) if name == "fsdp")
-    return Wanted(tensor, shards, run.zero, run.sequence_parallel)
+    return RunPlacement(tensor, shards, run.zero, run.sequence_parallel)
 
 
 def _program(
     scaled: Scaled,
-    posed: Posed,
+    posed: ShardingProblem,
     plan: Plan,
     prices: CostModels,
-    stages: Stages | None,
+    stages: RebuiltStages | None,
     saving: Saving | None,
 ) -> Program:
     model, mesh = scaled.model, posed.mesh
     if stages is not None:
         plan = replace(plan, pipeline=stages.pipeline)
-    how = Lowering(
+    how = LoweringOptions(
         model.flow,
         plan,
         MeshShape(mesh.names, mesh.sizes),
@@ -212,7 +212,7 @@ def _saving(
     return saving
 
 
-def _notes(told: _Told, stages: Stages | None, placed: tuple[str, ...]) -> tuple[str, ...]:
+def _notes(told: _Told, stages: RebuiltStages | None, placed: tuple[str, ...]) -> tuple[str, ...]:
     run, framework = told.run, told.framework
     ways = storable(run.hidden, run.sharded)
     divided = (f"what ZeRO divides over {run.sharded} ranks is divided over {ways} here",)

@@ -40,7 +40,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ScoreSummary:
     """Errors in per cent over some runs, None where none was measured.
 
     rows: with a measured step. oom_right, oom_wrong: runs that ran out of memory and were, or were not,
@@ -76,7 +76,7 @@ def scored(rebuilt: Rebuilt, seconds: float, peak_bytes: float) -> Scored:
     )
 
 
-def summary(runs: Iterable[Scored]) -> Summary:
+def summary(runs: Iterable[Scored]) -> ScoreSummary:
     """The errors of some runs together."""
     rows = list(runs)
     timed = [r for r in rows if r.measured_s is not None]
@@ -84,7 +84,7 @@ def summary(runs: Iterable[Scored]) -> Summary:
     memory = [abs(e) for r in rows if (e := r.memory_pct_error) is not None]
     lost = [r for r in rows if r.oom]
     right = sum(r.predicted_oom for r in lost)
-    return Summary(
+    return ScoreSummary(
         len(timed),
         mean(errors) if errors else None,
         max(errors, default=None),
@@ -96,7 +96,7 @@ def summary(runs: Iterable[Scored]) -> Summary:
     )
 
 
-def by_study(runs: Sequence[Scored]) -> dict[str, Summary]:
+def by_study(runs: Sequence[Scored]) -> dict[str, ScoreSummary]:
     """The errors within every study, in the order of its first run."""
     names = dict.fromkeys(r.study for r in runs)
     return {name: summary(r for r in runs if r.study == name) for name in names}

@@ -35,7 +35,7 @@ _TWICE = {"zb-h2": 0, "zb-2p": 1}
 
 
 @dataclass(frozen=True)
-class Stages:
+class RebuiltStages:
     """notes: what is not as the row has it."""
 
     pipeline: Pipeline
@@ -43,7 +43,7 @@ class Stages:
     notes: tuple[str, ...] = ()
 
 
-def stages_of(run: Run, folded: Folded) -> Stages | None:
+def stages_of(run: Run, folded: Folded) -> RebuiltStages | None:
     """The stages of a run, None for one. Raises UsageError for a schedule that is not known."""
     if run.pipeline == 1:
         return None
@@ -74,7 +74,7 @@ def stages_of(run: Run, folded: Folded) -> Stages | None:
         done += size
         last = layers[done] - 1 if done < len(layers) else layers[-1]
         cuts.append(Cut(last, "", forward[last].label))
-    return Stages(Pipeline(run.pipeline, 0, name, chunks, tuple(cuts)), schedule, notes)
+    return RebuiltStages(Pipeline(run.pipeline, 0, name, chunks, tuple(cuts)), schedule, notes)
 
 
 def stage_sizes(layers: int, stages: int) -> list[int]:

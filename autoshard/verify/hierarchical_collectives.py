@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from autoshard.ir import Arg
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, Replicate, Shard
 from autoshard.verify.indices import axes_of, coordinates, cut, held_at, in_runs, join
 
@@ -23,8 +23,8 @@ def wrong_step(
     kind: str,
     axes: tuple[int, ...],
     where: tuple[Arg, ...],
-    before: Placed,
-    after: Placed,
+    before: PlacedValue,
+    after: PlacedValue,
     sizes: tuple[int, ...],
 ) -> str:
     """What is wrong with a gather over some axes, or a reduction that scatters over one; "" if nothing is.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from autoshard.ir import Call, Node, refs_of
 from autoshard.ir.boundaries import wires_of
-from autoshard.ir.lowered import Part, uses_of
+from autoshard.ir.lowered import StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS, LOAD, STORE
 from autoshard.program.host_values import moves_to_host
 from autoshard.program.program import Program
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import Finding, ProgramLocation
 
 _PHASES = ("gather", "count", "forward", "backward", "weight", "reduce")
 
@@ -54,9 +54,9 @@ class _Check:
         self._results()
         return self.out
 
-    def _item(self, number: int, part: Part) -> None:
+    def _item(self, number: int, part: StagePart) -> None:
         item, own = self.lowered.main[number], self.own[part.stage]
-        at = At(item.outs[0] if item.outs else "", part.stage, part.phase, part.slice, number)
+        at = ProgramLocation(item.outs[0] if item.outs else "", part.stage, part.phase, part.slice, number)
         known = {v: own.get(v, self.ports.get(v, False)) for v in uses_of(item)}
         if not isinstance(item, Call):
             own.update(self._node(item, known, at, "", -1))
@@ -68,10 +68,10 @@ class _Check:
         own.update((out, env[inner]) for out, inner in zip(item.outs, segment.outputs, strict=True))
 
     def _node(
-        self, node: Node, host: Mapping[str, bool], at: At, segment: str, place: int
+        self, node: Node, host: Mapping[str, bool], at: ProgramLocation, segment: str, place: int
     ) -> dict[str, bool]:
         """Which of its results are in host memory."""
-        where = At(node.outs[0], at.stage, at.phase, at.slice, at.item, segment, place)
+        where = ProgramLocation(node.outs[0], at.stage, at.phase, at.slice, at.item, segment, place)
         for value in dict.fromkeys(refs_of(node)):
             if node.op == STORE and host[value]:
                 self._tell(f"{value} is stored and is in host memory already", where, segment or at.value)
@@ -88,7 +88,7 @@ class _Check:
         """Ranks of a pipeline send each other what is on their devices."""
         for wire in wires_of(self.lowered, self.ports):
             if self.own[wire.source].get(wire.value):
-                at = At(wire.value, wire.source, wire.phase, wire.slice)
+                at = ProgramLocation(wire.value, wire.source, wire.phase, wire.slice)
                 self._tell(f"{wire.value} is sent to stage {wire.target} from host memory", at, "")
 
     def _results(self) -> None:
@@ -99,9 +99,14 @@ class _Check:
                 if own.get(result.value, wanted) != wanted:
                     lies = "on the device" if wanted else "in host memory"
                     why = "its parameter is in host memory" if wanted else "it is handed out on the device"
-                    self._tell(f"{result.kind} {result.target} ends {lies}", At(result.value, stage), "", why)
+                    self._tell(
+                        f"{result.kind} {result.target} ends {lies}",
+                        ProgramLocation(result.value, stage),
+                        "",
+                        why,
+                    )
 
-    def _tell(self, what: str, at: At, segment: str, why: str = "") -> None:
+    def _tell(self, what: str, at: ProgramLocation, segment: str, why: str = "") -> None:
         """Once per place in the text."""
         key = (segment, at.value, what)
         if key not in self._told:
@@ -109,7 +114,7 @@ class _Check:
             self.out.findings.append(Finding("host", what, at, why))
 
 
-def _turn(part: Part) -> tuple[int, int, int]:
+def _turn(part: StagePart) -> tuple[int, int, int]:
     up = part.phase in ("gather", "count", "forward", "reduce")
     order = part.slice if part.phase == "forward" else -part.slice
     return _PHASES.index(part.phase), order, part.stage if up else -part.stage

@@ -10,7 +10,7 @@ from autoshard.ir import Call
 from autoshard.ir.boundaries import part_name
 from autoshard.program.program import Program
 from autoshard.program.text import program_text
-from autoshard.verify.result import At, Finding, Located
+from autoshard.verify.result import Finding, Located, ProgramLocation
 
 
 class Locator:
@@ -35,7 +35,7 @@ class Locator:
         file = "schedule.json" if at.action and not number else "program.py"
         return Located(finding, self._ranks(at), number, text, self._source(at), file)
 
-    def _line(self, at: At) -> int:
+    def _line(self, at: ProgramLocation) -> int:
         """Line of the text, from 1; 0 if the place has none."""
         if at.segment and at.number >= 0:
             name = self.program.lowered.segments[at.segment].graph.nodes[at.number].outs[0]
@@ -77,7 +77,7 @@ class Locator:
                 return number
         return 0
 
-    def _ranks(self, at: At) -> str:
+    def _ranks(self, at: ProgramLocation) -> str:
         """Which ranks of the whole mesh run it, as text."""
         whole = Mesh.parse(self.program.whole_mesh)
         stages = self.program.stages
@@ -90,7 +90,7 @@ class Locator:
         word = f"stage {at.stage}" if at.stage >= 0 else f"pipeline rank {pipe}"
         return f"ranks {spans(own)} ({word})" if len(own) > 1 else f"rank {own[0]} ({word})"
 
-    def _source(self, at: At) -> str:
+    def _source(self, at: ProgramLocation) -> str:
         """The user's line, or else the layer or the parameter."""
         program = self.program
         label = ""

@@ -117,17 +117,17 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """Forward and backward of a batch: outputs by position (and microbatch), gradients by name."""
 
     outputs: Tensors
     grads: Tensors
 
 
-class Subject(Protocol):
+class Steppable(Protocol):
     """Something that can be stepped: the model itself, or a program in lockstep."""
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """Forward and backward on the batch."""
         ...
 
@@ -183,7 +183,7 @@ def _verified(
     batch = Batch(program, args, kwargs)
     values = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     initial = {name: x.detach().clone() for name, x in values.items()}
-    reference: Subject
+    reference: Steppable
     with _restored(values, initial):
         if one_rank is None:
             if model.training != program.signature.training:
@@ -344,7 +344,7 @@ class Eager:
         self.named = {n: p for n, p in named.items() if n not in batch.aliases}
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         self.model.zero_grad()
         args, kwargs = self.batch.whole
         output = self.model(*args, **kwargs)
@@ -355,7 +355,7 @@ class Eager:
         if ends:
             torch.autograd.backward([x for x, _ in ends], [t for _, t in ends])
         grads = {n: p.grad for n, p in self.named.items() if p.grad is not None}
-        return Step({k: x.detach() for k, x in outputs.items()}, grads)
+        return StepResult({k: x.detach() for k, x in outputs.items()}, grads)
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         if self.optimizer is None and trained:
@@ -390,7 +390,7 @@ class Ranks:
         self.optimizer: torch.optim.Optimizer | None = None
         self.grads: dict[str, Held] = {}
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         fixed = [dict(values) for values in self.fixed]
         for call, values in enumerate(fixed):
             for name in self.seeds:
@@ -415,7 +415,7 @@ class Ranks:
                 whole = self._whole([made.buffers[result.value]], result.value, meaning)
                 self.held[result.target] = self.runner.held(whole, self.ports[result.target])
         self.steps += len(self.fixed)
-        return Step(outputs, grads)
+        return StepResult(outputs, grads)
 
     def update(self, eps: float, trained: Sequence[str]) -> None:
         trained = [target for target in trained if target in self.grads]
@@ -465,8 +465,8 @@ def _fixed_value(program: Program, batch: Batch, leaves: Sequence[Any], port: Po
 
 
 def _compare(
-    subject: Subject,
-    reference: Subject,
+    subject: Steppable,
+    reference: Steppable,
     batch: Batch,
     steps: int,
     tolerance: Tolerance,
@@ -480,7 +480,7 @@ def _compare(
         wanted = reference.step()
         found = subject.step()
         if isinstance(reference, Eager):
-            found = Step(batch.joined(found.outputs, wanted.outputs), found.grads)
+            found = StepResult(batch.joined(found.outputs, wanted.outputs), found.grads)
         losses += _loss(found)
         if step == 0:
             checks += _checks("output", found.outputs, wanted.outputs, tolerance)
@@ -503,7 +503,7 @@ def _compare(
     return tuple(checks), tuple(losses)
 
 
-def _loss(step: Step) -> list[float]:
+def _loss(step: StepResult) -> list[float]:
     """The first floating scalar among the outputs, its sum over the microbatches; none if there is none."""
     scalars = {k: float(x) for k, x in step.outputs.items() if x.dim() == 0 and x.is_floating_point()}
     first = next(iter(scalars), "").split(" ")[0]

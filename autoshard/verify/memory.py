@@ -11,7 +11,7 @@ from autoshard.planner.host_memory import need_of
 from autoshard.program.program import Program
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import estimate_step
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import Finding, ProgramLocation
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Fit:
         return Finding(
             "memory",
             f"{self.holder} holds {bytes_text(self.peak)}",
-            At(rank=self.rank),
+            ProgramLocation(rank=self.rank),
             f"{self.place} has {bytes_text(self.room)}",
         )
 

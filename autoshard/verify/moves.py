@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autoshard.cost.reshard import step_between
 from autoshard.ir import Arg, Node, Origin, Ref, TensorType
 from autoshard.ir.comm import GATHER_WIRE
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Layout, Partial, layout_ok
 from autoshard.passes.partition.insert_collectives import collective_node
@@ -34,7 +34,7 @@ MOVES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class CollectiveMeaning:
     """One value of a collective. where: (dim, outer, inner, size) of what is cut or joined; () for a sum."""
 
     source: str
@@ -42,7 +42,7 @@ class Move:
     where: tuple[Arg, ...]
 
 
-def moves_of(node: Node) -> tuple[Move, ...] | None:
+def moves_of(node: Node) -> tuple[CollectiveMeaning, ...] | None:
     """The values of a collective, one by one; None if its text is not that of one."""
     kind = node.op.split(".")[1]
     args = node.args
@@ -50,10 +50,10 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
         sources = args[0] if len(args) == 1 and isinstance(args[0], tuple) else ()
         if len(sources) != len(node.outs) or not all(isinstance(s, Ref) for s in sources):
             return None
-        return tuple(Move(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
+        return tuple(CollectiveMeaning(s.name, o, ()) for s, o in zip(sources, node.outs, strict=True))
     if node.op == GATHER_WIRE:
         said = wire_gather(node)
-        return None if said is None else (Move(said.wire, node.outs[0], said.where),)
+        return None if said is None else (CollectiveMeaning(said.wire, node.outs[0], said.where),)
     if kind.endswith("_bucket"):
         sources = args[0] if args and isinstance(args[0], tuple) else ()
         wheres = args[2] if len(args) > 2 else ((),) * len(sources)
@@ -63,7 +63,9 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
             return None
         if not all(isinstance(s, Ref) for s in sources) or not all(isinstance(w, tuple) for w in wheres):
             return None
-        return tuple(Move(s.name, o, w) for s, o, w in zip(sources, node.outs, wheres, strict=True))
+        return tuple(
+            CollectiveMeaning(s.name, o, w) for s, o, w in zip(sources, node.outs, wheres, strict=True)
+        )
     if len(args) < 2 or not isinstance(args[0], Ref) or len(node.outs) != 1:
         return None
     where: tuple[Arg, ...] = ()
@@ -73,11 +75,11 @@ def moves_of(node: Node) -> tuple[Move, ...] | None:
         where = (args[2], *(node.kwarg(k, d) for k, d in (("outer", 1), ("inner", 1), ("size", None))))
     elif kind != "all_reduce" or len(args) != 2:
         return None
-    return (Move(args[0].name, node.outs[0], where),)
+    return (CollectiveMeaning(args[0].name, node.outs[0], where),)
 
 
 def broken_moves(
-    node: Node, values: Mapping[str, Placed], mesh: MeshShape
+    node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
 ) -> Iterator[tuple[Rule, str, str]]:
     """(rule, value, why) of everything that is wrong with a collective. values: those around it."""
     found = moves_of(node)
@@ -109,7 +111,12 @@ def broken_moves(
 
 
 def _wrong(
-    move: Move, node: Node, kind: str, axes: tuple[int, ...], values: Mapping[str, Placed], mesh: MeshShape
+    move: CollectiveMeaning,
+    node: Node,
+    kind: str,
+    axes: tuple[int, ...],
+    values: Mapping[str, PlacedValue],
+    mesh: MeshShape,
 ) -> str:
     """What is wrong with one value of a collective, "" if nothing."""
     axis = axes[0]
@@ -141,7 +148,12 @@ def _wrong(
 
 @lru_cache(maxsize=8192)
 def _same_elements(
-    kind: str, axis: int, where: tuple[Arg, ...], before: Placed, after: Placed, sizes: tuple[int, ...]
+    kind: str,
+    axis: int,
+    where: tuple[Arg, ...],
+    before: PlacedValue,
+    after: PlacedValue,
+    sizes: tuple[int, ...],
 ) -> bool:
     """Whether a collective, done on indices, gives every rank the elements that its new placement names."""
     if kind == "all_reduce":

@@ -29,7 +29,7 @@ class Judgement:
     args: str
 
 
-class Judge:
+class OpChecker:
     """Judges ops of a model on the placements that a program gives them; each question is answered once."""
 
     def __init__(self, rules: Mapping[str, RuleFn], mesh: MeshShape) -> None:

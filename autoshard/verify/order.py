@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 from autoshard.errors import VerificationError
 from autoshard.ir.boundaries import ends_of, wires_of
-from autoshard.ir.lowered import Ends, Lowered
+from autoshard.ir.lowered import Lowered, PartBoundary
 from autoshard.program.holders import holders_of
-from autoshard.program.messages import Message, Move, moves_of, phases_of
+from autoshard.program.messages import RankAction, StageSend, moves_of, phases_of
 from autoshard.program.program import Program
 from autoshard.schedules.check import check
 from autoshard.schedules.schedule import Schedule
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import Finding, ProgramLocation
 
 #: moves of every pipeline rank
-Moves = Sequence[Sequence[Move]]
+Moves = Sequence[Sequence[RankAction]]
 _Key = tuple[int, str, int]
 
 
@@ -49,7 +49,9 @@ def check_order(program: Program, moves: Moves | None = None) -> Ordered:
     try:
         rows = moves_of(program) if moves is None else moves
     except KeyError as error:
-        missing = Finding("message", f"nothing sends {error.args[0]}", At(), "a stage takes it all the same")
+        missing = Finding(
+            "message", f"nothing sends {error.args[0]}", ProgramLocation(), "a stage takes it all the same"
+        )
         return Ordered((missing,), 0, 0)
     traffic = _Traffic(program, rows)
     found = [*traffic.pairs(), *traffic.contents()]
@@ -63,7 +65,7 @@ def _schedule(program: Program) -> Iterator[Finding]:
     stages = 1 + max(p.stage for p in program.lowered.parts)
     if program.stages is None:
         if stages > 1:
-            yield Finding("schedule", f"there are {stages} stages and no schedule", At())
+            yield Finding("schedule", f"there are {stages} stages and no schedule", ProgramLocation())
         return
     schedule = program.stages.schedule
     try:
@@ -71,7 +73,7 @@ def _schedule(program: Program) -> Iterator[Finding]:
     except VerificationError as error:
         action = error.what.split(" ")[0]
         rank = next((r for r, row in enumerate(schedule.actions) if action in map(str, row)), -1)
-        yield Finding("schedule", error.what, At(rank=rank, action=action), error.where)
+        yield Finding("schedule", error.what, ProgramLocation(rank=rank, action=action), error.where)
         return
     slices = 1 + max(p.slice for p in program.lowered.parts)
     given = (schedule.stages, schedule.microbatches, schedule.slices)
@@ -79,12 +81,14 @@ def _schedule(program: Program) -> Iterator[Finding]:
         yield Finding(
             "schedule",
             f"it is for {given[0]} stages, {given[1]} microbatches of {given[2]} slices",
-            At(),
+            ProgramLocation(),
             f"the program has {stages}, {program.microbatches} and {slices}",
         )
     split = any(p.phase == "weight" for p in program.lowered.parts)
     if split != schedule.splits_backward:
-        yield Finding("schedule", "the schedule and the program split backward differently", At())
+        yield Finding(
+            "schedule", "the schedule and the program split backward differently", ProgramLocation()
+        )
 
 
 class _Traffic:
@@ -95,7 +99,7 @@ class _Traffic:
         self.lowered: Lowered = program.lowered
         self.schedule: Schedule | None = program.stages.schedule if program.stages is not None else None
         self.owner = self.schedule.owner if self.schedule is not None else (0,)
-        ends: dict[_Key, Ends] = {
+        ends: dict[_Key, PartBoundary] = {
             (p.stage, p.phase, p.slice): ends_of(self.lowered, p) for p in self.lowered.parts
         }
         ports = {p.name for p in program.signature.ports}
@@ -105,7 +109,7 @@ class _Traffic:
             (w.value, w.target): (w.source, w.phase, w.slice) for w in wires_of(self.lowered, ports)
         }
 
-    def _foreign(self, ends: Mapping[_Key, Ends], ports: set[str]) -> dict[_Key, tuple[str, ...]]:
+    def _foreign(self, ends: Mapping[_Key, PartBoundary], ports: set[str]) -> dict[_Key, tuple[str, ...]]:
         """Part -> values that it uses and that its stage does not make."""
         own: dict[int, set[str]] = {}
         for key, end in ends.items():
@@ -119,8 +123,8 @@ class _Traffic:
 
     def pairs(self) -> Iterator[Finding]:
         """Every message is sent once and received once, in the same order on both sides of a pair."""
-        sent: dict[tuple[int, int], list[tuple[Message, Move]]] = {}
-        taken: dict[tuple[int, int], list[tuple[Message, Move]]] = {}
+        sent: dict[tuple[int, int], list[tuple[StageSend, RankAction]]] = {}
+        taken: dict[tuple[int, int], list[tuple[StageSend, RankAction]]] = {}
         for rank, row in enumerate(self.rows):
             for move in row:
                 for m in move.sends:
@@ -141,8 +145,8 @@ class _Traffic:
     def _pair(
         self,
         pair: tuple[int, int],
-        sent: Sequence[tuple[Message, Move]],
-        taken: Sequence[tuple[Message, Move]],
+        sent: Sequence[tuple[StageSend, RankAction]],
+        taken: Sequence[tuple[StageSend, RankAction]],
     ) -> Iterator[Finding]:
         # the receiver posts what it takes by number, however its actions take it
         posted = sorted(taken, key=lambda entry: entry[0].number)
@@ -192,7 +196,7 @@ class _Traffic:
                         why = f"the action is of microbatch {action.microbatch}"
                         yield _told(f"{m.value} is sent as of microbatch {m.microbatch}", rank, move, m, why)
 
-    def _actions(self, rank: int, row: Sequence[Move]) -> Iterator[Finding]:
+    def _actions(self, rank: int, row: Sequence[RankAction]) -> Iterator[Finding]:
         """The rank does what the schedule says."""
         if self.schedule is None:
             return
@@ -200,15 +204,15 @@ class _Traffic:
         for place, action in enumerate(wanted):
             if place >= len(row) or row[place].action != action:
                 given = str(row[place].action) if place < len(row) else "nothing"
-                at = At(rank=rank, action=str(action), stage=action.stage)
+                at = ProgramLocation(rank=rank, action=str(action), stage=action.stage)
                 yield Finding("schedule", f"rank {rank} does {given} in place of {action}", at)
                 return
             if row[place].phases != phases_of(action, self.schedule):
-                at = At(rank=rank, action=str(action), stage=action.stage)
+                at = ProgramLocation(rank=rank, action=str(action), stage=action.stage)
                 yield Finding("schedule", f"{action} runs {', '.join(row[place].phases) or 'nothing'}", at)
                 return
         if len(row) > len(wanted):
-            at = At(rank=rank, action=str(row[len(wanted)].action))
+            at = ProgramLocation(rank=rank, action=str(row[len(wanted)].action))
             yield Finding("schedule", f"rank {rank} does {row[len(wanted)].action} after its last action", at)
 
     # -- progress ----------------------------------------------------------------------------------
@@ -255,12 +259,12 @@ class _Traffic:
 
 
 def _told(
-    what: str, rank: int, move: Move, message: Message | None, why: str = "", value: str = ""
+    what: str, rank: int, move: RankAction, message: StageSend | None, why: str = "", value: str = ""
 ) -> Finding:
     stage = move.action.stage
     phase = move.phases[0] if move.phases else ""
     name = message.value if message is not None else value
-    at = At(name, stage, phase, move.action.slice, rank=rank, action=str(move.action))
+    at = ProgramLocation(name, stage, phase, move.action.slice, rank=rank, action=str(move.action))
     return Finding("message", what, at, why)
 
 
@@ -313,6 +317,6 @@ def rendezvous(rows: Mapping[int, Sequence[tuple[str, tuple[int, ...]]]]) -> Ite
         yield Finding(
             "message",
             f"ranks {', '.join(map(str, group))} do not all come to the sum of {name}",
-            At(name, rank=stuck[0]),
+            ProgramLocation(name, rank=stuck[0]),
             f"rank {others[0]} is elsewhere" if others else "",
         )

@@ -11,7 +11,7 @@ from autoshard.program.program import Program
 from autoshard.rules.registry import RULES
 from autoshard.rules.user import Rules, rule_table
 from autoshard.search.plan.plan_json import plan_from_json
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import Finding, ProgramLocation
 
 
 def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
@@ -20,7 +20,7 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
         plan = plan_from_json(program.plan)
         size = Mesh.parse(plan.mesh).world_size
     except AutoshardError as error:
-        yield Finding("plan", "the plan cannot be read", At(), error.what)
+        yield Finding("plan", "the plan cannot be read", ProgramLocation(), error.what)
         return
     pairs = (
         ("target", plan.target, program.target),
@@ -35,7 +35,10 @@ def broken_plan(program: Program, rules: Rules = None) -> Iterator[Finding]:
     for what, planned, found in pairs:
         if planned != found:
             yield Finding(
-                "plan", f"the {what} is {found!r}, the plan's {planned!r}", At(), "they are the same"
+                "plan",
+                f"the {what} is {found!r}, the plan's {planned!r}",
+                ProgramLocation(),
+                "they are the same",
             )
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.errors import VerificationError
 from autoshard.ir import Port, Result
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Partial, Shard, layout_ok
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
 from autoshard.rules.local import MeshShape
 from autoshard.verify.indices import cover, splits_of
-from autoshard.verify.result import At, Finding, Rule
+from autoshard.verify.result import Finding, ProgramLocation, Rule
 from autoshard.verify.translation_validation import LOST
-from autoshard.verify.value_numbering import Terms
+from autoshard.verify.value_numbering import TermTable
 
 #: phases in which a value is summed over the microbatches
 _SUMMED = ("backward", "weight", "reduce")
@@ -25,14 +25,18 @@ def broken_shards(program: Program, mesh: MeshShape) -> Iterator[Finding]:
     for port in program.signature.ports:
         placed = program.lowered.values.get(port.name)
         if placed is None or placed.type != port.type:
-            yield Finding("shards", f"{port.kind} {port.target} is not of its own type", At(port.name))
+            yield Finding(
+                "shards", f"{port.kind} {port.target} is not of its own type", ProgramLocation(port.name)
+            )
             continue
         why = uncovered(placed, mesh)
         if why:
-            yield Finding("shards", f"{port.kind} {port.target} is not divided exactly", At(port.name), why)
+            yield Finding(
+                "shards", f"{port.kind} {port.target} is not divided exactly", ProgramLocation(port.name), why
+            )
 
 
-def uncovered(placed: Placed, mesh: MeshShape) -> str:
+def uncovered(placed: PlacedValue, mesh: MeshShape) -> str:
     """What is wrong with how a value is divided over the mesh, "" if nothing is."""
     shape, layout = placed.type.shape, placed.layout
     if any(isinstance(p, Partial) for p in layout):
@@ -44,7 +48,9 @@ def uncovered(placed: Placed, mesh: MeshShape) -> str:
     return "" if layout_ok(shape, layout, mesh.sizes) else "axes divide a dim in parts that overlap"
 
 
-def broken_results(program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+def broken_results(
+    program: Program, terms: TermTable, own: Mapping[int, Mapping[str, int]]
+) -> Iterator[Finding]:
     """Results that are not the model's, and gradients that do not end as their parameters lie.
 
     own: stage -> value -> term, of what each stage makes.
@@ -66,9 +72,9 @@ def broken_results(program: Program, terms: Terms, own: Mapping[int, Mapping[str
 
 
 def _computed(
-    result: Result, made: Mapping[int, int], wanted: int, terms: Terms, phases: Mapping[str, set[str]]
+    result: Result, made: Mapping[int, int], wanted: int, terms: TermTable, phases: Mapping[str, set[str]]
 ) -> Iterator[Finding]:
-    name, at = f"{result.kind} {result.target}", At(result.value)
+    name, at = f"{result.kind} {result.target}", ProgramLocation(result.value)
     if not made:
         yield Finding("result", f"{name} is made by no stage", at)
     elif result.kind == "grad":
@@ -89,7 +95,9 @@ def _computed(
             )
     elif any(term != wanted for term in made.values()):
         wrong = next(stage for stage, term in made.items() if term != wanted)
-        yield Finding("result", f"{name} is not that of the model", At(result.value, stage=wrong))
+        yield Finding(
+            "result", f"{name} is not that of the model", ProgramLocation(result.value, stage=wrong)
+        )
 
 
 def _gradient(
@@ -100,7 +108,7 @@ def _gradient(
     holders: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Finding]:
     if port is None:
-        yield Finding("gradient", f"there is no parameter {result.target}", At(result.value))
+        yield Finding("gradient", f"there is no parameter {result.target}", ProgramLocation(result.value))
         return
     yield from _lies_alike(program, result, port)
     foreign = sorted(set(made) - set(holders.get(port.name, ())))
@@ -108,7 +116,7 @@ def _gradient(
         yield Finding(
             "gradient",
             f"stage {foreign[0]} makes the gradient of {result.target}, which it does not hold",
-            At(result.value, stage=foreign[0]),
+            ProgramLocation(result.value, stage=foreign[0]),
             "its term would be added to nothing",
         )
 
@@ -125,12 +133,12 @@ def _lies_alike(program: Program, result: Result, port: Port | None) -> Iterator
         yield Finding(
             rule,
             f"{result.kind} {result.target} does not lie as it should",
-            At(result.value),
+            ProgramLocation(result.value),
             f"on {names}: {_text(have)}, but {port.kind} {port.target} is {_text(want)}",
         )
 
 
-def _text(placed: Placed) -> str:
+def _text(placed: PlacedValue) -> str:
     return f"{placed.type} {' '.join(map(str, placed.layout))}"
 
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 
 from autoshard.ir import Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.rules.local import MeshShape
 from autoshard.rules.quantized_gather import BITS, NORMS, rows_of_rank, wire_gather, wire_of
 
 
 @dataclass(frozen=True)
-class Wires:
+class QuantizedRows:
     """The wires of a graph. made: wire -> (the rows that are in it, elements that share a scale)."""
 
-    made: Mapping[str, tuple[Placed, int]] = field(default_factory=dict)
+    made: Mapping[str, tuple[PlacedValue, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: Graph, values: Mapping[str, Placed]) -> Wires:
+    def of(cls, graph: Graph, values: Mapping[str, PlacedValue]) -> QuantizedRows:
         """Those that norms of the graph say that they make. values: of the graph."""
-        made: dict[str, tuple[Placed, int]] = {}
+        made: dict[str, tuple[PlacedValue, int]] = {}
         for node in graph.nodes:
             if node.op in NORMS and len(node.args) == NORMS[node.op][1] + 1 and isinstance(node.args[0], Ref):
                 place, last = NORMS[node.op]
@@ -32,7 +32,9 @@ class Wires:
                     made[node.outs[place]] = values[node.args[0].name], node.args[last]
         return cls(made)
 
-    def broken(self, node: Node, values: Mapping[str, Placed], mesh: MeshShape) -> Iterator[tuple[str, str]]:
+    def broken(
+        self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
+    ) -> Iterator[tuple[str, str]]:
         """(value, why) of what is wrong with an op that makes a wire, or that reads one and is no gather."""
         if node.op != GATHER_WIRE:
             for name in dict.fromkeys(refs_of(node)):
@@ -53,8 +55,8 @@ class Wires:
             yield wire, f"the wire of {rows.type} is {wanted.type}, split as its rows are; it is {found}"
 
     def gather_of_rows(
-        self, node: Node, values: Mapping[str, Placed], mesh: MeshShape
-    ) -> tuple[Node, dict[str, Placed]] | str:
+        self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape
+    ) -> tuple[Node, dict[str, PlacedValue]] | str:
         """(the quantised gather of the rows that a gather of their wire is, all values around it), or what is
         wrong with its text. The rows have a name that no program can have."""
         said = wire_gather(node)
@@ -70,6 +72,6 @@ class Wires:
             return f"it reads a wire of {out.dtype}{list(shape or ())} in groups of {group} as {found}"
         name = f"{said.wire}.rows"
         args = ((Ref(name),), node.args[1], (said.where,), (BITS,), group)
-        placed = Placed(TensorType(rows.type.shape, out.dtype), rows.layout)
+        placed = PlacedValue(TensorType(rows.type.shape, out.dtype), rows.layout)
         made = Node(GATHER_Q, args, (), node.outs, node.types, node.origin, node.backward)
         return made, {**values, name: placed}

@@ -26,7 +26,7 @@ Rule = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class ProgramLocation:
     """A place in a program.
 
     stage, phase, slice: of the part, stage -1 if it is of none. item: number of the instruction in main, -1
@@ -51,7 +51,7 @@ class Finding:
 
     rule: Rule
     what: str
-    at: At
+    at: ProgramLocation
     why: str = ""
 
 

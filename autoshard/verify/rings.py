@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from autoshard.ir import Node, Ref, TensorType
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import P, Partial, Placement, R, Shard
 from autoshard.ir.rings import Ring, ring_of
 from autoshard.rules.core import RuleFn
@@ -21,8 +21,8 @@ _MM, _VIEW, _ADD = "aten.mm.default", "aten.reshape.default", "aten.add.Tensor"
 
 
 def opened(
-    node: Node, values: Mapping[str, Placed], rules: Mapping[str, RuleFn], mesh: MeshShape
-) -> tuple[tuple[Node, ...], dict[str, Placed]] | str:
+    node: Node, values: Mapping[str, PlacedValue], rules: Mapping[str, RuleFn], mesh: MeshShape
+) -> tuple[tuple[Node, ...], dict[str, PlacedValue]] | str:
     """(the ops in order, as ranks run them; all values around and between them), or what is wrong with the
     text of the ring. Values between the ops have names that no program can have."""
     ring = ring_of(node)
@@ -63,7 +63,7 @@ class _Opening:
         self,
         node: Node,
         ring: Ring,
-        values: dict[str, Placed],
+        values: dict[str, PlacedValue],
         rules: Mapping[str, RuleFn],
         mesh: MeshShape,
     ) -> None:
@@ -82,7 +82,7 @@ class _Opening:
             flat = TensorType((prod(type_.shape[:-1]), type_.shape[-1]), type_.dtype)
             # every product needs the rows in the same place; the first says where
             out, weight = self.values[node.outs[1]].layout, self.values[ring.products[0][1]].layout
-            self.values[rows] = Placed(flat, tuple(map(_rows_of, out, weight)))
+            self.values[rows] = PlacedValue(flat, tuple(map(_rows_of, out, weight)))
             nodes.append(self._op(_VIEW, (Ref(whole), flat.shape), rows))
         for (_, weight_name), product in zip(ring.products, node.outs[1:], strict=True):
             nodes.append(self._op(_MM, (Ref(rows), Ref(weight_name)), product))
@@ -98,14 +98,14 @@ class _Opening:
             a, b = self.values[left], self.values[right]
             part = f"{out}.product{k}"
             flat = TensorType((a.type.shape[0], b.type.shape[1]), type_.dtype)
-            self.values[part] = Placed(flat, tuple(map(_product_of, a.layout, b.layout)))
+            self.values[part] = PlacedValue(flat, tuple(map(_product_of, a.layout, b.layout)))
             nodes.append(self._op(_MM, (Ref(left), Ref(right)), part))
             if len(type_.shape) > 2:
-                self.values[f"{out}.shaped{k}"] = Placed(type_, layout)
+                self.values[f"{out}.shaped{k}"] = PlacedValue(type_, layout)
                 nodes.append(self._op(_VIEW, (Ref(part), type_.shape), f"{out}.shaped{k}"))
                 part = f"{out}.shaped{k}"
             if total:
-                self.values[f"{out}.sum{k}"] = Placed(type_, layout)
+                self.values[f"{out}.sum{k}"] = PlacedValue(type_, layout)
                 nodes.append(self._op(_ADD, (Ref(total), Ref(part)), f"{out}.sum{k}"))
                 part = f"{out}.sum{k}"
             total = part

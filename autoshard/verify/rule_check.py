@@ -34,7 +34,7 @@ class WrongRule(AssertionError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class OpSample:
     """One call of an op on concrete tensors.
 
     shapes_only: the op promises no values.
@@ -51,14 +51,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Call:
+class SampleNode:
     """A sample as a node of a graph, with what it gives on whole tensors."""
 
     node: Node
     ins: tuple[TensorType, ...]
     tensors: tuple[torch.Tensor, ...]
     outs: tuple[torch.Tensor | None, ...]
-    sample: Sample
+    sample: OpSample
 
     @property
     def names(self) -> list[str]:
@@ -77,7 +77,7 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def make_call(sample: Sample) -> Call:
+def make_call(sample: OpSample) -> SampleNode:
     """The sample as a node; its types are those of the real outputs."""
     found: list[torch.Tensor] = []
 
@@ -97,7 +97,7 @@ def make_call(sample: Sample) -> Call:
     outs = tuple(result) if isinstance(result, tuple | list) else (result,)
     types = tuple(None if o is None else type_of(o) for o in outs)
     node = Node(sample.op, args, kwargs, tuple(f"y{k}" for k in range(len(outs))), types)
-    return Call(node, tuple(type_of(x) for x in found), tuple(found), outs, sample)
+    return SampleNode(node, tuple(type_of(x) for x in found), tuple(found), outs, sample)
 
 
 def digits_of(rule: Factored) -> list[list[Digit]]:
@@ -118,11 +118,11 @@ def check_rule(rule: UserRule, *args: Any, **kwargs: Any) -> int:
     args, kwargs: of the call; small tensors, best with odd sizes and in double precision. Raises WrongRule
     if shards, in any way that the rule allows, recombine to something else than the op gives whole.
     """
-    return check(Sample(rule.op, args, kwargs), rule.fn)
+    return check(OpSample(rule.op, args, kwargs), rule.fn)
 
 
 def check(
-    sample: Sample, rule_fn: Callable[..., Factored], meshes: Sequence[tuple[int, ...]] = MESHES
+    sample: OpSample, rule_fn: Callable[..., Factored], meshes: Sequence[tuple[int, ...]] = MESHES
 ) -> int:
     """Compare every state of a rule on every mesh with the truth; how many states there were."""
     call = make_call(sample)
@@ -139,7 +139,7 @@ def check(
     return count
 
 
-def _check_form(call: Call, rule: Factored) -> None:
+def _check_form(call: SampleNode, rule: Factored) -> None:
     """The dims of every tensor are products of the factors, and the order of inputs is that of the uses."""
     assert len(rule.inputs) == len(call.ins), f"{call.sample}: {len(rule.inputs)} inputs in the rule"
     assert len(rule.outputs) == len(call.node.types), (
@@ -159,7 +159,7 @@ def _check_form(call: Call, rule: Factored) -> None:
             )
 
 
-def _check_state(call: Call, rule: Factored, state: OpState, sizes: tuple[int, ...]) -> None:
+def _check_state(call: SampleNode, rule: Factored, state: OpState, sizes: tuple[int, ...]) -> None:
     names = tuple("abc"[: len(sizes)])
     views = [RankView(names, sizes, coords) for coords in product(*(range(n) for n in sizes))]
     node = call.node
@@ -209,7 +209,7 @@ def _exchanged(
 
 
 def _check_output(
-    sample: Sample,
+    sample: OpSample,
     out: torch.Tensor,
     layout: Layout,
     parts: Sequence[torch.Tensor],

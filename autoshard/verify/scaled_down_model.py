@@ -29,7 +29,7 @@ from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.verify.lockstep import Verification, needs_one_rank, verify
 from autoshard.verify.result import StaticReport
 from autoshard.verify.scale_down import shrunk
-from autoshard.verify.single_rank import for_one_rank
+from autoshard.verify.single_rank import single_rank_program
 from autoshard.verify.static import verify_static
 
 #: positions of a sequence of the twin
@@ -96,7 +96,7 @@ def verify_twin(
             hint="compile a small config of the same architecture on a small mesh, and verify that",
         ) from error
     small, kept = _carried(planned, big, program)
-    one_rank = for_one_rank(small, model, inputs) if needs_one_rank(small) else None
+    one_rank = single_rank_program(small, model, inputs) if needs_one_rank(small) else None
     proved = verify_static(small)
     outcome = verify(small, model, (), inputs, steps=steps, one_rank=one_rank, seed=seed, progress=say)
     return Twin(small.whole_mesh, dict(overrides), kept, proved, outcome)

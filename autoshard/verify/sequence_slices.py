@@ -27,9 +27,9 @@ from autoshard.ir.statements import statements_of
 from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS
 from autoshard.passes.simplify.causal_masks import CausalMasks
 from autoshard.rules.local import LocalCall, MeshShape
-from autoshard.verify.operators import Judge
+from autoshard.verify.operators import OpChecker
 from autoshard.verify.states import readings
-from autoshard.verify.value_numbering import ADD, Made, Pattern, Terms
+from autoshard.verify.value_numbering import ADD, Pattern, Term, TermTable
 
 Kind = Literal["whole", "piece", "share", "upto", "corner", "only", "seen", "cut", "apart"]
 #: whether a node of the program is a pattern, on the placements that it has
@@ -57,7 +57,7 @@ class Derived:
 class Pieces:
     """Parts of the terms of a model, each with a number of its own."""
 
-    def __init__(self, terms: Terms, judge: Judge, slices: int) -> None:
+    def __init__(self, terms: TermTable, judge: OpChecker, slices: int) -> None:
         self.terms, self.judge, self.slices = terms, judge, slices
         self._known: dict[Derived, int] = {}
         self._of: dict[int, Derived] = {}
@@ -275,7 +275,7 @@ class Pieces:
                 yield from self._attend(made, parts, 1)
 
     def _attend(
-        self, made: Made, parts: tuple[Derived, ...], back: int
+        self, made: Term, parts: tuple[Derived, ...], back: int
     ) -> Iterator[tuple[Pattern, tuple[Derived, ...]]]:
         """Attention of the queries of one slice, if it is causal. back: 1 for its gradients."""
         node, query = made.pattern.node, parts[back]

@@ -17,7 +17,7 @@ from autoshard.runtime.arguments import split_inputs
 from autoshard.runtime.microbatch import calls_of
 
 
-def for_one_rank(
+def single_rank_program(
     program: Program,
     model: nn.Module,
     inputs: Any,

@@ -19,14 +19,14 @@ from autoshard.rules.user import Rules, rule_table
 from autoshard.verify.host_values import check_hosted, uses_host
 from autoshard.verify.locate import Locator
 from autoshard.verify.memory import fit, fit_host
-from autoshard.verify.operators import Judge
+from autoshard.verify.operators import OpChecker
 from autoshard.verify.order import Moves, check_order
 from autoshard.verify.plan import broken_plan, can_be_compared
 from autoshard.verify.ports import broken_results, broken_shards
-from autoshard.verify.result import At, Checked, Finding, Rule, StaticReport
+from autoshard.verify.result import Checked, Finding, ProgramLocation, Rule, StaticReport
 from autoshard.verify.step_scope import broken_steps
 from autoshard.verify.translation_validation import Followed, Walk
-from autoshard.verify.value_numbering import Terms
+from autoshard.verify.value_numbering import TermTable
 
 #: more findings than this help nobody
 _MOST = 20
@@ -45,7 +45,7 @@ def verify_static(
     try:
         check_parts(program.lowered)
     except VerificationError as error:
-        work.find("stages", 1, "parts", [Finding("step", error.what, At(), error.where)])
+        work.find("stages", 1, "parts", [Finding("step", error.what, ProgramLocation(), error.where)])
     else:
         _text(work, rules)
         _pipeline(work, moves)
@@ -100,8 +100,8 @@ def _text(work: _Work, rules: Rules) -> None:
         return
     if can_be_compared(program, rules):
         work.find("plan", 1, "fingerprint", broken_plan(program, rules))
-    terms = Terms(program.original, ports)
-    judge = Judge(rule_table(RULES, rules), shape)
+    terms = TermTable(program.original, ports)
+    judge = OpChecker(rule_table(RULES, rules), shape)
     followed = Walk(program.lowered, {p.name for p in ports}, terms, judge).run()
     by = list(_grouped(followed))
     calls = sum(isinstance(i, Call) for i in program.lowered.main)

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping
 
 from autoshard.ir import Call, Node
 from autoshard.ir.boundaries import ends_of, part_name
-from autoshard.ir.lowered import Lowered, Part, uses_of
+from autoshard.ir.lowered import Lowered, StagePart, uses_of
 from autoshard.passes.simplify.scale_terms import TOTAL
 from autoshard.program.holders import accumulated, counted
 from autoshard.program.program import Program
 from autoshard.verify.moves import MOVES
-from autoshard.verify.result import At, Finding
+from autoshard.verify.result import Finding, ProgramLocation
 from autoshard.verify.translation_validation import LOST
-from autoshard.verify.value_numbering import Terms
+from autoshard.verify.value_numbering import TermTable
 
 
-def broken_steps(program: Program, terms: Terms, own: Mapping[int, Mapping[str, int]]) -> Iterator[Finding]:
+def broken_steps(
+    program: Program, terms: TermTable, own: Mapping[int, Mapping[str, int]]
+) -> Iterator[Finding]:
     """Parts that do what their phase must not."""
     lowered = program.lowered
     for part in lowered.parts:
@@ -35,7 +37,9 @@ def broken_steps(program: Program, terms: Terms, own: Mapping[int, Mapping[str, 
         yield from _summed(program, stage)
 
 
-def _gathered(lowered: Lowered, part: Part, terms: Terms, own: Mapping[str, int]) -> Iterator[Finding]:
+def _gathered(
+    lowered: Lowered, part: StagePart, terms: TermTable, own: Mapping[str, int]
+) -> Iterator[Finding]:
     for number, item in _numbered(lowered, part):
         for out in item.outs:
             term = own.get(out, LOST)
@@ -48,7 +52,7 @@ def _gathered(lowered: Lowered, part: Part, terms: Terms, own: Mapping[str, int]
                 )
 
 
-def _counted(program: Program, part: Part) -> Iterator[Finding]:
+def _counted(program: Program, part: StagePart) -> Iterator[Finding]:
     """Totals, and what they are made of."""
     lowered, given = program.lowered, {p.name: p for p in program.signature.ports}
     for number, item in _numbered(lowered, part):
@@ -78,7 +82,7 @@ def _nodes(lowered: Lowered, item: Call | Node) -> tuple[tuple[Node, ...], dict[
     return graph.nodes, dict(zip(item.outs, graph.outputs, strict=True))
 
 
-def _reduced(lowered: Lowered, part: Part) -> Iterator[Finding]:
+def _reduced(lowered: Lowered, part: StagePart) -> Iterator[Finding]:
     stage = part.stage
     made: set[str] = set()
     for other in lowered.parts:
@@ -140,9 +144,9 @@ def _makes(lowered: Lowered, stage: int, other: int, value: str) -> bool:
     )
 
 
-def _numbered(lowered: Lowered, part: Part) -> Iterator[tuple[int, Call | Node]]:
+def _numbered(lowered: Lowered, part: StagePart) -> Iterator[tuple[int, Call | Node]]:
     return ((part.start + k, item) for k, item in enumerate(lowered.of(part)))
 
 
-def _at(part: Part, item: int, value: str) -> At:
-    return At(value, part.stage, part.phase, part.slice, item)
+def _at(part: StagePart, item: int, value: str) -> ProgramLocation:
+    return ProgramLocation(value, part.stage, part.phase, part.slice, item)

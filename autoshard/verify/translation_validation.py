@@ -15,17 +15,26 @@ from functools import partial
 from autoshard.ir import Call, Node, TensorType, refs_of
 from autoshard.ir.boundaries import wires_of
 from autoshard.ir.comm import GATHER_WIRE, is_ring
-from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout
 from autoshard.program.known_ops import QUANTISED
 from autoshard.rules.quantized_gather import NORMS, WIRED
 from autoshard.verify.moves import MOVES, broken_moves, moves_of
-from autoshard.verify.operators import Judge, Lies
-from autoshard.verify.quantized_norms import Wires
-from autoshard.verify.result import At, Finding, Rule
+from autoshard.verify.operators import Lies, OpChecker
+from autoshard.verify.quantized_norms import QuantizedRows
+from autoshard.verify.result import Finding, ProgramLocation, Rule
 from autoshard.verify.rings import opened
 from autoshard.verify.sequence_slices import Pieces
-from autoshard.verify.value_numbering import ADD, Pattern, Terms, Uses, is_sum, positional, site_of, spelled
+from autoshard.verify.value_numbering import (
+    ADD,
+    Pattern,
+    TermTable,
+    Uses,
+    is_sum,
+    positional,
+    site_of,
+    spelled,
+)
 
 #: the term of a value that could not be followed
 LOST = -1
@@ -83,7 +92,7 @@ class Followed:
 class Walk:
     """One program against the terms of its model."""
 
-    def __init__(self, lowered: Lowered, ports: Collection[str], terms: Terms, judge: Judge) -> None:
+    def __init__(self, lowered: Lowered, ports: Collection[str], terms: TermTable, judge: OpChecker) -> None:
         self.lowered, self.terms, self.judge = lowered, terms, judge
         slices = 1 + max(p.slice for p in lowered.parts)
         self.pieces = Pieces(terms, judge, slices) if slices > 1 else None
@@ -104,17 +113,21 @@ class Walk:
 
     def _prepared(self, name: str, segment: LoweredSegment) -> tuple[_Ready, ...]:
         types = segment.graph.types()
-        values = {v: Placed(t, segment.layouts[v]) for v, t in types.items()}
-        wires = Wires.of(segment.graph, values)
+        values = {v: PlacedValue(t, segment.layouts[v]) for v, t in types.items()}
+        wires = QuantizedRows.of(segment.graph, values)
         found = []
         for number, node in enumerate(segment.graph.nodes):
-            at = At(node.outs[0], segment=name, number=number)
+            at = ProgramLocation(node.outs[0], segment=name, number=number)
             found.append(self._checked(node, values, at, wires))
         for wire in wires.made.keys() & set(segment.graph.outputs):
-            self._tell("collective", f"{name} hands out {wire}", At(wire, segment=name), "it is a wire")
+            self._tell(
+                "collective", f"{name} hands out {wire}", ProgramLocation(wire, segment=name), "it is a wire"
+            )
         return tuple(found)
 
-    def _checked(self, node: Node, values: Mapping[str, Placed], at: At, wires: Wires) -> _Ready:
+    def _checked(
+        self, node: Node, values: Mapping[str, PlacedValue], at: ProgramLocation, wires: QuantizedRows
+    ) -> _Ready:
         """A node, ready to be followed; what is wrong with it as a collective is told. wires: around it."""
         ready = self._node(node, values)
         for value, why in wires.broken(node, values, self.judge.mesh):
@@ -139,7 +152,7 @@ class Walk:
             self._check_move(part, inner, at)
         return replace(ready, parts=parts)
 
-    def _node(self, node: Node, values: Mapping[str, Placed]) -> _Ready:
+    def _node(self, node: Node, values: Mapping[str, PlacedValue]) -> _Ready:
         refs = tuple(refs_of(node))
         self._numbers += 1
         outs: tuple[Layout | None, ...] = tuple(
@@ -159,26 +172,30 @@ class Walk:
             site_of(node),
         )
 
-    def _check_move(self, ready: _Ready, values: Mapping[str, Placed], at: At) -> None:
+    def _check_move(self, ready: _Ready, values: Mapping[str, PlacedValue], at: ProgramLocation) -> None:
         if ready.moves is None:
             return
         for rule, value, why in broken_moves(ready.node, values, self.judge.mesh):
-            where = At(value.partition(".")[0], at.stage, at.phase, at.slice, at.item, at.segment, at.number)
+            where = ProgramLocation(
+                value.partition(".")[0], at.stage, at.phase, at.slice, at.item, at.segment, at.number
+            )
             self._tell(rule, f"{_short(ready.op)} does not make {value}", where, why)
 
     # -- the parts ---------------------------------------------------------------------------------
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: StagePart) -> None:
         own = self.out.own[part.stage]
         for number in range(part.start, part.stop):
             item = self.lowered.main[number]
-            at = At(item.outs[0] if item.outs else "", part.stage, part.phase, part.slice, number)
+            at = ProgramLocation(
+                item.outs[0] if item.outs else "", part.stage, part.phase, part.slice, number
+            )
             if isinstance(item, Call):
                 self._call(item, own, at)
             else:
                 self._main_node(item, own, at)
 
-    def _value(self, value: str, at: At) -> int:
+    def _value(self, value: str, at: ProgramLocation) -> int:
         """The term of a value that an instruction of main takes."""
         own = self.out.own[at.stage]
         if value in own:
@@ -191,23 +208,29 @@ class Walk:
             return LOST
         return self.out.own[source][value]
 
-    def _call(self, call: Call, own: dict[str, int], at: At) -> None:
+    def _call(self, call: Call, own: dict[str, int], at: ProgramLocation) -> None:
         self.out.calls += 1
         segment = self.lowered.segments[call.segment]
         graph, values = segment.graph, self.lowered.values
         env: dict[str, int] = {}
         for (inner, type_), value in zip(graph.inputs, call.args, strict=True):
-            self._interface(value, inner, Placed(type_, segment.layouts[inner]), values, call, at)
+            self._interface(value, inner, PlacedValue(type_, segment.layouts[inner]), values, call, at)
             env[inner] = self._value(value, at)
         for number, ready in enumerate(self._ready[call.segment]):
             self._follow(ready, env, call.site, at, call.segment, number)
         types = graph.types() if call.outs else {}
         for out, inner in zip(call.outs, graph.outputs, strict=True):
-            self._interface(out, inner, Placed(types[inner], segment.layouts[inner]), values, call, at)
+            self._interface(out, inner, PlacedValue(types[inner], segment.layouts[inner]), values, call, at)
             own[out] = self._summed(own, out, env[inner])
 
     def _interface(
-        self, value: str, inner: str, wanted: Placed, values: Mapping[str, Placed], call: Call, at: At
+        self,
+        value: str,
+        inner: str,
+        wanted: PlacedValue,
+        values: Mapping[str, PlacedValue],
+        call: Call,
+        at: ProgramLocation,
     ) -> None:
         if values[value] != wanted:
             self._tell(
@@ -217,9 +240,9 @@ class Walk:
                 f"{_placed(values[value])} outside, {_placed(wanted)} inside",
             )
 
-    def _main_node(self, node: Node, own: dict[str, int], at: At) -> None:
+    def _main_node(self, node: Node, own: dict[str, int], at: ProgramLocation) -> None:
         values = self.lowered.values
-        ready = self._checked(node, values, at, Wires())
+        ready = self._checked(node, values, at, QuantizedRows())
         env = {r: self._value(r, at) for r in ready.refs}
         self._follow(ready, env, 0, at, "", -1)
         own.update({out: self._summed(own, out, env[out]) for out in node.outs})
@@ -233,7 +256,7 @@ class Walk:
     # -- one node ----------------------------------------------------------------------------------
 
     def _follow(
-        self, ready: _Ready, env: dict[str, int], site: int, at: At, segment: str, number: int
+        self, ready: _Ready, env: dict[str, int], site: int, at: ProgramLocation, segment: str, number: int
     ) -> None:
         """Give the outputs of a node their terms."""
         if ready.parts is not None:
@@ -267,7 +290,7 @@ class Walk:
         rule, what, why = self._why_not(ready, uses)
         # what a ring makes between its ops has no name in the program
         value = ready.node.outs[0].partition(".")[0]
-        where = At(value, at.stage, at.phase, at.slice, at.item, segment, number)
+        where = ProgramLocation(value, at.stage, at.phase, at.slice, at.item, segment, number)
         self._tell(rule, what, where, why)
 
     def _match(self, ready: _Ready, uses: Uses) -> tuple[int, ...] | None:
@@ -388,7 +411,7 @@ class Walk:
                 return f"with its other inputs, the model takes something else than {ready.refs[differ[0]]}"
         return ""
 
-    def _tell(self, rule: Rule, what: str, at: At, why: str = "") -> None:
+    def _tell(self, rule: Rule, what: str, at: ProgramLocation, why: str = "") -> None:
         """Once per place in the text: a segment may be called many times."""
         key = (at.segment, at.number, -1 if at.number >= 0 else at.item, at.value)
         if key not in self._told:
@@ -396,7 +419,7 @@ class Walk:
             self.out.findings.append(Finding(rule, what, at, why))
 
 
-def _turn(part: Part) -> tuple[int, int, int]:
+def _turn(part: StagePart) -> tuple[int, int, int]:
     """The order in which what a part takes has been made: forward goes up the stages, backward down."""
     up = part.phase in ("gather", "count", "forward", "reduce")
     return (
@@ -412,11 +435,11 @@ def _alike(ready: _Ready, pattern: Pattern) -> bool:
     return name in ready.op.split(".")[1] or ready.op.split(".")[1] in name
 
 
-def _of(at: At, value: str) -> At:
-    return At(value, at.stage, at.phase, at.slice, at.item)
+def _of(at: ProgramLocation, value: str) -> ProgramLocation:
+    return ProgramLocation(value, at.stage, at.phase, at.slice, at.item)
 
 
-def _placed(placed: Placed) -> str:
+def _placed(placed: PlacedValue) -> str:
     return f"{placed.type} {' '.join(map(str, placed.layout))}"
 
 

@@ -35,7 +35,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Term:
     """A term: a pattern on terms. outs: numbers of what it gives.
 
     item, number: of the call, and of the node in its segment, where the model first makes it; -1 if only a
@@ -102,7 +102,7 @@ class _Prepared:
     site: int
 
 
-class Terms:
+class TermTable:
     """The terms of a model.
 
     ports: port -> term. results: term of every result, in order. by_uses: what is made of some terms. made:
@@ -116,10 +116,10 @@ class Terms:
         self.ports = {p.name: k for k, p in enumerate(ports)}
         self.fixed = {k for k, p in enumerate(ports) if p.kind in ("param", "const")}
         self.count = len(ports)
-        self.made: dict[int, Made] = {}
-        self.by_uses: dict[Uses, list[Made]] = {}
+        self.made: dict[int, Term] = {}
+        self.by_uses: dict[Uses, list[Term]] = {}
         self.statements = 0
-        self._known: dict[tuple[int, Uses], Made] = {}
+        self._known: dict[tuple[int, Uses], Term] = {}
         env = dict(self.ports)
         prepared = {name: self._prepared(segment) for name, segment in original.segments.items()}
         for number, item in enumerate(original.main):
@@ -151,13 +151,13 @@ class Terms:
             self.statements += 1
         env.update({out: own[inner] for out, inner in zip(item.outs, graph.outputs, strict=True)})
 
-    def make(self, pattern: Pattern, uses: Uses, item: int = -1, number: int = -1) -> Made:
+    def make(self, pattern: Pattern, uses: Uses, item: int = -1, number: int = -1) -> Term:
         """The term of a pattern on terms, a new one if it is."""
         key = (pattern.number, uses)
         if key not in self._known:
             outs = tuple(range(self.count, self.count + len(pattern.node.outs)))
             self.count += len(outs)
-            made = Made(pattern, uses, outs, item, number)
+            made = Term(pattern, uses, outs, item, number)
             self.types.update(zip(outs, pattern.node.types, strict=True))
             self._known[key] = made
             self.by_uses.setdefault(uses, []).append(made)

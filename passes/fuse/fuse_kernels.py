@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 from autoshard.ir import DTYPES, Call, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.local_bytes import held_shape
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout, Partial, Shard
 from autoshard.kernels.registry import Operand, specs
-from autoshard.passes.fuse.norm_patterns import Backward, Forward, Index, backwards, forwards
+from autoshard.passes.fuse.norm_patterns import Backward, Forward, UseIndex, backwards, forwards
 from autoshard.passes.fuse.norm_statistics import NORM, NORM_BACKWARD, private, usual
 from autoshard.passes.partition.value_origins import Origins
 from autoshard.passes.prune_calls import pruned
@@ -72,7 +72,7 @@ def fuse_kernels(lowered: Lowered, mesh: MeshShape, memory_bandwidth: float) -> 
 class _Fuser:
     def __init__(self, lowered: Lowered, mesh: MeshShape, memory_bandwidth: float) -> None:
         self.lowered, self.mesh, self.bandwidth = lowered, mesh, memory_bandwidth
-        self.index = {name: Index(s.graph) for name, s in lowered.segments.items()}
+        self.index = {name: UseIndex(s.graph) for name, s in lowered.segments.items()}
         self.layouts = {name: dict(s.layouts) for name, s in lowered.segments.items()}
         self.calls = [(k, i) for k, i in enumerate(lowered.main) if isinstance(i, Call)]
         self.origins = Origins(lowered)
@@ -393,7 +393,7 @@ class _Fuser:
                 out = names.get(item) or free_name(value, self.taken)
                 self.taken.add(out)
                 outs.append(out)
-                values[out] = Placed(self.index[name].types[value], self.layouts[name][value])
+                values[out] = PlacedValue(self.index[name].types[value], self.layouts[name][value])
             main[item] = replace(call, args=(*call.args, *given), outs=(*call.outs, *outs))
         return replace(self.lowered, segments=dict(segments), main=tuple(main), values=values)
 

@@ -20,7 +20,7 @@ _WIDE = ("f32", "f64")
 Pair: TypeAlias = "tuple[str, str]"
 
 
-class Index:
+class UseIndex:
     """Who makes and who uses each value of a graph."""
 
     def __init__(self, graph: Graph) -> None:
@@ -114,7 +114,7 @@ class Backward:
     chain: tuple[str, ...]
 
 
-def forwards(index: Index) -> Iterator[Forward]:
+def forwards(index: UseIndex) -> Iterator[Forward]:
     """All RMSNorms of a graph."""
     for node in index.graph.nodes:
         if node.op == "aten.rsqrt.default":
@@ -123,7 +123,7 @@ def forwards(index: Index) -> Iterator[Forward]:
                 yield found
 
 
-def _forward(index: Index, rsqrt: Node) -> Forward | None:
+def _forward(index: UseIndex, rsqrt: Node) -> Forward | None:
     shifted = index.made_by(rsqrt.args[0], _ADD, "aten.add.Scalar")
     eps = shifted.args[1] if shifted and not shifted.kwargs and len(shifted.args) == 2 else None
     if shifted is None or not isinstance(eps, float):
@@ -163,7 +163,7 @@ def _forward(index: Index, rsqrt: Node) -> Forward | None:
     return None
 
 
-def _mean(index: Index, value: Arg) -> tuple[Node, tuple[str, ...]] | None:
+def _mean(index: UseIndex, value: Arg) -> tuple[Node, tuple[str, ...]] | None:
     """(the node whose mean over the last dim a value is, values in between)."""
     mean = index.made_by(value, "aten.mean.dim")
     if mean is not None:
@@ -198,7 +198,7 @@ def _squared(node: Node) -> str | None:
 
 
 def _weighted(
-    index: Index, rows: str, x: TensorType
+    index: UseIndex, rows: str, x: TensorType
 ) -> tuple[str, str, tuple[str, ...], bool, tuple[str, ...]] | None:
     """(weight, y, rows in their types, narrow, values in between) of normalised rows."""
     for name in (rows, *index.casts(rows, x.dtype)):
@@ -215,7 +215,7 @@ def _weighted(
     return None
 
 
-def _parts(index: Index, x: str, weight: str) -> Pair | None:
+def _parts(index: UseIndex, x: str, weight: str) -> Pair | None:
     """The two values of one type whose sum x is."""
     node = index.makers.get(x)
     if node is None or node.op != _ADD or node.kwargs or len(node.args) != 2:
@@ -227,7 +227,7 @@ def _parts(index: Index, x: str, weight: str) -> Pair | None:
     return (a.name, b.name) if same else None
 
 
-def backwards(index: Index) -> Iterator[Backward]:
+def backwards(index: UseIndex) -> Iterator[Backward]:
     """All gradients of RMSNorms in a graph."""
     for node in index.graph.nodes:
         if node.op == _POW and node.args[1] == 3:
@@ -236,7 +236,7 @@ def backwards(index: Index) -> Iterator[Backward]:
                 yield found
 
 
-def _backward(index: Index, cube: Node) -> Backward | None:
+def _backward(index: UseIndex, cube: Node) -> Backward | None:
     """From rstd^3: its product with -1/2 the sum of (gradient of the rows) * x, spread over the row."""
     rstd = cube.args[0].name
     for slope in index.used_by(cube.name, _MUL):
@@ -265,7 +265,7 @@ def _backward(index: Index, cube: Node) -> Backward | None:
     return None
 
 
-def _spread(index: Index, slope: str, full: TensorType) -> tuple[str, str, tuple[str, ...]] | None:
+def _spread(index: UseIndex, slope: str, full: TensorType) -> tuple[str, str, tuple[str, ...]] | None:
     """(slope * 2 x / H over whole rows, x, values in between) of the gradient of a mean of squares."""
     value, names, divided = slope, [], False
     while True:
@@ -296,7 +296,7 @@ def _spread(index: Index, slope: str, full: TensorType) -> tuple[str, str, tuple
 
 
 def _ended(
-    index: Index,
+    index: UseIndex,
     rstd: str,
     rows_grad: str,
     raw: Pair,
@@ -323,7 +323,7 @@ def _ended(
     return Backward(grad, weight, rstd, raw, rows, more, dx, dw, (*chain, *names, *between, *weights))
 
 
-def _added(index: Index, direct: str, tilt: str) -> tuple[str, str | None, tuple[str, ...]] | None:
+def _added(index: UseIndex, direct: str, tilt: str) -> tuple[str, str | None, tuple[str, ...]] | None:
     """(gradient of x, what else is in it, values in between) from its two terms."""
     one, two = _only_cast(index, direct), _only_cast(index, tilt)
     between = [*(v for v in (one, two) if v not in (direct, tilt))]
@@ -354,7 +354,7 @@ def _added(index: Index, direct: str, tilt: str) -> tuple[str, str | None, tuple
 
 
 def _weight_gradient(
-    index: Index, grads: Pair, weight: str
+    index: UseIndex, grads: Pair, weight: str
 ) -> tuple[str | None, str | None, tuple[str, ...]]:
     """(gradient of the weight, the rows it is made from, values in between); None where it is not there."""
     wanted = index.types[weight]
@@ -380,7 +380,7 @@ def _weight_gradient(
     return None, None, ()
 
 
-def _only_cast(index: Index, name: str) -> str:
+def _only_cast(index: UseIndex, name: str) -> str:
     """A value in another floating type, if that is all it is used for; itself otherwise."""
     node = index.only_use(name, _CAST)
     return node.name if node is not None and _is_cast(node) and index.types[node.name].is_float else name

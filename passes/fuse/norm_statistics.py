@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.ir import Call, Node, Ref, refs_of
 from autoshard.ir.lowered import Lowered
-from autoshard.passes.fuse.norm_patterns import Index
+from autoshard.passes.fuse.norm_patterns import UseIndex
 from autoshard.passes.partition.value_origins import Origins
 
 NORM, NORM_BACKWARD = "aten.native_layer_norm.default", "aten.native_layer_norm_backward.default"
@@ -37,7 +37,7 @@ def usual(node: Node) -> bool:
     return len(width) == 1 and isinstance(weight, Ref) and tuple(mask) == (True, True, bias is not None)
 
 
-def private(lowered: Lowered, index: Mapping[str, Index], origins: Origins) -> Private:
+def private(lowered: Lowered, index: Mapping[str, UseIndex], origins: Origins) -> Private:
     """All such norms, with their gradients."""
     norms = {(name, n.name): n for name, one in index.items() for n in one.graph.nodes if n.op == NORM}
     grads = {
@@ -71,7 +71,7 @@ def _sources(lowered: Lowered, origins: Origins, name: str, node: Node) -> set[t
 
 def _only(
     lowered: Lowered,
-    index: Mapping[str, Index],
+    index: Mapping[str, UseIndex],
     name: str,
     stat: str,
     grads: Mapping[tuple[str, str], Node],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Ref, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.offload import LOAD, STORE
 
 
@@ -28,7 +28,7 @@ class HostCalls:
         self.segments: dict[str, LoweredSegment] = {}
         self.values = dict(self.lowered.values)
         self._taken = {*self.values, *(o for item in self.lowered.main for o in item.outs)}
-        self._known: dict[tuple[str, str, tuple[Placed, ...]], str] = {}
+        self._known: dict[tuple[str, str, tuple[PlacedValue, ...]], str] = {}
 
     def fresh(self, base: str) -> str:
         """A name that no value has yet."""
@@ -56,7 +56,7 @@ class HostCalls:
         name = self._segment(op, segment, placed, like.backward, why)
         return Call(name, tuple(named), tuple(named.values()), label, like.backward)
 
-    def _segment(self, op: str, of: str, placed: tuple[Placed, ...], backward: bool, why: str) -> str:
+    def _segment(self, op: str, of: str, placed: tuple[PlacedValue, ...], backward: bool, why: str) -> str:
         key = (op, of, placed)
         if key not in self._known:
             kind = op.split(".")[1]
@@ -72,7 +72,7 @@ class HostCalls:
     def placed(self, results: Sequence[str]) -> Lowered:
         """The program with the calls in their places. results: its results by their names now."""
         main: list[Instruction] = []
-        parts: list[Part] = []
+        parts: list[StagePart] = []
         for part in self.lowered.parts:
             start = len(main)
             for k in range(part.start, part.stop):
@@ -86,7 +86,7 @@ class HostCalls:
             for stage in sorted({p.stage for p in parts}):
                 start = len(main)
                 main += self.last.get(stage, {}).values()
-                parts.append(Part(stage, "reduce", start, len(main)))
+                parts.append(StagePart(stage, "reduce", start, len(main)))
         return replace(
             self.lowered,
             segments={**self.lowered.segments, **self.segments},
@@ -97,7 +97,7 @@ class HostCalls:
         )
 
 
-def _moving(name: str, op: str, placed: Sequence[Placed], backward: bool, why: str) -> LoweredSegment:
+def _moving(name: str, op: str, placed: Sequence[PlacedValue], backward: bool, why: str) -> LoweredSegment:
     """The segment of a call: one op on all its values."""
     ends = ("", "_host") if op == STORE else ("_host", "")
     ins, outs = ([f"x{k}{end}" for k in range(len(placed))] for end in ends)

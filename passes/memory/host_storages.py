@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir import Call, refs_of
-from autoshard.ir.lowered import Lowered, Part, Placed, uses_of
+from autoshard.ir.lowered import Lowered, PlacedValue, StagePart, uses_of
 from autoshard.ir.views import VIEWS, view_roots
 
 #: views that are larger together than so many times what they look at are not worth copying
@@ -14,7 +14,7 @@ _COPIES = 2.0
 
 
 @dataclass(frozen=True)
-class Group:
+class StorageGroup:
     """Values of one storage that backward reads.
 
     maker: place in main of the call behind which they can be stored. nbytes: of the storage on the rank.
@@ -37,8 +37,11 @@ class _Lies:
 
 
 def groups_of(
-    lowered: Lowered, parts: Sequence[Part], fixed: Collection[str], nbytes: Callable[[Placed], float]
-) -> list[Group]:
+    lowered: Lowered,
+    parts: Sequence[StagePart],
+    fixed: Collection[str],
+    nbytes: Callable[[PlacedValue], float],
+) -> list[StorageGroup]:
     """The storages that labelled calls in forward of a stage keep, in the order in which they are made.
 
     parts: of one stage. fixed: parameters; what is gathered from them alone is left out, as the plan decides
@@ -75,7 +78,7 @@ def groups_of(
             and where.nbytes > 0
             and moved <= _COPIES * where.nbytes
         ):
-            groups.append(Group(where.maker, kept, where.nbytes, moved))
+            groups.append(StorageGroup(where.maker, kept, where.nbytes, moved))
     return groups
 
 
@@ -94,7 +97,7 @@ def _constant(lowered: Lowered, k: int, known: Collection[str]) -> set[str]:
     return {out for out, name in zip(item.outs, graph.outputs, strict=True) if name in inner}
 
 
-def _follow(lowered: Lowered, k: int, lies: dict[str, _Lies], nbytes: Callable[[Placed], float]) -> None:
+def _follow(lowered: Lowered, k: int, lies: dict[str, _Lies], nbytes: Callable[[PlacedValue], float]) -> None:
     """Note where what an instruction makes lies; 0 bytes for what is not to be stored."""
     item = lowered.main[k]
     labelled = isinstance(item, Call) and bool(item.label)
@@ -111,5 +114,5 @@ def _follow(lowered: Lowered, k: int, lies: dict[str, _Lies], nbytes: Callable[[
         if root in given:
             lies[outer] = lies.get(given[root], _Lies(given[root], k, 0.0))
         else:
-            size = nbytes(Placed(types[root], segment.layouts[root])) if labelled else 0.0
+            size = nbytes(PlacedValue(types[root], segment.layouts[root])) if labelled else 0.0
             lies[outer] = _Lies((k, root), k, size)

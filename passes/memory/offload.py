@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 from autoshard.ir import Call
-from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, uses_of
+from autoshard.ir.lowered import Instruction, Lowered, PlacedValue, StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS, Offload
 from autoshard.passes.memory.host_calls import HostCalls
-from autoshard.passes.memory.host_storages import Group, groups_of
+from autoshard.passes.memory.host_storages import StorageGroup, groups_of
 from autoshard.passes.overlap.schedule_ops import Seconds
 
 #: uses of a loaded value that are so many computing calls apart share one load
@@ -39,7 +39,7 @@ class Hosting:
     """
 
     kinds: Offload
-    nbytes: Callable[[Placed], float]
+    nbytes: Callable[[PlacedValue], float]
     transfer: Callable[[float], float]
     seconds: Seconds
     ahead: bool = True
@@ -97,14 +97,14 @@ class _Work:
         found = {k: self._compute(item) for k, item in enumerate(self.lowered.main)}
         return {k: s for k, s in found.items() if s > 0.0}
 
-    def _before(self, part: Part, item: int) -> int | None:
+    def _before(self, part: StagePart, item: int) -> int | None:
         """The computing call of a part in front of another one."""
         return next((k for k in range(item - 1, part.start - 1, -1) if k in self._computing), None)
 
-    def _behind(self, part: Part, item: int) -> int | None:
+    def _behind(self, part: StagePart, item: int) -> int | None:
         return next((k for k in range(item + 1, part.stop) if k in self._computing), None)
 
-    def _slot(self, part: Part, user: int) -> Slot:
+    def _slot(self, part: StagePart, user: int) -> Slot:
         """Where a load for an instruction is issued."""
         ahead = self._before(part, user) if self.how.ahead else None
         return (user if ahead is None else ahead, user)
@@ -115,7 +115,7 @@ class _Work:
 
     # -- loads -------------------------------------------------------------------------------------
 
-    def _users(self, part: Part) -> dict[str, list[int]]:
+    def _users(self, part: StagePart) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for k in range(part.start, part.stop):
             for value in dict.fromkeys(uses_of(self.lowered.main[k])):
@@ -134,7 +134,7 @@ class _Work:
         if group:
             yield group
 
-    def _load(self, part: Part, hosted: Mapping[str, str]) -> None:
+    def _load(self, part: StagePart, hosted: Mapping[str, str]) -> None:
         """Load values of a part in front of their uses. hosted: value -> its name in host memory."""
         wanted: dict[Slot, list[tuple[str, list[int]]]] = {}
         users = self._users(part)
@@ -173,13 +173,13 @@ class _Work:
             rest = sorted((g for g in groups if g not in chosen), key=lambda g: g.maker)
             self._stored(own, [*chosen, *_first(rest, self.how.share)])
 
-    def _hidden(self, parts: Sequence[Part], groups: Sequence[Group]) -> list[Group]:
+    def _hidden(self, parts: Sequence[StagePart], groups: Sequence[StorageGroup]) -> list[StorageGroup]:
         """The groups, largest first, whose stores and loads are over before what runs beside them is."""
         of = {k: p for p in parts for k in range(p.start, p.stop)}
         users = {p: self._users(p) for p in parts if p.phase in _BACKWARD}
         down: dict[int, float] = {}
         up: dict[Slot, float] = {}
-        chosen: list[Group] = []
+        chosen: list[StorageGroup] = []
         for group in sorted(groups, key=lambda g: (-g.nbytes, g.maker, g.values)):
             slots = {
                 self._slot(part, near[0])
@@ -200,7 +200,7 @@ class _Work:
                 up.update((s, up.get(s, 0.0) + group.moved) for s in slots)
         return chosen
 
-    def _stored(self, parts: Sequence[Part], groups: Sequence[Group]) -> None:
+    def _stored(self, parts: Sequence[StagePart], groups: Sequence[StorageGroup]) -> None:
         of = {k: p for p in parts for k in range(p.start, p.stop)}
         makers: dict[int, dict[str, str]] = {}
         for group in groups:
@@ -240,7 +240,7 @@ class _Work:
         return tuple(named.get(r, r) for r in self.lowered.results)
 
 
-def _first(groups: Sequence[Group], share: float) -> Iterator[Group]:
+def _first(groups: Sequence[StorageGroup], share: float) -> Iterator[StorageGroup]:
     """As many of the first as have a share of all bytes together."""
     room = share * sum(g.nbytes for g in groups)
     held = 0.0

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.errors import VerificationError
 from autoshard.ir import Call, Graph, Node, Ref, refs_of, substitute
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.min_cut_recompute import keep_least
 from autoshard.ir.placement import Layout
 from autoshard.passes.segment_parts import fresh, moved_inputs, roots_of, sliced
@@ -315,7 +315,7 @@ class _Pass:
         """A fresh main value for a value inside a segment."""
         held = self.lowered.segments[segment]
         name = fresh(base or inner, self.taken)
-        self.values[name] = Placed(held.graph.types()[inner], held.layouts[inner])
+        self.values[name] = PlacedValue(held.graph.types()[inner], held.layouts[inner])
         return name
 
     def _in_backward(self, value: str, before: list[Node]) -> str:

@@ -22,7 +22,7 @@ from typing import TypeAlias
 from autoshard.ir import Call, Node, Origin, Ref
 from autoshard.ir.comm import GATHERS, SCATTERS, collective_kind, wheres_of
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.stages.part_names import parts_named
 from autoshard.rules.local import MeshShape
@@ -45,7 +45,7 @@ def join_messages(lowered: Lowered, mesh: MeshShape, limit: int) -> Lowered:
     if not several:
         return lowered
     of_value = {value: group for group in several for s in group.members for value in s.makes}
-    apart: list[tuple[Part, Sequence[Statement]]] = []
+    apart: list[tuple[StagePart, Sequence[Statement]]] = []
     for part, own in pieces.items():
         apart += [(part, piece) for piece in _apart(own, of_value)] or [(part, [])]
     return parts_named(_joined(regrouped(whole, apart), of_value), lowered)
@@ -164,7 +164,7 @@ def _joined(lowered: Lowered, of_value: dict[str, _Group]) -> Lowered:
     for items in groups.values():
         group = of_value[members[items[0]].makes[0]]
         stands[items[0] if group.first else items[-1]] = _message([members[k] for k in items], whole)
-    pieces: list[tuple[Part, Sequence[Instruction]]] = []
+    pieces: list[tuple[StagePart, Sequence[Instruction]]] = []
     for part in lowered.parts:
         own: list[Instruction] = []
         for k in range(part.start, part.stop):

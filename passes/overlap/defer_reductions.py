@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, refs_of
 from autoshard.ir.comm import BUCKET_BYTES, SCATTERS, wheres_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 
 _ALL = ("comm.all_reduce.default", "comm.all_reduce_bucket.default")
 #: (dim, outer, inner, size) of what a reduction scatters, None for one that does not
@@ -45,8 +45,10 @@ def defer_reductions(
         # the values before these reductions wait, too, beside gradients that travel with them
         scattered |= {source for source, out in round_.pairs if out in scattered}
         waiting |= {source for source, _ in round_.pairs}
-    pieces: list[tuple[Part, Sequence[Instruction]]] = [(part, lowered.of(part)) for part in lowered.parts]
-    pieces += [(Part(stage, "reduce", 0, 0), before[stage]) for stage in stages]
+    pieces: list[tuple[StagePart, Sequence[Instruction]]] = [
+        (part, lowered.of(part)) for part in lowered.parts
+    ]
+    pieces += [(StagePart(stage, "reduce", 0, 0), before[stage]) for stage in stages]
     return with_parts(lowered, pieces)
 
 
@@ -191,7 +193,7 @@ class _Round:
             self._send(key)
         return with_parts(replace(self.source, segments=segments, values=self.values), pieces)
 
-    def _part(self, part: Part) -> list[Instruction]:
+    def _part(self, part: StagePart) -> list[Instruction]:
         """The instructions of a part that are left."""
         main: list[Instruction] = []
         for item in self.source.of(part):
@@ -215,7 +217,9 @@ class _Round:
             reduced = call.outs[position]
             outs[position] = f"{reduced}_partial"
             types = segment.graph.types()
-            self.values[outs[position]] = Placed(types[deferred.source], segment.layouts[deferred.source])
+            self.values[outs[position]] = PlacedValue(
+                types[deferred.source], segment.layouts[deferred.source]
+            )
             self._wait(stage, deferred, outs[position], reduced)
         return replace(call, outs=tuple(outs))
 

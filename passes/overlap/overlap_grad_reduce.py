@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 from autoshard.ir import Call, Graph, Node, refs_of
 from autoshard.ir.comm import is_message, is_ring
-from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.passes.overlap.schedule_ops import Seconds
 
 
@@ -26,7 +26,7 @@ def early_reductions(lowered: Lowered, seconds: Seconds) -> Lowered:
     seconds: prices of nodes.
     """
     costs = _Costs(lowered, seconds)
-    items: dict[Part, list[Instruction]] = {part: list(lowered.of(part)) for part in lowered.parts}
+    items: dict[StagePart, list[Instruction]] = {part: list(lowered.of(part)) for part in lowered.parts}
     backward = {p.stage: p for p in lowered.parts if p.phase == "backward" and p.slice == 0}
     weights = {p.stage for p in lowered.parts if p.phase == "weight" or p.slice}
     for part in lowered.parts:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autoshard.ir import Call
 from autoshard.ir.comm import ANY_GATHER, is_message, is_ring
-from autoshard.ir.lowered import Lowered, Part
+from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, Statements, by_part, regrouped, statements_of
 from autoshard.passes.overlap.schedule_ops import Seconds
 from autoshard.passes.stages.part_names import parts_named
@@ -32,7 +32,7 @@ def prefetch(lowered: Lowered, parameters: Collection[str], seconds: Seconds | N
     """
     whole = statements_of(lowered)
     costs = None if seconds is None else _Costs(lowered, seconds)
-    pieces: list[tuple[Part, Sequence[Statement]]] = []
+    pieces: list[tuple[StagePart, Sequence[Statement]]] = []
     found = False
     for part, statements in by_part(whole).items():
         items = _items(statements)

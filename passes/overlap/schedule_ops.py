@@ -15,16 +15,16 @@ from heapq import heappop, heappush
 
 from autoshard.ir import Graph, Node, refs_of
 from autoshard.ir.comm import axes_of, is_message, is_ring
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
-from autoshard.passes.simplify.segment_cache import Known
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
+from autoshard.passes.simplify.segment_cache import SegmentCache
 
 #: seconds of a node, given the types and layouts of the values around it
-Seconds = Callable[[Node, Mapping[str, Placed]], float]
+Seconds = Callable[[Node, Mapping[str, PlacedValue]], float]
 #: a new order has to save this share of a segment
 _WORTH = 1e-3
 
 
-def overlap(lowered: Lowered, seconds: Seconds, known: Known) -> Lowered:
+def overlap(lowered: Lowered, seconds: Seconds, known: SegmentCache) -> Lowered:
     """The program with every segment in its best order; its first message says what that saves."""
     segments = {
         name: known.of("overlap", segment, seconds, partial(_segment, segment, seconds))

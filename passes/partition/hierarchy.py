@@ -31,14 +31,14 @@ from autoshard.ir import (
     refs_of,
 )
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout, Partial, Placement, R, Shard, layout_ok, local_shape
 from autoshard.rules.local import MeshShape
 
 
 @dataclass(frozen=True)
-class Levels:
+class AxisLevels:
     """An axis and what it is refined to. parts: (name, size), outermost first."""
 
     axis: str
@@ -68,7 +68,7 @@ class Levels:
 class ByLevel:
     """How an axis is taken apart. seconds: of a collective (kind, bytes, axis), of the old axis, too."""
 
-    levels: Levels
+    levels: AxisLevels
     seconds: Callable[[str, float, str], float]
 
 
@@ -81,7 +81,7 @@ def by_level(lowered: Lowered, mesh: MeshShape, how: ByLevel) -> Lowered:
     return _Refiner(mesh, how).run(lowered)
 
 
-def check_levels(levels: Levels, mesh: MeshShape) -> None:
+def check_levels(levels: AxisLevels, mesh: MeshShape) -> None:
     """UsageError unless the parts multiply to the axis and their names are free."""
     where = f"levels {levels} of axis {levels.axis}"
     if levels.axis not in mesh.names:
@@ -130,7 +130,7 @@ class _Refiner:
 
     def _segment(self, segment: LoweredSegment) -> LoweredSegment:
         types = segment.graph.types()
-        old = {n: Placed(t, segment.layouts[n]) for n, t in types.items()}
+        old = {n: PlacedValue(t, segment.layouts[n]) for n, t in types.items()}
         values = {n: self.placed(p) for n, p in old.items()}
         chain = _Chain(self, values, old)
         nodes = tuple(made for node in segment.graph.nodes for made in chain.of(node))
@@ -140,7 +140,7 @@ class _Refiner:
 
     # -- placements --------------------------------------------------------------------------------
 
-    def placed(self, value: Placed) -> Placed:
+    def placed(self, value: PlacedValue) -> PlacedValue:
         """The same elements on the same ranks."""
         own = value.layout[self.at]
         if isinstance(own, Shard) and not self._even(value, own):
@@ -148,9 +148,9 @@ class _Refiner:
         layout = (*value.layout[: self.at], *((own,) * len(self.ways)), *value.layout[self.at + 1 :])
         if not layout_ok(value.type.shape, layout, self.mesh.sizes):
             raise CannotRefineError(f"{value.type} cannot be split level by level")
-        return Placed(value.type, layout)
+        return PlacedValue(value.type, layout)
 
-    def _even(self, value: Placed, own: Shard) -> bool:
+    def _even(self, value: PlacedValue, own: Shard) -> bool:
         """Whether all ranks of the axis hold the same number of elements."""
         ends = (0, self.old.sizes[self.at] - 1)
         shapes = {
@@ -186,7 +186,9 @@ class _Chain:
     values: of the graph, on the new mesh; intermediate ones are added. old: on the mesh as it was.
     """
 
-    def __init__(self, refiner: _Refiner, values: dict[str, Placed], old: Mapping[str, Placed]) -> None:
+    def __init__(
+        self, refiner: _Refiner, values: dict[str, PlacedValue], old: Mapping[str, PlacedValue]
+    ) -> None:
         self.refiner, self.values, self.old = refiner, values, old
         self.taken = set(values)
         self.why: dict[str, str] = {}
@@ -362,7 +364,7 @@ class _Chain:
         base = f"{member.out}_{self.refiner.names[level].removeprefix(self.refiner.axis + '_')}"
         name = free_name(base, self.taken)
         self.taken.add(name)
-        self.values[name] = Placed(member.type, layout)
+        self.values[name] = PlacedValue(member.type, layout)
         return name
 
     # -- nodes -------------------------------------------------------------------------------------
@@ -412,7 +414,7 @@ class _Chain:
         reason = f"by level: {apart * 1e6:.0f} us, in one {flat * 1e6:.0f} us"
         self.why.update((step.name, reason) for step in made)
 
-    def _bytes(self, node: Node, values: Mapping[str, Placed], mesh: MeshShape) -> float:
+    def _bytes(self, node: Node, values: Mapping[str, PlacedValue], mesh: MeshShape) -> float:
         """Of the whole tensors on the fullest rank, as `cost.collective` counts them."""
         names = node.outs if "all_gather" in node.op else refs_of(node)
         placed = [values[name] for name in names]

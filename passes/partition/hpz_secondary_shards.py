@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.ir import Call, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
 from autoshard.ir.comm import BUCKET_BYTES, GATHERS, SCATTERS, wheres_of
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 from autoshard.ir.names import free_name
 from autoshard.ir.placement import Layout
 from autoshard.passes.partition.hierarchy import CannotRefineError
@@ -158,7 +158,9 @@ class _Copies:
 
     # -- making them ---------------------------------------------------------------------------------
 
-    def _kept(self, stage: int, main: dict[Part, list[Instruction]], own: list[Part]) -> dict[str, str]:
+    def _kept(
+        self, stage: int, main: dict[StagePart, list[Instruction]], own: list[StagePart]
+    ) -> dict[str, str]:
         """Calls of forward hand their copies on. Gives port -> copy, of those that are used again."""
         again = {
             a
@@ -191,7 +193,7 @@ class _Copies:
                     port = self._port(item, inner)
                     name = self._name(port, stage)
                     graph = self.lowered.segments[item.segment].graph
-                    self.values[name] = Placed(graph.types()[copy], self._layout(item.segment, copy))
+                    self.values[name] = PlacedValue(graph.types()[copy], self._layout(item.segment, copy))
                     outs.append(name)
                     if port in again:
                         copies.setdefault(port, name)
@@ -209,8 +211,8 @@ class _Copies:
     def _once(
         self,
         stage: int,
-        main: dict[Part, list[Instruction]],
-        own: list[Part],
+        main: dict[StagePart, list[Instruction]],
+        own: list[StagePart],
         gathers: dict[int, list[Instruction]],
     ) -> dict[str, str]:
         """Copies made in main, in a message per call and axis. Gives port -> copy."""
@@ -251,7 +253,7 @@ class _Copies:
                 step = self._step_name(names.get(source, source), node)
                 own = self._name(wanted[out], stage) if out in wanted else step
                 names[out] = own
-                self.values[own] = Placed(types[out], self._layout(item.segment, out))
+                self.values[own] = PlacedValue(types[out], self._layout(item.segment, out))
                 if out in wanted:
                     copies[wanted[out]] = own
             found.append(replace(_moved(kept, names, item.label), backward=False))
@@ -318,7 +320,7 @@ class _Copies:
     def _layout(self, segment: str, value: str) -> Layout:
         return self.lowered.segments[segment].layouts[value]
 
-    def _drop_unused(self, main: Mapping[Part, list[Instruction]]) -> None:
+    def _drop_unused(self, main: Mapping[StagePart, list[Instruction]]) -> None:
         """Segments that nothing calls any more go; the form beside such a one takes its name."""
         called = {i.segment for items in main.values() for i in items if isinstance(i, Call)}
         names = {n: n.removeprefix("near_") for n in called if n not in self.lowered.segments}
@@ -334,14 +336,14 @@ class _Copies:
         }
 
     def _joined(
-        self, main: Mapping[Part, list[Instruction]], gathers: Mapping[int, list[Instruction]]
+        self, main: Mapping[StagePart, list[Instruction]], gathers: Mapping[int, list[Instruction]]
     ) -> Lowered:
-        pieces: list[tuple[Part, list[Instruction]]] = []
+        pieces: list[tuple[StagePart, list[Instruction]]] = []
         have = {p.stage for p in self.lowered.parts if p.phase == "gather"}
 
         if gathers:
             for stage in sorted(self.parts - have):
-                pieces.append((Part(stage, "gather", 0, 0), gathers.get(stage, [])))
+                pieces.append((StagePart(stage, "gather", 0, 0), gathers.get(stage, [])))
         for part in self.lowered.parts:
             own = gathers.get(part.stage, []) if part.phase == "gather" else []
             pieces.append((part, [*main[part], *own]))
@@ -382,7 +384,7 @@ class _Waiting:
             raise CannotRefineError("no layer reduces a gradient over these levels")
         segments = {name: found[0] for name, found in cut.items()}
         items: list[Instruction] = []
-        parts: list[Part] = []
+        parts: list[StagePart] = []
         late: dict[int, list[Instruction]] = {}
         for part in self.lowered.parts:
             start = len(items)
@@ -448,7 +450,7 @@ class _Waiting:
                 if made not in names:
                     names[made] = self._fresh(f"{call.outs[k]}_{node.args[1]}")
             for value, name in names.items():
-                self.values[name] = Placed(types[value], segment.layouts[value])
+                self.values[name] = PlacedValue(types[value], segment.layouts[value])
             late += [_moved(node, names, call.label) for node in steps]
         return replace(call, outs=tuple(outs))
 

@@ -14,7 +14,7 @@ from itertools import count
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Arg, Call, Folded, Graph, Node, Origin, Ref, TensorType, refs_of, substitute
 from autoshard.ir.flow import Flow, Place
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, Shard
 from autoshard.rules.local import MeshShape, symbolic_extent
 from autoshard.search.plan.plan import Plan, why_key
@@ -27,7 +27,7 @@ def insert_collectives(
     return _Inserter(folded, flow, plan, mesh, reshard).run()
 
 
-class Emitter:
+class ReshardEmitter:
     """Makes the nodes of reshards, each layout of a value once."""
 
     def __init__(self, mesh: MeshShape, reshard: ReshardCost, fresh: Callable[[str], str]) -> None:
@@ -194,7 +194,7 @@ class _Inserter:
 
     def _segment(self, name: str) -> LoweredSegment:
         graph = self.folded.segments[name]
-        emitter = Emitter(self.mesh, self.reshard, _namer(set(self.types[name])))
+        emitter = ReshardEmitter(self.mesh, self.reshard, _namer(set(self.types[name])))
         backward = self.backward[name]
         why: dict[str, str] = {}
         for value, type_ in graph.inputs:
@@ -224,7 +224,7 @@ class _Inserter:
         return LoweredSegment(made, emitter.layouts, why)
 
     def _bring(
-        self, emitter: Emitter, name: str, value: str, wanted: Layout, origin: Origin, backward: bool
+        self, emitter: ReshardEmitter, name: str, value: str, wanted: Layout, origin: Origin, backward: bool
     ) -> str:
         """The value in the wanted layout; by way of the layout in which it is offered to all uses."""
         shared = self.plan.values.get((name, value))
@@ -262,7 +262,7 @@ class _Inserter:
     def _main(self, segments: dict[str, LoweredSegment]) -> Lowered:
         joint = self.folded.joint
         taken = {p.name for p in joint.ports} | {o for c in self.folded.calls for o in c.outs}
-        emitter = Emitter(self.mesh, self.reshard, _namer(taken))
+        emitter = ReshardEmitter(self.mesh, self.reshard, _namer(taken))
         for port in joint.ports:
             place = self.flow.class_of[port.name]
             state = self.plan.params.get(place)
@@ -288,11 +288,11 @@ class _Inserter:
             main.append(replace(call, args=args, outs=call.outs + kept))
         results = self._results(emitter, backward=False) | self._results(emitter, backward=True)
         main.extend(emitter.nodes)
-        values = {n: Placed(emitter.types[n], emitter.layouts[n]) for n in emitter.layouts}
+        values = {n: PlacedValue(emitter.types[n], emitter.layouts[n]) for n in emitter.layouts}
         ordered = tuple(results[number] for number in range(len(joint.results)))
         return Lowered(segments, _forward_first(main), values, ordered)
 
-    def _results(self, emitter: Emitter, backward: bool) -> dict[int, str]:
+    def _results(self, emitter: ReshardEmitter, backward: bool) -> dict[int, str]:
         """Number of a result of a phase -> its value, in the layout that it leaves in."""
         found = {}
         for number, result in enumerate(self.folded.joint.results):
@@ -301,7 +301,7 @@ class _Inserter:
                 found[number] = emitter.get(result.value, stored, Origin(), backward)
         return found
 
-    def _keep_apart(self, emitter: Emitter, call: Call) -> None:
+    def _keep_apart(self, emitter: ReshardEmitter, call: Call) -> None:
         """Gather in main what a forward call's segment cannot keep alike for all its calls."""
         if call.backward:
             return
@@ -310,7 +310,7 @@ class _Inserter:
             if source is not None and self._keeps_at(source, target) and len(self._kept_uses(target)) > 1:
                 emitter.get(port, self.plan.params[source].use, Origin(call.label), False)
 
-    def _kept_copy(self, emitter: Emitter, call: Call, inner: str, use: Layout) -> str:
+    def _kept_copy(self, emitter: ReshardEmitter, call: Call, inner: str, use: Layout) -> str:
         """The main name of a gathered parameter that a forward call hands to the backward half."""
         inputs = [v for v, _ in self.folded.segments[call.segment].inputs]
         port = call.args[inputs.index(inner)]

@@ -8,12 +8,12 @@ from functools import partial
 
 from autoshard.ir import Graph, Node, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment
-from autoshard.passes.simplify.segment_cache import Known
+from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.core import Factored, RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
 
 
-def localize(lowered: Lowered, rules: Mapping[str, RuleFn], mesh: MeshShape, known: Known) -> Lowered:
+def localize(lowered: Lowered, rules: Mapping[str, RuleFn], mesh: MeshShape, known: SegmentCache) -> Lowered:
     """Every node as a rank runs it; types stay global, layouts say what a rank holds.
 
     known: of programs with the same rules.

@@ -25,7 +25,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import DTYPES, Call, Graph, Node, refs_of
 from autoshard.ir.comm import ANY_GATHER, GATHER_Q, GATHERS, SCATTER_Q, SCATTERS, wheres_of
 from autoshard.ir.local_bytes import held_numel
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.quantized import packed_bytes
 from autoshard.passes.simplify.activations import Activations
 from autoshard.rules.local import MeshShape
@@ -123,7 +123,7 @@ def quantise_collectives(lowered: Lowered, sent: Sent, mesh: MeshShape, how: Qua
     segments: dict[str, LoweredSegment] = {}
     for name, segment in lowered.segments.items():
         types = segment.graph.types()
-        values = {n: Placed(t, segment.layouts[n]) for n, t in types.items()}
+        values = {n: PlacedValue(t, segment.layouts[n]) for n, t in types.items()}
         uses = Counter(r for n in segment.graph.nodes for r in refs_of(n)) + Counter(segment.graph.outputs)
         kinds = {n.name: k for n in segment.graph.nodes if (k := kind(n, name)) is not None}
         found = chosen.among([n for n in segment.graph.nodes if n.name in kinds], kinds, uses, values)
@@ -177,7 +177,7 @@ class _Chosen:
         nodes: Collection[Node],
         kinds: Mapping[str, Kind],
         uses: Mapping[str, int],
-        values: Mapping[str, Placed],
+        values: Mapping[str, PlacedValue],
     ) -> _Found:
         """Those of some nodes of a graph. kinds: of each of them. uses: how often each value is read.
 
@@ -202,7 +202,9 @@ class _Chosen:
                         break
         return found
 
-    def _of(self, chain: list[Node], kind: Kind, values: Mapping[str, Placed]) -> tuple[Node | None, str]:
+    def _of(
+        self, chain: list[Node], kind: Kind, values: Mapping[str, PlacedValue]
+    ) -> tuple[Node | None, str]:
         """Gathers one after the other, or a reduction, as they are sent with fewer bits, and the reason; None
         if they had better have all of them."""
         first, last = chain[0], chain[-1]
@@ -231,7 +233,7 @@ class _Chosen:
         )
         return made, reason
 
-    def _row_group(self, chain: list[Node], parts: list[Placed]) -> int:
+    def _row_group(self, chain: list[Node], parts: list[PlacedValue]) -> int:
         """The most elements that may share a scale such that rows are whole groups, 0 if there are none, or
         if ranks hold shards of unlike sizes."""
         rows = [rows_of_rank(p, self.mesh) for p in parts]
@@ -247,7 +249,7 @@ class _Chosen:
         self,
         gathers: bool,
         axes: tuple[str, ...],
-        parts: list[Placed],
+        parts: list[PlacedValue],
         bits: tuple[int, ...],
         group: int,
     ) -> tuple[float, float, float]:

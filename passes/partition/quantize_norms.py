@@ -13,9 +13,9 @@ from math import prod
 
 from autoshard.ir import DTYPES, Dtype, Node, Ref
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
-from autoshard.ir.lowered import Lowered, LoweredSegment, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue
 from autoshard.ir.names import free_name
-from autoshard.passes.fuse.norm_patterns import Index
+from autoshard.passes.fuse.norm_patterns import UseIndex
 from autoshard.passes.fuse.norm_statistics import NORM, usual
 from autoshard.rules.local import MeshShape
 from autoshard.rules.quantized_gather import BITS, NORMS, WIRED, rows_of_rank, wire_of
@@ -28,7 +28,7 @@ def quantise_norms(lowered: Lowered, mesh: MeshShape) -> Lowered:
 
 
 def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
-    index = Index(segment.graph)
+    index = UseIndex(segment.graph)
     changed: dict[str, Node] = {}
     layouts, why = dict(segment.layouts), dict(segment.why)
     for gather in segment.graph.nodes:
@@ -38,7 +38,7 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
         made = WIRED[norm.op]
         place, _ = NORMS[made]
         rows = norm.outs[place]
-        placed, group = Placed(index.types[rows], layouts[rows]), gather.args[4]
+        placed, group = PlacedValue(index.types[rows], layouts[rows]), gather.args[4]
         wire, shape = wire_of(placed, group, mesh), rows_of_rank(placed, mesh)
         if wire is None or shape is None:
             continue
@@ -61,7 +61,7 @@ def _segment(segment: LoweredSegment, mesh: MeshShape) -> LoweredSegment:
     return LoweredSegment(replace(segment.graph, nodes=nodes), layouts, why)
 
 
-def _norm_before(gather: Node, index: Index) -> Node | None:
+def _norm_before(gather: Node, index: UseIndex) -> Node | None:
     """The norm whose rows a quantised gather takes, if nothing else does."""
     if gather.op != GATHER_Q or gather.args[3] != (BITS,) or not isinstance(gather.args[1], str):
         return None

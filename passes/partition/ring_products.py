@@ -23,7 +23,7 @@ from autoshard.ir.comm import GATHER_MM, MM_SCATTER, is_message
 from autoshard.ir.lowered import Lowered, LoweredSegment
 from autoshard.passes.fuse.fuse_bias import fused
 from autoshard.passes.overlap.schedule_ops import Seconds, shortest
-from autoshard.passes.simplify.segment_cache import Known
+from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.rules.local import MeshShape, symbolic_shape
 
 _GATHER, _SCATTER = "comm.all_gather.default", "comm.reduce_scatter.default"
@@ -59,7 +59,7 @@ class _Found:
 
 
 def ring_products(
-    lowered: Lowered, parameters: Collection[str], gradients: Collection[str], how: Rings, known: Known
+    lowered: Lowered, parameters: Collection[str], gradients: Collection[str], how: Rings, known: SegmentCache
 ) -> Lowered:
     """The program with rings where they make a segment shorter; each says by how much.
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autoshard.ir import Arg, Node, Ref, TensorType
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Shard
 from autoshard.passes.sequence.slice_places import ATTENTION_BACKWARD, POSITIONS
 
 if TYPE_CHECKING:
-    from autoshard.passes.sequence.slice_emit import Emitter
+    from autoshard.passes.sequence.slice_emit import SliceEmitter
 
 
-def _seen(to: Emitter, inner: str, value: str, number: int) -> str:
+def _seen(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     """Keys or values up to a slice."""
     if value in to.of.again:
         # what backward makes again of a slice comes too late for the slices behind it
@@ -29,15 +29,15 @@ def _seen(to: Emitter, inner: str, value: str, number: int) -> str:
     return to.added(inner, value, "aten.cat.default", args, _up_to(to, value, number), end)
 
 
-def _up_to(to: Emitter, value: str, number: int) -> Placed:
+def _up_to(to: SliceEmitter, value: str, number: int) -> PlacedValue:
     """What the slices of a value up to one are."""
     whole, one = to.of.values[value], to.of.sliced(value, POSITIONS)
     shape = list(one.type.shape)
     shape[POSITIONS.dim] *= number + 1
-    return Placed(TensorType(tuple(shape), whole.type.dtype), one.layout)
+    return PlacedValue(TensorType(tuple(shape), whole.type.dtype), one.layout)
 
 
-def _mask(to: Emitter, inner: str, value: str, number: int) -> str:
+def _mask(to: SliceEmitter, inner: str, value: str, number: int) -> str:
     """The part of a mask [..., s, s] for the queries of a slice and the keys up to it."""
     end = f"_to{number}"
     name = to.inner(inner, end)
@@ -47,11 +47,11 @@ def _mask(to: Emitter, inner: str, value: str, number: int) -> str:
     rows = to.piece(inner, value, Shard(dim), number)
     what = to.of.sliced(value, Shard(dim))
     seen = what.type.shape[-2] * (number + 1)
-    made = Placed(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
+    made = PlacedValue(TensorType((*what.type.shape[:-1], seen), what.type.dtype), what.layout)
     return to.added(inner, value, "aten.slice.Tensor", (Ref(rows), dim + 1, 0, seen), made, end)
 
 
-def attend(to: Emitter, number: int) -> None:
+def attend(to: SliceEmitter, number: int) -> None:
     """Attention of a slice's queries to the keys and values up to it."""
     (q, query), (k, key), (v, value), *masks = to.uses()
     args: tuple[Arg, ...] = (
@@ -68,7 +68,7 @@ def attend(to: Emitter, number: int) -> None:
         _attend(to, "autoshard.sdpa_tail.default", (*args, to.node.args[5]), number)
 
 
-def _attend(to: Emitter, op: str, args: tuple[Arg, ...], number: int) -> None:
+def _attend(to: SliceEmitter, op: str, args: tuple[Arg, ...], number: int) -> None:
     end = f"_s{number}"
     outs = tuple(to.inner(o, end) for o in to.node.outs)
     whats = [to.of.sliced(value, POSITIONS) for value in to.statement.makes]
@@ -78,7 +78,7 @@ def _attend(to: Emitter, op: str, args: tuple[Arg, ...], number: int) -> None:
     to.emit(Node(op, args, (), outs, types, to.node.origin, to.statement.backward))
 
 
-def attend_backward(to: Emitter, number: int) -> None:
+def attend_backward(to: SliceEmitter, number: int) -> None:
     """Gradients of a slice's queries, and what they add to those of the keys and values they see."""
     (g, grad), (q, query), (k, key), (v, value), (o, out), (e, lse), *masks = to.uses()
     args: list[Arg] = [
@@ -109,7 +109,7 @@ def attend_backward(to: Emitter, number: int) -> None:
         _gathered(to, name, inner, value_, what, number)
 
 
-def _gathered(to: Emitter, name: str, inner: str, value: str, what: Placed, number: int) -> None:
+def _gathered(to: SliceEmitter, name: str, inner: str, value: str, what: PlacedValue, number: int) -> None:
     """The gradients of keys up to a slice, with what later slices have added: its own are complete."""
     size = what.type.shape[POSITIONS.dim] // (number + 1)
     if number < to.of.slices - 1:

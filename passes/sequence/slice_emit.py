@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, LocalOffset, LocalSize, Node, Ref, TensorType, refs_of, substitute
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, Placement, R, Shard, local_extent
 from autoshard.ir.statements import Statement
 from autoshard.passes.partition.insert_collectives import collective_node
 from autoshard.passes.sequence.slice_attention import attend, attend_backward
-from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, Way
+from autoshard.passes.sequence.slice_places import ATTENTION, ATTENTION_BACKWARD, POSITIONS, SlicedStatement
 from autoshard.passes.sequence.slice_values import cut, join, sliced_value, total, whole_along
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import LocalCall, MeshShape
@@ -41,7 +41,7 @@ class Namer:
 
 
 @dataclass
-class Group:
+class PartStatements:
     """What one part takes over of one instruction of main.
 
     given, made: values by their names inside -> in main. names: the other way. values: what they are. why:
@@ -54,12 +54,12 @@ class Group:
     given: dict[str, str] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Placed] = field(default_factory=dict)
+    values: dict[str, PlacedValue] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Setting:
+class SliceContext:
     """What is the same for all slices.
 
     values: what every value of the undivided program is. of: its placement on the axis of slices, if it is
@@ -69,7 +69,7 @@ class Setting:
     """
 
     slices: int
-    values: Mapping[str, Placed]
+    values: Mapping[str, PlacedValue]
     of: Mapping[str, Placement]
     summed: frozenset[str]
     moved: Mapping[str, str]
@@ -81,16 +81,16 @@ class Setting:
     def place(self, value: str) -> Placement:
         return self.of.get(value, R)
 
-    def sliced(self, value: str, placed: Placement) -> Placed:
+    def sliced(self, value: str, placed: Placement) -> PlacedValue:
         """What a slice of a value is."""
         return self.sliced_as(self.values[value], placed, value)
 
-    def sliced_as(self, have: Placed, placed: Placement, value: str) -> Placed:
+    def sliced_as(self, have: PlacedValue, placed: Placement, value: str) -> PlacedValue:
         """What a slice of a value is that lies in another layout."""
         return sliced_value(have, placed, self.slices, self.mesh.sizes, value)
 
 
-class Emitter:
+class SliceEmitter:
     """Adds what a part needs of one statement to a group.
 
     inner: names in the segment. have: values that are put together in this stage already, which grows.
@@ -98,12 +98,18 @@ class Emitter:
     """
 
     def __init__(
-        self, of: Setting, group: Group, inner: Namer, have: set[str], statement: Statement, why: str
+        self,
+        of: SliceContext,
+        group: PartStatements,
+        inner: Namer,
+        have: set[str],
+        statement: Statement,
+        why: str,
     ) -> None:
         self.of, self.group, self.inner, self.have = of, group, inner, have
         self.statement, self.node, self.why = statement, statement.node, why
 
-    def run(self, way: Way, number: int | None) -> None:
+    def run(self, way: SlicedStatement, number: int | None) -> None:
         """The statement itself; number: of the slice, unless it runs once."""
         if not way.divided or number is None:
             names = iter([self.whole(n, v) for n, v in self.uses()])
@@ -131,7 +137,7 @@ class Emitter:
         parts = [self.own(inner, value, k) for k in range(self.of.slices)]
         made = self.of.values[value]
 
-        def add(op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
+        def add(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}" if end else "")
 
         self.have.add(value)
@@ -143,7 +149,7 @@ class Emitter:
         part = self.of.sliced_as(bare, placed, value)
         gathered = [self._move(p, have, part, inner, value, f"_all{k}") for k, p in enumerate(parts)]
 
-        def beside(op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
+        def beside(op: str, args: tuple[Arg, ...], what: PlacedValue, end: str) -> str:
             return self.added(inner, value, op, args, what, f"_whole{end}_all")
 
         return self._move(join(gathered, part, placed, bare, beside), bare, made, inner, value, "")
@@ -175,7 +181,7 @@ class Emitter:
             return self._move(part, self.of.sliced(source, placed), made, inner, value, end)
         deep = "" if bare == have else "_all"
 
-        def add(op: str, args: tuple[Arg, ...], what: Placed, part: str) -> str:
+        def add(op: str, args: tuple[Arg, ...], what: PlacedValue, part: str) -> str:
             return self.added(inner, value, op, args, what, end + part + deep)
 
         whole = self._move(self.whole(inner, value), have, bare, inner, value, f"_d{placed.dim}_all")
@@ -183,7 +189,7 @@ class Emitter:
         part = cut(whole, bare, placed, number, as_cut, self.of.slices, add)
         return self._move(part, as_cut, made, inner, value, end)
 
-    def _move(self, name: str, have: Placed, want: Placed, inner: str, value: str, end: str) -> str:
+    def _move(self, name: str, have: PlacedValue, want: PlacedValue, inner: str, value: str, end: str) -> str:
         """Bring a value into another layout: what is divided over axes together, then what is whole apart."""
         at = have.layout
         axes = [k for k in reversed(range(len(at))) if isinstance(at[k], Shard) and want.layout[k] == R]
@@ -199,12 +205,12 @@ class Emitter:
                 layouts = (at, target)
                 node = collective_node(self.of.mesh, kind, k, name, have.type, layouts, own, origin, backward)
                 self.group.nodes.append(node)
-                self.mark(own, self.of.outer(value, last), Placed(have.type, target))
+                self.mark(own, self.of.outer(value, last), PlacedValue(have.type, target))
             name, at = own, target
         assert at == want.layout, (at, want.layout)
         return name
 
-    def given(self, inner: str, value: str, what: Placed) -> str:
+    def given(self, inner: str, value: str, what: PlacedValue) -> str:
         """A value that is there: made in this group, or given to it; under its name there."""
         if value not in self.group.names:
             self.group.names[value] = inner
@@ -212,7 +218,7 @@ class Emitter:
             self.group.values[inner] = what
         return self.group.names[value]
 
-    def mark(self, inner: str, value: str, what: Placed | None) -> None:
+    def mark(self, inner: str, value: str, what: PlacedValue | None) -> None:
         """A value that this group makes, by its names inside and in main; what: None if it is no tensor."""
         self.group.made[inner] = value
         self.group.names[value] = inner
@@ -225,7 +231,9 @@ class Emitter:
         if self.why:
             self.group.why[node.name] = self.why
 
-    def added(self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: Placed, end: str) -> str:
+    def added(
+        self, inner: str, value: str, op: str, args: tuple[Arg, ...], what: PlacedValue, end: str
+    ) -> str:
         """A node beside the statement's own, which makes a value named after another."""
         name = self.inner(inner, end)
         origin, backward = self.node.origin, self.statement.backward
@@ -235,7 +243,7 @@ class Emitter:
 
     # -- one slice ---------------------------------------------------------------------------------------
 
-    def _slice(self, way: Way, number: int) -> None:
+    def _slice(self, way: SlicedStatement, number: int) -> None:
         """The statement on the parts of its inputs, as its rule says."""
         names: dict[str, str] = {}
         for (inner, value), wanted in zip(self.uses(), way.inputs, strict=True):
@@ -262,7 +270,7 @@ class Emitter:
         origin, backward = self.node.origin, self.statement.backward
         self.emit(Node(local.op, local.args, local.kwargs, tuple(outs), tuple(types), origin, backward))
 
-    def _local(self, way: Way, number: int) -> Node:
+    def _local(self, way: SlicedStatement, number: int) -> Node:
         """The call as it is for a slice: its sizes and offsets."""
         fn = self.of.rules.get(self.node.op)
         if fn is None:
@@ -286,7 +294,7 @@ class Emitter:
         kwargs = tuple((k, _numbers(v, self.of.slices, number)) for k, v in local.kwargs)
         return Node(local.op, args, kwargs, local.outs, local.types, local.origin, local.backward)
 
-    def _collective(self, way: Way) -> Node:
+    def _collective(self, way: SlicedStatement) -> Node:
         """A collective of a slice: it counts other blocks and sizes."""
         node, kind = self.node, self.node.op.split(".")[1]
         (inner,), (source,), (made,) = refs_of(node), self.statement.uses, self.statement.makes

@@ -29,7 +29,7 @@ POSITIONS = Shard(2)
 
 
 @dataclass(frozen=True)
-class Way:
+class SlicedStatement:
     """How a statement runs. inputs, outputs: placements of what it uses and makes.
 
     divided: once per slice; else once, with the last slice of its half if it is late.
@@ -46,7 +46,7 @@ class Places:
     """of: value -> its placement, `Replicate` if it is not there. ways: of all statements, in order."""
 
     of: Mapping[str, Placement]
-    ways: tuple[Way, ...]
+    ways: tuple[SlicedStatement, ...]
 
 
 def places_of(whole: Statements, joint: Joint, rules: Mapping[str, RuleFn], slices: int) -> Places:
@@ -105,7 +105,7 @@ class _Finder:
     def _type(self, value: str) -> TensorType:
         return self.whole.values[value].type
 
-    def way(self, statement: Statement) -> Way:
+    def way(self, statement: Statement) -> SlicedStatement:
         """Place what a statement makes, by what it uses."""
         way = self._way(statement)
         for value, placed in zip(statement.makes, way.outputs, strict=True):
@@ -120,7 +120,7 @@ class _Finder:
         """The op that made a late value so, by the values it uses."""
         return next((self.cause[v] for v in statement.uses if v in self.cause), statement)
 
-    def _way(self, statement: Statement) -> Way:
+    def _way(self, statement: Statement) -> SlicedStatement:
         uses = statement.uses
         have = [self._at(v, statement) for v in uses]
         if all(v in self.free for v in uses):
@@ -151,7 +151,7 @@ class _Finder:
         placed = self.of.get(value, R)
         return R if placed == P and statement.backward and value in self.forward else placed
 
-    def _whole(self, statement: Statement, *, late: bool = False) -> Way:
+    def _whole(self, statement: Statement, *, late: bool = False) -> SlicedStatement:
         """Run once, on whole values; late: with the last slice in any case.
 
         Raises UsageError for a product in forward that would have to wait for the last slice.
@@ -163,16 +163,16 @@ class _Finder:
         rule = self._rule(statement) if late and not statement.backward else None
         if rule is not None and rule.kind == "matmul":
             raise self._refused(self._cause(statement))
-        return Way((R,) * len(statement.uses), whole, False, late)
+        return SlicedStatement((R,) * len(statement.uses), whole, False, late)
 
-    def _moved(self, statement: Statement, have: Sequence[Placement]) -> Way:
+    def _moved(self, statement: Statement, have: Sequence[Placement]) -> SlicedStatement:
         """A collective over another axis: of every slice, or of what is whole."""
         (placed,) = have
         if placed == R or (placed == P and statement.node.kwarg("op", "sum") != "sum"):
             return self._whole(statement)
-        return Way((placed,), (placed,), True)
+        return SlicedStatement((placed,), (placed,), True)
 
-    def _summed(self, statement: Statement, have: Sequence[Placement]) -> Way | None:
+    def _summed(self, statement: Statement, have: Sequence[Placement]) -> SlicedStatement | None:
         """An op that is linear in terms that are to be added up: it runs on each of them."""
         rule = self._rule(statement)
         terms = {k for k, p in enumerate(have) if p == P}
@@ -181,13 +181,13 @@ class _Finder:
         if any(self.late.get(v) == statement.backward for v in statement.uses):
             return None
         sums: tuple[Placement | None, ...] = tuple(None if t is None else P for t in statement.node.types)
-        return Way(tuple(have), sums, True)
+        return SlicedStatement(tuple(have), sums, True)
 
     def _rule(self, statement: Statement) -> Factored | None:
         fn = self.rules.get(statement.node.op)
         return None if fn is None else fn(statement.node, [self._type(v) for v in statement.uses])
 
-    def _split(self, statement: Statement, number: int, placed: Shard) -> Way | None:
+    def _split(self, statement: Statement, number: int, placed: Shard) -> SlicedStatement | None:
         """The way in which an input lies like this, if the rule of the op has one."""
         rule = self._rule(statement)
         if rule is None:
@@ -204,9 +204,9 @@ class _Finder:
             return None
         if any(isinstance(p, Partial) and p != P for p in state.outputs):
             return None
-        return Way(state.inputs, state.outputs, True)
+        return SlicedStatement(state.inputs, state.outputs, True)
 
-    def _fits(self, statement: Statement, have: Sequence[Placement], way: Way) -> bool:
+    def _fits(self, statement: Statement, have: Sequence[Placement], way: SlicedStatement) -> bool:
         """Whether what is there can be had as wanted: whole values can be cut, nothing else be joined."""
         for value, placed, wanted in zip(statement.uses, have, way.inputs, strict=True):
             if placed != wanted and placed != R:
@@ -215,7 +215,7 @@ class _Finder:
                 return False
         return True
 
-    def _attention(self, statement: Statement, have: Sequence[Placement]) -> Way:
+    def _attention(self, statement: Statement, have: Sequence[Placement]) -> SlicedStatement:
         node = statement.node
         backward = node.op == ATTENTION_BACKWARD
         mask, causal = (node.args[6:8]) if backward else (node.args[3:5])
@@ -228,7 +228,7 @@ class _Finder:
         inputs: list[Placement] = [POSITIONS] * len(have)
         if mask is not None:
             inputs[-1] = R
-        way = Way(tuple(inputs), (POSITIONS,) * len(node.outs), True)
+        way = SlicedStatement(tuple(inputs), (POSITIONS,) * len(node.outs), True)
         if not self._fits(statement, have, way):
             raise self._refused(statement)
         return way

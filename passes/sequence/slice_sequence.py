@@ -18,10 +18,10 @@ from dataclasses import replace
 
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Graph, Joint, Node, Ref, refs_of, substitute
-from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, Part, Placed, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, LoweredSegment, PlacedValue, StagePart, with_parts
 from autoshard.ir.placement import P, R
 from autoshard.ir.statements import Statement, Statements, by_part, firsts_of, statements_of
-from autoshard.passes.sequence.slice_emit import Emitter, Group, Namer, Setting
+from autoshard.passes.sequence.slice_emit import Namer, PartStatements, SliceContext, SliceEmitter
 from autoshard.passes.sequence.slice_places import places_of
 from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
@@ -64,10 +64,12 @@ class _Slicer:
             for v, f in firsts_of(self.whole).items()
             if v not in forward and f in forward and places.of.get(f) == places.of.get(v)
         }
-        self.setting = Setting(slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer)
+        self.setting = SliceContext(
+            slices, self.whole.values, places.of, summed, moved, again, rules, mesh, outer
+        )
         self.inner = {name: Namer(set(s.graph.types())) for name, s in lowered.segments.items()}
-        self.groups: list[Group] = []
-        self.parts: list[Part] = []
+        self.groups: list[PartStatements] = []
+        self.parts: list[StagePart] = []
         #: per stage, divided values that are put together there already
         self.have: dict[int, set[str]] = {}
 
@@ -81,18 +83,18 @@ class _Slicer:
                 self._part(part, statements, number)
         return self._built()
 
-    def _part(self, part: Part, statements: Sequence[Statement], number: int | None) -> None:
+    def _part(self, part: StagePart, statements: Sequence[Statement], number: int | None) -> None:
         """The groups of one slice of a part; None: the part is not divided."""
         at = len(self.parts)
         self.parts.append(replace(part, slice=number or 0))
         first, last = (0, self.slices - 1) if part.phase == "forward" else (self.slices - 1, 0)
-        group: Group | None = None
+        group: PartStatements | None = None
         for statement in statements:
             way = self.ways[id(statement)]
             if number is not None and not way.divided and number != (last if way.late else first):
                 continue
             if group is None or group.item != statement.item:
-                group = Group(at, statement.item)
+                group = PartStatements(at, statement.item)
                 self.groups.append(group)
             emitter = self._emitter(group, part, statement)
             emitter.run(way, number)
@@ -100,20 +102,20 @@ class _Slicer:
                 if value in self.joined and number == last:
                     emitter.whole(inner, value)
 
-    def _emitter(self, group: Group, part: Part, statement: Statement) -> Emitter:
+    def _emitter(self, group: PartStatements, part: StagePart, statement: Statement) -> SliceEmitter:
         have = self.have.setdefault(part.stage, set())
         instruction = self.lowered.main[statement.item]
         if isinstance(instruction, Node):
-            return Emitter(self.setting, group, self.setting.outer, have, statement, "")
+            return SliceEmitter(self.setting, group, self.setting.outer, have, statement, "")
         segment = self.lowered.segments[instruction.segment]
         why = segment.why.get(statement.node.name, "")
-        return Emitter(self.setting, group, self.inner[instruction.segment], have, statement, why)
+        return SliceEmitter(self.setting, group, self.inner[instruction.segment], have, statement, why)
 
     # -- the new program ---------------------------------------------------------------------------------
 
     def _built(self) -> Lowered:
         made = _Made(self.lowered, _only_wanted(self.groups, set(self.whole.results)))
-        of_part: dict[int, list[Group]] = {}
+        of_part: dict[int, list[PartStatements]] = {}
         for group in self.groups:
             of_part.setdefault(group.part, []).append(group)
         pieces = [
@@ -149,7 +151,7 @@ def _summed(whole: Statements, grads: set[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _only_wanted(groups: Sequence[Group], results: set[str]) -> set[str]:
+def _only_wanted(groups: Sequence[PartStatements], results: set[str]) -> set[str]:
     """The values that leave their group; whatever makes nothing that is used is dropped from the groups."""
     wanted = set(results)
     for group in reversed(groups):
@@ -173,10 +175,10 @@ class _Made:
     def __init__(self, lowered: Lowered, wanted: set[str]) -> None:
         self.lowered, self.wanted = lowered, wanted
         self.segments: dict[str, LoweredSegment] = {}
-        self.values: dict[str, Placed] = {}
+        self.values: dict[str, PlacedValue] = {}
         self.known: dict[tuple[object, ...], str] = {}
 
-    def instructions(self, group: Group) -> list[Instruction]:
+    def instructions(self, group: PartStatements) -> list[Instruction]:
         instruction = self.lowered.main[group.item]
         if isinstance(instruction, Node):
             self.values |= {group.made[n]: v for n, v in group.values.items() if n in group.made}
@@ -194,7 +196,7 @@ class _Made:
             replace(instruction, segment=segment, args=tuple(group.given.values()), outs=tuple(outs.values()))
         ]
 
-    def _segment(self, call: Call, group: Group, outs: tuple[str, ...]) -> str:
+    def _segment(self, call: Call, group: PartStatements, outs: tuple[str, ...]) -> str:
         nodes, inputs = tuple(group.nodes), tuple(group.given)
         layouts = {name: placed.layout for name, placed in group.values.items()}
         why = {node.name: group.why[node.name] for node in nodes if node.name in group.why}

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from autoshard.errors import UsageError
 from autoshard.ir import Arg, Ref, TensorType
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import Layout, Placement, R, Shard, layout_ok, local_shape
 
 #: adds a node: (op, arguments, what it makes, the end of its name) -> the name of what it makes
-Add: TypeAlias = "Callable[[str, tuple[Arg, ...], Placed, str], str]"
+Add: TypeAlias = "Callable[[str, tuple[Arg, ...], PlacedValue, str], str]"
 
 
 def sliced_type(type_: TensorType, placed: Placement, slices: int) -> TensorType:
@@ -25,14 +25,16 @@ def sliced_type(type_: TensorType, placed: Placement, slices: int) -> TensorType
     return TensorType(shape, type_.dtype)
 
 
-def sliced_value(value: Placed, placed: Placement, slices: int, sizes: Sequence[int], name: str) -> Placed:
+def sliced_value(
+    value: PlacedValue, placed: Placement, slices: int, sizes: Sequence[int], name: str
+) -> PlacedValue:
     """Type and layout of one slice of a value; sizes: of the mesh axes.
 
     Raises UsageError if a mesh axis cannot divide a slice as it divides the whole.
     """
     type_ = sliced_type(value.type, placed, slices)
     if not isinstance(placed, Shard):
-        return Placed(type_, value.layout)
+        return PlacedValue(type_, value.layout)
     layout = tuple(_inside(p, placed, value.type, slices) for p in value.layout)
     if any(p is None for p in layout) or not layout_ok(type_.shape, _known(layout), sizes):
         raise UsageError(
@@ -41,7 +43,7 @@ def sliced_value(value: Placed, placed: Placement, slices: int, sizes: Sequence[
             why="a mesh axis divides the sequence into parts that do not divide its slices",
             hint="choose fewer slices, or a longer sequence",
         )
-    return Placed(type_, _known(layout))
+    return PlacedValue(type_, _known(layout))
 
 
 def _known(layout: Sequence[Placement | None]) -> Layout:
@@ -66,7 +68,7 @@ def _inside(p: Placement, placed: Shard, type_: TensorType, slices: int) -> Plac
     return p if p.outer == placed.outer and middle % slices == 0 else None
 
 
-def whole_along(value: Placed, placed: Shard) -> Placed:
+def whole_along(value: PlacedValue, placed: Shard) -> PlacedValue:
     """The value as every rank can cut it: whole on those axes of the mesh that divide the sequence itself."""
     middle = value.type.shape[placed.dim] // placed.outer
 
@@ -76,10 +78,12 @@ def whole_along(value: Placed, placed: Shard) -> Placed:
         outside = p.outer < placed.outer and placed.outer % p.outer == 0
         return outside or p.outer % (placed.outer * middle) == 0
 
-    return Placed(value.type, tuple(p if apart(p) else R for p in value.layout))
+    return PlacedValue(value.type, tuple(p if apart(p) else R for p in value.layout))
 
 
-def cut(value: str, have: Placed, placed: Shard, number: int, made: Placed, slices: int, add: Add) -> str:
+def cut(
+    value: str, have: PlacedValue, placed: Shard, number: int, made: PlacedValue, slices: int, add: Add
+) -> str:
     """Slice ``number`` of a whole value. have, made: what it is and what a slice of it is."""
     size = have.type.shape[placed.dim] // placed.outer // slices
     span = (number * size, (number + 1) * size)
@@ -91,7 +95,7 @@ def cut(value: str, have: Placed, placed: Shard, number: int, made: Placed, slic
     return add("aten.reshape.default", (Ref(taken), made.type.shape), made, "")
 
 
-def join(values: Sequence[str], have: Placed, placed: Shard, made: Placed, add: Add) -> str:
+def join(values: Sequence[str], have: PlacedValue, placed: Shard, made: PlacedValue, add: Add) -> str:
     """The whole of all slices, in order. have, made: what a slice is and what the whole is."""
     if placed.outer == 1:
         return add("aten.cat.default", (tuple(Ref(v) for v in values), placed.dim), made, "")
@@ -104,7 +108,7 @@ def join(values: Sequence[str], have: Placed, placed: Shard, made: Placed, add: 
     return add("aten.reshape.default", (Ref(joined), made.type.shape), made, "")
 
 
-def total(values: Sequence[str], made: Placed, add: Add) -> str:
+def total(values: Sequence[str], made: PlacedValue, add: Add) -> str:
     """The sum of the terms of all slices."""
     at = values[0]
     for k, value in enumerate(values[1:]):
@@ -113,7 +117,7 @@ def total(values: Sequence[str], made: Placed, add: Add) -> str:
     return at
 
 
-def _apart(value: Placed, placed: Shard) -> Placed:
+def _apart(value: PlacedValue, placed: Shard) -> PlacedValue:
     """The value with the outer part of the divided dim as a dim of its own."""
     dim, outer = placed.dim, placed.outer
     shape = value.type.shape
@@ -128,4 +132,4 @@ def _apart(value: Placed, placed: Shard) -> Placed:
             layout.append(replace(p, inner=max(1, p.inner // (shape[dim] // outer))))
         else:
             layout.append(Shard(dim + 1, p.outer // outer, p.inner))
-    return Placed(TensorType(wide, value.type.dtype), tuple(layout))
+    return PlacedValue(TensorType(wide, value.type.dtype), tuple(layout))

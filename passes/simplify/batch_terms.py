@@ -101,7 +101,7 @@ NO_TERMS = BatchTerms()
 
 
 @dataclass(frozen=True)
-class Sample:
+class CapturedSample:
     """A model captured with some batch, as the search sees it."""
 
     folded: Folded
@@ -109,7 +109,7 @@ class Sample:
     batch: int
 
 
-def batch_terms(one: Sample, other: Sample, loss: int | None) -> BatchTerms:
+def batch_terms(one: CapturedSample, other: CapturedSample, loss: int | None) -> BatchTerms:
     """What adds up in ``one``, a microbatch; other: the same model with another batch, both of more than one.
 
     loss: position of the output that is trained, None if there is none.
@@ -155,7 +155,7 @@ def _alike_graphs(a: Graph, b: Graph) -> bool:
 class _Compared:
     """What follows the batch in each node of each segment."""
 
-    def __init__(self, one: Sample, other: Sample) -> None:
+    def __init__(self, one: CapturedSample, other: CapturedSample) -> None:
         self.one, self.rate = one, other.batch / one.batch
         #: values that have a batch dim -> which they are
         self.wide: dict[Place, tuple[int, ...]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autoshard.errors import UsageError
-from autoshard.ir.lowered import Lowered, Part
+from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, by_part, producers_of, regrouped, statements_of
 from autoshard.passes.simplify.scale_terms import TOTAL, totals_in
 
@@ -29,7 +29,7 @@ def count_once(lowered: Lowered, ports: Collection[str]) -> Lowered:
     of_part = by_part(whole)
     maker = {v: s for s in whole.all for v in s.makes}
     totals = {v for s in whole.all if s.node.op == TOTAL for v in s.makes}
-    pieces: list[tuple[Part, Sequence[Statement]]] = []
+    pieces: list[tuple[StagePart, Sequence[Statement]]] = []
     inside: set[int] = set()
     values = dict(whole.values)
     for part in lowered.parts:

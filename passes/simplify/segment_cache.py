@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from autoshard.ir.lowered import LoweredSegment
 
 
-class Known:
+class SegmentCache:
     """Looked up by all that a pass is given."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from autoshard.ir import Joint
-from autoshard.ir.lowered import Instruction, Lowered, Part, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, StagePart, with_parts
 from autoshard.ir.statements import Statement, Taker
 from autoshard.passes.stages.gradient_sums import Sum, sum_items, sums_of
 from autoshard.passes.stages.stage_assignment import StagePlaces, stage_places
 from autoshard.passes.stages.stage_boundaries import stage_ends
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Cut
 
@@ -29,7 +29,7 @@ _NOWHERE = -1
 
 
 def cut_pipeline(
-    lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: MeshShape, uncut: Uncut | None = None
+    lowered: Lowered, joint: Joint, cuts: Sequence[Cut], mesh: MeshShape, uncut: Unpartitioned | None = None
 ) -> Lowered:
     """The program with its parts: forward and backward of every stage; without cuts there is one stage.
 
@@ -39,9 +39,9 @@ def cut_pipeline(
     is read in another stage than the one that updates it.
     """
     if not cuts:
-        forward, backward = Part(0, "forward", 0, 0), Part(0, "backward", 0, 0)
+        forward, backward = StagePart(0, "forward", 0, 0), StagePart(0, "backward", 0, 0)
         return with_parts(lowered, [(forward, _half(lowered, False)), (backward, _half(lowered, True))])
-    uncut = uncut or Uncut.of(lowered)
+    uncut = uncut or Unpartitioned.of(lowered)
     places = stage_places(uncut, joint, stage_ends(uncut.whole, cuts, mesh))
     return _Rebuilding(places, joint, len(cuts) + 1).built()
 
@@ -77,8 +77,8 @@ class _Rebuilding:
                 pieces[stage, backward] = [i for i in items if i.backward == backward]
             extra = sum_items(self.uncut, sums.get(stage, {}), taker.values)
             pieces[stage, True] = _renamed(pieces[stage, True], extra.renamed) + extra.items
-        order = [(Part(s, "forward", 0, 0), pieces[s, False]) for s in range(self.count)]
-        order += [(Part(s, "backward", 0, 0), pieces[s, True]) for s in reversed(range(self.count))]
+        order = [(StagePart(s, "forward", 0, 0), pieces[s, False]) for s in range(self.count)]
+        order += [(StagePart(s, "backward", 0, 0), pieces[s, True]) for s in reversed(range(self.count))]
         values = {**taker.values, **{p.name: self.whole.values[p.name] for p in self.joint.ports}}
         values |= {r: self.whole.values[r] for r in self.whole.results}
         lowered = replace(

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Joint, Node, Origin, Ref
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.statements import Statement
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Owned:
     parameter -> the stages that have the parameter.
     """
 
-    uncut: Uncut
+    uncut: Unpartitioned
     owners: Mapping[str, frozenset[int]]
 
 
-def owners_of(uncut: Uncut, joint: Joint, stages_of: Mapping[str, Collection[int]]) -> Owned:
+def owners_of(uncut: Unpartitioned, joint: Joint, stages_of: Mapping[str, Collection[int]]) -> Owned:
     """Which stages want each gradient; one that serves something else as well is copied for its owner.
 
     stages_of: parameter -> the stages that use it; one that nothing uses is in the first stage.
@@ -36,7 +36,7 @@ def owners_of(uncut: Uncut, joint: Joint, stages_of: Mapping[str, Collection[int
     main, results, values = list(whole.lowered.main), list(whole.results), whole.values
     owners: dict[str, frozenset[int]] = {}
     added: list[Statement] = []
-    copied: dict[str, Placed] = {}
+    copied: dict[str, PlacedValue] = {}
     taken: set[str] = set()
     for k, value, stages in gradients:
         again = value in taken
@@ -63,7 +63,7 @@ def owners_of(uncut: Uncut, joint: Joint, stages_of: Mapping[str, Collection[int
 
 
 def _gradients(
-    uncut: Uncut, joint: Joint, stages_of: Mapping[str, Collection[int]]
+    uncut: Unpartitioned, joint: Joint, stages_of: Mapping[str, Collection[int]]
 ) -> list[tuple[int, str, frozenset[int]]]:
     """(place among the results, value, stages of the parameter) of every gradient of a parameter."""
     names = {p.target: p.name for p in joint.ports if p.kind == "param"}
@@ -74,7 +74,7 @@ def _gradients(
     ]
 
 
-def _origin(uncut: Uncut, value: str) -> Origin:
+def _origin(uncut: Unpartitioned, value: str) -> Origin:
     return uncut.whole.all[uncut.maker[value]].node.origin if value in uncut.maker else Origin()
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.ir import Joint, Node, Ref
-from autoshard.ir.lowered import Instruction, Placed
+from autoshard.ir.lowered import Instruction, PlacedValue
 from autoshard.passes.stages.stage_assignment import StagePlaces
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 
 #: collectives that a sum of gradients may pass through term by term
 _LINEAR = (
@@ -34,7 +34,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Sums:
+class GradientSums:
     """of: stage -> result -> how that stage's part of it is made, where several stages add to it. replaced:
     places of the statements that made those results before."""
 
@@ -50,7 +50,7 @@ class SumItems:
     renamed: dict[str, str]
 
 
-def sums_of(places: StagePlaces, joint: Joint) -> Sums:
+def sums_of(places: StagePlaces, joint: Joint) -> GradientSums:
     """The gradients that several stages add to."""
     uncut = places.uncut
     found: dict[int, dict[str, Sum]] = {}
@@ -70,15 +70,15 @@ def sums_of(places: StagePlaces, joint: Joint) -> Sums:
             own = tuple(term for term in terms if _where(places, term, home) == stage)
             found.setdefault(stage, {})[value] = Sum(own, tuple(reversed(tail)), at)
         replaced.update(tail, dropped)
-    return Sums(found, frozenset(replaced))
+    return GradientSums(found, frozenset(replaced))
 
 
-def linear_source(uncut: Uncut, result: str, results: Collection[str]) -> str:
+def linear_source(uncut: Unpartitioned, result: str, results: Collection[str]) -> str:
     """What a gradient is before the collectives that a sum of it may pass through; results: all of them."""
     return _through(uncut, result, results)[0]
 
 
-def _through(uncut: Uncut, result: str, results: Collection[str]) -> tuple[str, list[int]]:
+def _through(uncut: Unpartitioned, result: str, results: Collection[str]) -> tuple[str, list[int]]:
     """(a gradient before its linear collectives, their places, the last one first)."""
     tail: list[int] = []
     at = result
@@ -90,7 +90,7 @@ def _through(uncut: Uncut, result: str, results: Collection[str]) -> tuple[str, 
     return at, tail
 
 
-def sum_items(uncut: Uncut, sums: Mapping[str, Sum], values: dict[str, Placed]) -> SumItems:
+def sum_items(uncut: Unpartitioned, sums: Mapping[str, Sum], values: dict[str, PlacedValue]) -> SumItems:
     """The additions and collectives that make a stage's own parts; what they make is added to the values."""
     whole = uncut.whole
     items: list[Instruction] = []
@@ -124,13 +124,15 @@ def _where(places: StagePlaces, value: str, home: int) -> int:
     return home if stage is None else stage
 
 
-def _only_one(uncut: Uncut, value: str, result: str, results: Collection[str]) -> bool:
+def _only_one(uncut: Unpartitioned, value: str, result: str, results: Collection[str]) -> bool:
     """Whether a value is used once: as the result itself, or by one op."""
     uses = len(uncut.users.get(value, ()))
     return uses == 0 if value == result else uses == 1 and value not in results
 
 
-def _terms(uncut: Uncut, value: str, result: str, results: Collection[str], dropped: list[int]) -> list[str]:
+def _terms(
+    uncut: Unpartitioned, value: str, result: str, results: Collection[str], dropped: list[int]
+) -> list[str]:
     """What is added up to make a value; dropped: gets the places of the additions."""
     place = uncut.maker.get(value)
     if place is None:

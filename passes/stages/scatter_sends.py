@@ -12,7 +12,7 @@ from dataclasses import replace
 from autoshard.ir import Node, Origin, Ref
 from autoshard.ir.boundaries import wires_of
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Instruction, Lowered, Part, Placed, with_parts
+from autoshard.ir.lowered import Instruction, Lowered, PlacedValue, StagePart, with_parts
 from autoshard.ir.placement import R, Shard
 from autoshard.rules.local import MeshShape
 
@@ -37,7 +37,7 @@ def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, sav
         part = f"{wire.value}_part"
         backward = wire.phase != "forward"
         layout = (*placed.layout[:axis], Shard(dim), *placed.layout[axis + 1 :])
-        values[part] = Placed(placed.type, layout)
+        values[part] = PlacedValue(placed.type, layout)
         name = mesh.names[axis]
         after.setdefault((wire.source, wire.phase), {})[wire.value] = Node(
             "comm.slice.default",
@@ -61,14 +61,14 @@ def scatter_sends(lowered: Lowered, ports: Collection[str], mesh: MeshShape, sav
         )
     if not after:
         return lowered
-    pieces: list[tuple[Part, list[Instruction]]] = []
+    pieces: list[tuple[StagePart, list[Instruction]]] = []
     for old in lowered.parts:
         key = (old.stage, old.phase)
         pieces.append((old, [*before.get(key, ()), *lowered.of(old), *after.get(key, {}).values()]))
     return with_parts(replace(lowered, values=values), pieces)
 
 
-def _split(placed: Placed, mesh: MeshShape, saving: Saving) -> tuple[int, int] | None:
+def _split(placed: PlacedValue, mesh: MeshShape, saving: Saving) -> tuple[int, int] | None:
     """(axis, dim) by which a value is best sent in parts; None to send it as it is."""
     nbytes = float(held_bytes(placed.type, placed.layout, mesh.sizes))
     taken = {p.dim for p in placed.layout if isinstance(p, Shard)}

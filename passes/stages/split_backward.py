@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.ir.lowered import Lowered, Part
+from autoshard.ir.lowered import Lowered, StagePart
 from autoshard.ir.statements import Statement, by_part, producers_of, regrouped, statements_of
 
 
@@ -22,7 +22,7 @@ def split_backward(lowered: Lowered) -> Lowered:
     for part, statements in of_part.items():
         for value in {v for s in statements for v in s.uses}:
             users.setdefault(value, set()).add(part.stage)
-    pieces: list[tuple[Part, list[Statement]]] = []
+    pieces: list[tuple[StagePart, list[Statement]]] = []
     for part, statements in of_part.items():
         if part.phase != "backward":
             pieces.append((part, statements))

@@ -17,7 +17,7 @@ from autoshard.errors import UsageError
 from autoshard.ir import Joint
 from autoshard.ir.statements import Statement
 from autoshard.passes.stages.gradient_owners import floors_of, makers_of, owners_of
-from autoshard.passes.stages.unpartitioned import Uncut
+from autoshard.passes.stages.unpartitioned import Unpartitioned
 
 #: kinds of inputs that every stage has
 _EVERYWHERE = ("input", "const", "buffer")
@@ -51,7 +51,7 @@ class StagePlaces:
     gradients. bases: value -> what it is a view of.
     """
 
-    uncut: Uncut
+    uncut: Unpartitioned
     at: Mapping[int, int | None]
     position: Mapping[int, int]
     made_in: Mapping[str, int | None]
@@ -64,7 +64,7 @@ class StagePlaces:
         return _makes_again(statement, self.uncut.repeats, self.made_in)
 
 
-def stage_places(uncut: Uncut, joint: Joint, ends: Sequence[int]) -> StagePlaces:
+def stage_places(uncut: Unpartitioned, joint: Joint, ends: Sequence[int]) -> StagePlaces:
     """The stage of every statement; ends: how many statements come before the end of each stage but the last.
 
     Raises UsageError if a buffer that forward updates is read in another stage than the one that updates it.
@@ -75,7 +75,7 @@ def stage_places(uncut: Uncut, joint: Joint, ends: Sequence[int]) -> StagePlaces
     return found
 
 
-def places_apart(uncut: Uncut, joint: Joint) -> StagePlaces:
+def places_apart(uncut: Unpartitioned, joint: Joint) -> StagePlaces:
     """Where every statement would run if every op of forward were a stage of its own.
 
     What the cost of a stage is made of, wherever the cuts will fall; ``at`` then says the place of an op of
@@ -92,7 +92,7 @@ class _Deciding:
     stages_of: value -> the stages that have it, for values of forward and for parameters.
     """
 
-    uncut: Uncut
+    uncut: Unpartitioned
     joint: Joint
     count: int
     at: dict[int, int | None] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class _Deciding:
         self.of_parameters = set(self.bases)
         self._know(self.uncut)
 
-    def _know(self, uncut: Uncut) -> None:
+    def _know(self, uncut: Unpartitioned) -> None:
         self.uncut = uncut
         self.whole, self.repeats = uncut.whole, uncut.repeats
         self.users, self.maker = uncut.users, uncut.maker

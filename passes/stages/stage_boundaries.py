@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from autoshard.errors import UsageError
 from autoshard.ir import Call
 from autoshard.ir.local_bytes import held_bytes
-from autoshard.ir.lowered import Placed
+from autoshard.ir.lowered import PlacedValue
 from autoshard.ir.placement import R
 from autoshard.ir.statements import Statements
 from autoshard.rules.local import MeshShape
@@ -101,7 +101,7 @@ def _crossing(whole: Statements, mesh: MeshShape) -> list[int]:
     return list(accumulate(steps))
 
 
-def _sent(placed: Placed, mesh: MeshShape) -> int:
+def _sent(placed: PlacedValue, mesh: MeshShape) -> int:
     """Bytes of a value that a rank sends."""
     size = held_bytes(placed.type, placed.layout, mesh.sizes)
     for p, ways in zip(placed.layout, mesh.sizes, strict=True):

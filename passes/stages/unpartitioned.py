@@ -10,7 +10,7 @@ from autoshard.ir.statements import Statements, repeats_of, statements_of
 
 
 @dataclass(frozen=True)
-class Uncut:
+class Unpartitioned:
     """A placed program statement by statement, with what holds wherever it is cut.
 
     repeats: see `ir.statements.repeats_of`. users: value -> places of the statements that use it. maker:
@@ -23,19 +23,19 @@ class Uncut:
     maker: Mapping[str, int]
 
     @staticmethod
-    def of(lowered: Lowered) -> Uncut:
+    def of(lowered: Lowered) -> Unpartitioned:
         """Of a program that `pipeline.place` made."""
         whole = statements_of(lowered)
-        return Uncut(whole, repeats_of(whole), *_index(whole))
+        return Unpartitioned(whole, repeats_of(whole), *_index(whole))
 
-    def with_whole(self, whole: Statements) -> Uncut:
+    def with_whole(self, whole: Statements) -> Unpartitioned:
         """With statements added that repeat nothing."""
         users, maker = _index(whole)
         return replace(self, whole=whole, users=users, maker=maker)
 
 
 def _index(whole: Statements) -> tuple[dict[str, list[int]], dict[str, int]]:
-    """The users and the maker of every value; see `Uncut`."""
+    """The users and the maker of every value; see `Unpartitioned`."""
     users: dict[str, list[int]] = {}
     maker: dict[str, int] = {}
     for place, statement in enumerate(whole.all):

@@ -11,16 +11,16 @@ from autoshard.cluster import Mesh, load_cluster, usable_memory
 from autoshard.cost.on_mesh import cost_model
 from autoshard.cost.recipe import MIXED
 from autoshard.options import PlanOptions
-from autoshard.passes.pipeline import Lowering
+from autoshard.passes.pipeline import LoweringOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import given
+from autoshard.planner.candidates import given_mesh
 from autoshard.planner.planning import Planned, plan_analysed
-from autoshard.planner.stage_partition import Staging, staged
+from autoshard.planner.stage_partition import Staging, partition_stages
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Pipeline
 from autoshard.search.problem.problem import batch_of
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.choose import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.validate.models import Architecture, on_meta
@@ -132,14 +132,14 @@ def planned(
     machine = load_cluster(cluster)
     layers = sum(layer_calls(analysis.folded).values())
     total = microbatches * batch_of(analysis.folded)
-    where = given(
+    where = given_mesh(
         Mesh.parse(f"pp={ranks}"),
         machine,
         layers,
         total,
         PlanOptions(schedule=schedule, chunks=chunks, microbatches=microbatches),
     )
-    ask = Ask(batch=total, recipe=MIXED)
+    ask = SearchRequest(batch=total, recipe=MIXED)
     return plan_analysed(
         analysis, [where], machine, memory=usable_memory(machine.device), ask=ask, fixed=True
     )
@@ -175,14 +175,14 @@ def _interleaving(analysis: Analysis, run: Published) -> Interleaving:
 
     def cut(schedule: str, chunks: int) -> Staging:
         pipeline = Pipeline(run.pipe.ranks, 0, schedule, chunks, ())
-        how = Lowering(
+        how = LoweringOptions(
             model.flow,
             replace(plan, pipeline=pipeline),
             MeshShape(mesh.names, mesh.sizes),
             reshard,
             analysis.table,
         )
-        return staged(model.folded, how, cluster, MIXED, None, fixed=True)
+        return partition_stages(model.folded, how, cluster, MIXED, None, fixed=True)
 
     plain, several = cut("1f1b", 1), cut("interleaved", run.pipe.chunks)
     assert plain.equal is not None and several.equal is not None  # every run has as many layers as stages

@@ -20,16 +20,16 @@ from autoshard.cluster import Cluster, Mesh, load_cluster
 from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, is_message
 from autoshard.options import PassOptions
-from autoshard.passes.partition.hierarchy import Levels
+from autoshard.passes.partition.hierarchy import AxisLevels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
-from autoshard.planner.hierarchy_choice import Way
-from autoshard.planner.lowering import laid_out
+from autoshard.planner.hierarchy_choice import HierarchyOption
+from autoshard.planner.lowering import lay_out
 from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.pricing import Pricer
 from autoshard.simulate.step import estimate_step
-from autoshard.simulate.work import Message
+from autoshard.simulate.work import CollectiveWork
 from autoshard.validate.models import Architecture, on_meta
 
 #: of the collectives that DeepSpeed runs beside computing
@@ -131,11 +131,11 @@ def _row(
     part: Partition, wish: Planned, cluster: Cluster, microbatches: int, tokens: int, how: Behaviour
 ) -> Row:
     wish = replace(wish, plan=replace(wish.plan, microbatches=microbatches))
-    levels = (Levels("fsdp", part.levels),) if part.levels else ()
-    way = Way(part.name, levels, part.secondary)
+    levels = (AxisLevels("fsdp", part.levels),) if part.levels else ()
+    way = HierarchyOption(part.name, levels, part.secondary)
     # what runs beside computing is said by the behaviour, as for other people's code
     wanted = PassOptions(allow=part.allow, overlap=False)
-    program = laid_out(wish.plan, wish.analysis, wish.cluster, way, wanted)
+    program = lay_out(wish.plan, wish.analysis, wish.cluster, way, wanted)
     step = estimate_step(program, cluster, behaviour=how)
     ranks = Mesh.parse(program.mesh).world_size
     return Row(
@@ -177,7 +177,7 @@ def crossing(program: Program, cluster: Cluster) -> float:
                 if not isinstance(node, Node) or not is_message(node) or first not in axes_of(node):
                     continue
                 for work in pricer.ops.work(node, values):
-                    if isinstance(work, Message) and work.axis == 0:
+                    if isinstance(work, CollectiveWork) and work.axis == 0:
                         twice = 2 if work.kind == "all_reduce" else 1
                         total += times * rings * twice * work.nbytes * (size - 1) / size
     return total

@@ -12,19 +12,20 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError, UsageError
 from autoshard.options import PlanOptions
 from autoshard.planner.analysis import Analysis, analyse
-from autoshard.planner.candidates import searched
+from autoshard.planner.candidates import candidate_meshes
 from autoshard.planner.planning import Source
 from autoshard.planner.stage_link import pipe_link
-from autoshard.search.bound.stage_imbalance import uneven_seconds
+from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.problem import Model
-from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
-from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import Configuration, Staged, data_ways
-from autoshard.search.solve.formulate import layer_calls, pose
+from autoshard.search.solve.formulate import formulate, layer_calls
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.search.solve.solve_placements import place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import InfeasibleNetwork
 from autoshard.validate.machine import SAME_MEMORY
 from autoshard.validate.models import on_meta
@@ -127,17 +128,19 @@ def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparis
     cluster = machine(first)
     budget = usable_memory(cluster.device)
     progress(f"searching {first.devices} x {cluster.name}, batch {first.batch}")
-    ours: Settled | None = None
+    ours: CandidateSolution | None = None
     why = ""
     try:
-        meshes = searched(cluster, first.devices, first.model.layers, first.batch, PlanOptions())
-        ours = choose(asked.many.model, meshes, cluster, Ask(budget=budget, batch=first.batch, recipe=MIXED))
+        meshes = candidate_meshes(cluster, first.devices, first.model.layers, first.batch, PlanOptions())
+        ours = choose(
+            asked.many.model, meshes, cluster, SearchRequest(budget=budget, batch=first.batch, recipe=MIXED)
+        )
     except AutoshardError as error:
         why = error.what
     for row in asked.rows:
         try:
-            theirs, fits = settle(rebatched(asked.analysis(row).model, row.micro), row, cluster, budget)
-        except (NotRebatchable, UsageError) as error:
+            theirs, fits = settle(with_batch(asked.analysis(row).model, row.micro), row, cluster, budget)
+        except (NotRescalable, UsageError) as error:
             yield Skipped(row.id, row.study, f"its plan cannot be priced: {error}")
             continue
         if ours is None:
@@ -147,9 +150,9 @@ def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparis
             yield Comparison(row, _seconds(theirs), fits, _seconds(ours), name_of(found), found.microbatches)
 
 
-def _seconds(found: Settled) -> float:
+def _seconds(found: CandidateSolution) -> float:
     """Of a step; a pipeline is not cut, but its stages are no more alike than they can be."""
-    return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
+    return imbalance_seconds(found.posed, found.placed, found.configuration.pipe)
 
 
 def name_of(found: Configuration) -> str:
@@ -166,7 +169,9 @@ def machine(row: Published) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory_bytes=row.memory))
 
 
-def settle(model: Model, row: Published, cluster: Cluster, budget: float | None) -> tuple[Settled, bool]:
+def settle(
+    model: Model, row: Published, cluster: Cluster, budget: float | None
+) -> tuple[CandidateSolution, bool]:
     """(the published plan, whether it fits the budget); without a limit if it does not.
 
     model: with the row's microbatch. Raises UsageError if the mesh cannot be used for the model.
@@ -176,19 +181,21 @@ def settle(model: Model, row: Published, cluster: Cluster, budget: float | None)
         layer_calls(model.folded), row.batch // row.micro, row.recompute, cluster.device.overlap
     )
     setting = replace(bare, pipe=published_pipe(row, mesh, cluster))
-    posed = pose(model, mesh, cluster, setting, recipe=MIXED)
+    posed = formulate(model, mesh, cluster, setting, recipe=MIXED)
     fits = True
     try:
         placed = place(posed.problem, setting, budget)
     except InfeasibleNetwork:
         placed, fits = place(posed.problem, setting, None), False
     where = Configuration(mesh, row.micro, setting.microbatches, setting.pipe)
-    return Settled(posed, placed, where, cluster, placed.lower_bound), fits
+    return CandidateSolution(posed, placed, where, cluster, placed.lower_bound), fits
 
 
-def published_setting(calls: Mapping[str, int], microbatches: int, policy: Policy, overlap: float) -> Setting:
-    """A policy for all layers alike. calls: of every forward segment of a layer. overlap: see `Setting`."""
-    bare = Setting(microbatches, calls, overlap=overlap)
+def published_setting(
+    calls: Mapping[str, int], microbatches: int, policy: Policy, overlap: float
+) -> StepConfig:
+    """A policy for all layers. calls: of every forward segment of a layer. overlap: see `StepConfig`."""
+    bare = StepConfig(microbatches, calls, overlap=overlap)
     if policy == "none":
         return bare
     return replace(bare, recompute={name: Recompute(policy, n) for name, n in calls.items()})

@@ -14,10 +14,10 @@ from autoshard.cluster import Cluster, usable_memory
 from autoshard.cost.recipe import MIXED
 from autoshard.errors import AutoshardError
 from autoshard.options import PlanOptions
-from autoshard.planner.memory_fit import Fitter, Peak
+from autoshard.planner.memory_fit import MemoryFitter, Peak
 from autoshard.planner.planning import Planned, PlanningRequest
-from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
-from autoshard.search.select.choose import Ask
+from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
+from autoshard.search.select.request import SearchRequest
 from benchmarks.published import SLOWER, Asked, machine, name_of, questions, settle
 from benchmarks.published_rows import Published, Skipped
 
@@ -63,7 +63,7 @@ def simulate(rows: Sequence[Published], progress: Callable[[str], None]) -> Iter
         for row in asked.rows:
             try:
                 peak, fits = _published(asked, row, cluster)
-            except (NotRebatchable, AutoshardError) as error:
+            except (NotRescalable, AutoshardError) as error:
                 yield Skipped(row.id, row.study, f"its plan is no program: {error}")
                 continue
             assert peak.step is not None  # there is no limit that it could miss
@@ -91,9 +91,9 @@ def _published(asked: Asked, row: Published, cluster: Cluster) -> tuple[Peak, bo
     in less room, as for our plan. What never fits is what the search took for the best.
     """
     analysis = asked.analysis(row)
-    model, budget = rebatched(analysis.model, row.micro), usable_memory(cluster.device)
-    fitter = Fitter(
-        analysis, cluster, Ask(batch=row.batch, recipe=MIXED), fixed=True, progress=lambda _: None
+    model, budget = with_batch(analysis.model, row.micro), usable_memory(cluster.device)
+    fitter = MemoryFitter(
+        analysis, cluster, SearchRequest(batch=row.batch, recipe=MIXED), fixed=True, progress=lambda _: None
     )
     first: Peak | None = None
     room = float(budget)

@@ -13,12 +13,13 @@ from autoshard.cost.recipe import MIXED
 from autoshard.errors import InfeasibleError, UsageError
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.rescale_batch import rebatched
-from autoshard.search.select.choose import Ask, Settled, choose
+from autoshard.search.problem.rescale_batch import with_batch
+from autoshard.search.select.choose import choose
+from autoshard.search.select.request import CandidateSolution, SearchRequest
 from autoshard.search.solve.configuration import data_ways, microbatch_sizes
-from autoshard.search.solve.formulate import Posed, layer_calls, pose
+from autoshard.search.solve.formulate import ShardingProblem, formulate, layer_calls
 from autoshard.search.solve.solve_placements import place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import InfeasibleNetwork
 from autoshard.validate.models import Architecture, on_meta
 
@@ -101,11 +102,13 @@ def quality_of(case: Small) -> Iterator[Quality]:
         )
 
 
-def _choose(case: Small, analysis: Analysis, budget: int | None) -> Settled | None:
+def _choose(case: Small, analysis: Analysis, budget: int | None) -> CandidateSolution | None:
     cluster = load_cluster(case.cluster)
     meshes = mesh_candidates(cluster, case.devices)
     try:
-        return choose(analysis.model, meshes, cluster, Ask(budget=budget, batch=case.batch, recipe=MIXED))
+        return choose(
+            analysis.model, meshes, cluster, SearchRequest(budget=budget, batch=case.batch, recipe=MIXED)
+        )
     except InfeasibleError:
         return None
 
@@ -117,8 +120,8 @@ class _Open:
     bound: seconds that it takes at least: computing again and a budget only add to what the mesh takes free.
     """
 
-    posed: Posed
-    setting: Setting
+    posed: ShardingProblem
+    setting: StepConfig
     bound: float
 
 
@@ -128,9 +131,9 @@ def _space(case: Small, analysis: Analysis) -> Iterator[_Open]:
     calls = layer_calls(analysis.folded)
     for mesh in mesh_candidates(cluster, case.devices):
         for batch in (b for b in _microbatches(mesh, case.batch) if b > 1):
-            bare = Setting(case.batch // batch, calls, overlap=cluster.device.overlap)
+            bare = StepConfig(case.batch // batch, calls, overlap=cluster.device.overlap)
             try:
-                posed = pose(rebatched(analysis.model, batch), mesh, cluster, bare, recipe=MIXED)
+                posed = formulate(with_batch(analysis.model, batch), mesh, cluster, bare, recipe=MIXED)
             except UsageError:
                 continue  # what the search cannot use either
             for again in recomputations(calls):

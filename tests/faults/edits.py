@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.ir import Call, Node, Ref, TensorType, refs_of, substitute
-from autoshard.ir.lowered import LoweredSegment, Part, Placed
-from autoshard.program.program import Note, Program
+from autoshard.ir.lowered import LoweredSegment, PlacedValue, StagePart
+from autoshard.program.program import NodeNote, Program
 from autoshard.schedules.schedule import Schedule
 
 GRADUAL = ("comm.all_reduce.default", "comm.reduce_scatter.default")
@@ -26,7 +26,9 @@ def sites(program: Program) -> Iterator[tuple[str, int, Node]]:
                 yield name, number, node
 
 
-def with_nodes(program: Program, name: str, pairs: Sequence[tuple[Node, Note]], **changes: Any) -> Program:
+def with_nodes(
+    program: Program, name: str, pairs: Sequence[tuple[Node, NodeNote]], **changes: Any
+) -> Program:
     """The program with other nodes in a segment. changes: of its graph or its layouts."""
     segment = program.lowered.segments[name]
     layouts = changes.pop("layouts", segment.layouts)
@@ -36,7 +38,7 @@ def with_nodes(program: Program, name: str, pairs: Sequence[tuple[Node, Note]], 
     return replace(program, lowered=replace(program.lowered, segments=segments), notes=notes)
 
 
-def pairs_of(program: Program, name: str) -> list[tuple[Node, Note]]:
+def pairs_of(program: Program, name: str) -> list[tuple[Node, NodeNote]]:
     nodes = program.lowered.segments[name].graph.nodes
     return list(zip(nodes, program.notes[name], strict=True))
 
@@ -64,8 +66,8 @@ def dropped(program: Program, name: str, number: int, stand_in: str) -> Program:
 def with_main(
     program: Program,
     items: Sequence[Any],
-    parts: Sequence[Part] | None = None,
-    values: Mapping[str, Placed] | None = None,
+    parts: Sequence[StagePart] | None = None,
+    values: Mapping[str, PlacedValue] | None = None,
 ) -> Program:
     """The program with other instructions; parts, values: None for those that it has."""
     lowered = program.lowered

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autoshard.program.messages import Move
+from autoshard.program.messages import RankAction
 from autoshard.program.program import Program
 
-Moves = tuple[tuple[Move, ...], ...]
+Moves = tuple[tuple[RankAction, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from autoshard.program.messages import Message, Move, moves_of
+from autoshard.program.messages import RankAction, StageSend, moves_of
 from autoshard.program.program import Program
 from faults.fault import PIPES, Fault, Kind, Moves, rules
 
@@ -22,7 +22,9 @@ def _changed(moves: Moves, rank: int, place: int, **changes: Any) -> Moves:
     return tuple(tuple(row) for row in rows)
 
 
-def _with_messages(program: Program, side: str) -> Iterator[tuple[int, int, Move, tuple[Message, ...]]]:
+def _with_messages(
+    program: Program, side: str
+) -> Iterator[tuple[int, int, RankAction, tuple[StageSend, ...]]]:
     if program.stages is None:
         return
     for rank, row in enumerate(_moves(program)):

@@ -20,11 +20,11 @@ from autoshard.search.problem.problem import Problem, batch_of
 from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.search_axes import merged_axes, merged_mesh, plain_axes
 from autoshard.search.reasons.explain import explain
-from autoshard.search.select.request import Settled
+from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.configuration import Configuration
-from autoshard.search.solve.formulate import Posed, layer_calls
+from autoshard.search.solve.formulate import ShardingProblem, layer_calls
 from autoshard.search.solve.solve_placements import placed_at
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import CostNetwork, Limits, NoFiniteAssignment
 from autoshard.solver.solve import solve
 
@@ -55,11 +55,13 @@ def random_plan(analysis: Analysis, mesh: Mesh, cluster: Cluster, rng: random.Ra
             failure = error
             continue
         again = _recomputed(analysis, rng)
-        setting = Setting(microbatches, layer_calls(analysis.folded), again)
+        setting = StepConfig(microbatches, layer_calls(analysis.folded), again)
         placed = placed_at(problem, setting, network, states)
-        posed = Posed(analysis.model, inner, prices, problem, strict, replace(setting, microbatches=1))
+        posed = ShardingProblem(
+            analysis.model, inner, prices, problem, strict, replace(setting, microbatches=1)
+        )
         where = Configuration(inner, batch_of(analysis.folded), microbatches)
-        settled = Settled(posed, placed, where, cluster, 0.0)
+        settled = CandidateSolution(posed, placed, where, cluster, 0.0)
         plan = explain(settled, cluster, analysis.fingerprint, reasons=False)
         if ranks > 1:
             plan = replace(plan, pipeline=_pipeline(analysis, ranks, microbatches, rng))

@@ -24,7 +24,7 @@ from autoshard.capture.capture import capture
 from autoshard.cli.main import app
 from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of
-from autoshard.ir.lowered import Lowered, LoweredSegment, Part, Placed
+from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout, P, R, Shard
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
 from autoshard.passes.pipeline import PASSES
@@ -39,7 +39,7 @@ from autoshard.runtime.resolve import RankView
 from autoshard.search.plan.plan import Pipeline, Recompute
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.op_work import Ops
-from autoshard.simulate.work import Traffic
+from autoshard.simulate.work import MemoryWork
 from autoshard.verify.static import verify_static
 
 FORWARD = ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm")
@@ -281,10 +281,10 @@ def lowered_of(nodes: list[Node], outputs: tuple[str, ...] = ("y",), layout: Lay
     layouts: dict[str, Layout] = {n: layout for n in graph.types()}
     layouts["w"] = (R,)
     call = Call("main_fwd", ("a", "b", "w"), tuple(f"{o}_out" for o in outputs), "", False)
-    values = {n: Placed(t, layouts[n]) for n, t in inputs}
-    values |= {f"{o}_out": Placed(graph.types()[o], layouts[o]) for o in outputs}
+    values = {n: PlacedValue(t, layouts[n]) for n, t in inputs}
+    values |= {f"{o}_out": PlacedValue(graph.types()[o], layouts[o]) for o in outputs}
     segment = LoweredSegment(graph, layouts, {})
-    parts = (Part(0, "forward", 0, 1),)
+    parts = (StagePart(0, "forward", 0, 1),)
     return Lowered({"main_fwd": segment}, (call,), values, call.outs, parts)
 
 
@@ -452,4 +452,4 @@ def test_simulation_prices_kernels_by_their_cost() -> None:
     work = Ops(Mesh.parse("dp=4"), (0,), Behaviour()).work(node, segment.placed())
     # a rank has 2 of 8 sequences: gradients, x and the sum around, a statistic per row, two weights, in fp32
     rows = 2 * 12
-    assert [w.nbytes for w in work if isinstance(w, Traffic)] == [4 * (4 * rows * 32 + rows + 2 * 32)]
+    assert [w.nbytes for w in work if isinstance(w, MemoryWork)] == [4 * (4 * rows * 32 + rows + 2 * 32)]

@@ -44,20 +44,20 @@ def hash_of(*parts: object) -> int:
 
 
 @dataclass(frozen=True)
-class Built:
+class WeightHashes:
     """The weights that a model was built with, before they were cut: name -> hash, version of the shard."""
 
     hashes: Mapping[str, int]
     versions: Mapping[str, int]
 
     @classmethod
-    def of(cls, given: Mapping[str, torch.Tensor]) -> Built:
+    def of(cls, given: Mapping[str, torch.Tensor]) -> WeightHashes:
         """Before the parameters are cut."""
         return cls({n: hash_of(p) for n, p in given.items() if p.device.type != "meta"}, {})
 
-    def cut(self, module: nn.Module) -> Built:
+    def cut(self, module: nn.Module) -> WeightHashes:
         """Once they are: what changes a shard from now on (a checkpoint that is loaded) is seen."""
-        return Built(self.hashes, {n: p._version for n, p in module.named_parameters()})
+        return WeightHashes(self.hashes, {n: p._version for n, p in module.named_parameters()})
 
     def comparable(self, module: nn.Module) -> dict[str, int]:
         """Hashes of the weights that are still what they were built as; others count as alike."""
@@ -66,7 +66,7 @@ class Built:
         return {n: h if n in same else _ANY for n, h in self.hashes.items()}
 
 
-def check_first_call(runner: Runner, module: nn.Module, built: Built, leaves: Sequence[Any]) -> None:
+def check_first_call(runner: Runner, module: nn.Module, built: WeightHashes, leaves: Sequence[Any]) -> None:
     """Raise on every rank if the ranks were given different things; collective over the program's ranks.
 
     leaves: the flattened arguments of the call. Raises UsageError for a batch, else VerificationError.
@@ -108,7 +108,7 @@ def _plain(x: object) -> TypeGuard[torch.Tensor]:
 
 
 def _entries(
-    runner: Runner, module: nn.Module, built: Built, leaves: Sequence[Any]
+    runner: Runner, module: nn.Module, built: WeightHashes, leaves: Sequence[Any]
 ) -> Iterator[tuple[str, int]]:
     program = runner.program
     segments = [(n, s.graph.nodes) for n, s in program.lowered.segments.items()]

@@ -51,7 +51,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredText:
     """The text of a value that an attribute had when a stored program was compiled, and has not now."""
 
     text: str
@@ -88,7 +88,7 @@ class CallGuard:
         for n, read in enumerate(self.reads):
             text = stored.get(read.label, "") if stored else ""
             if text and text != value_text(read.value):
-                self.values[n] = Stored(text)
+                self.values[n] = StoredText(text)
         self.original = list(self.values)
         self.containers = [(label, c, c.copy()) for label, c in state.containers]
         self.context_values = [var.get(MISSING) for _, var in self.context]
@@ -148,7 +148,7 @@ class CallGuard:
 
     def _differences(self, values: list[Any]) -> Iterator[Difference]:
         for read, before, now in zip(self.reads, self.original, values, strict=True):
-            alike = isinstance(before, Stored) or type(before) is type(now)
+            alike = isinstance(before, StoredText) or type(before) is type(now)
             if before is not now and not (alike and _equal(before, now)):
                 yield Difference(read.label, _text(before), _text(now), read.line)
         for label, line, tensor, version in self.tensors:
@@ -192,7 +192,7 @@ def _unchanged(entry: tuple[str, str, torch.Tensor, int]) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Stored):
+    if isinstance(a, StoredText):
         return a.text == value_text(b)
     return isinstance(a, (*PLAIN, tuple, frozenset)) and bool(a == b)
 
@@ -200,7 +200,7 @@ def _equal(a: Any, b: Any) -> bool:
 def _text(value: object) -> str:
     text = (
         repr(value)
-        if isinstance(value, (*PLAIN, Stored, tuple, list, dict, set))
+        if isinstance(value, (*PLAIN, StoredText, tuple, list, dict, set))
         else f"a {type(value).__name__}"
     )
     return text if len(text) < 80 else f"{text[:77]}..."

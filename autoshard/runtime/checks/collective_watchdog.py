@@ -36,7 +36,7 @@ class Store(Protocol):
 
 
 @dataclass
-class At:
+class RankPosition:
     """What a rank does. step: calls of the program so far. count: collectives begun in this step.
 
     name: of the collective that it waits in or, if not ``inside``, that it was in last. layer: the call of a
@@ -58,7 +58,7 @@ class Watch:
         self.store, self.rank, self.ranks, self.slow = store, rank, tuple(ranks), slow
         #: every rank binds the same programs in the same order: so many came before
         self.number = store.add(f"autoshard/watches/{rank}", 1)
-        self.at = At()
+        self.at = RankPosition()
         self._told: str = ""
         self._warned = -1
         self._stop = threading.Event()

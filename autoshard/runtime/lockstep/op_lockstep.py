@@ -13,7 +13,7 @@ from autoshard.cluster.mesh import Mesh
 from autoshard.errors import CollectiveError, VerificationError
 from autoshard.ir import Call, Node
 from autoshard.ir.comm import axes_of, sent_bits
-from autoshard.ir.lowered import Part, uses_of
+from autoshard.ir.lowered import StagePart, uses_of
 from autoshard.ir.offload import HOST_OPS
 from autoshard.ir.placement import Shard
 from autoshard.program.program import Program
@@ -21,7 +21,7 @@ from autoshard.rules.quantized_gather import NORMS
 from autoshard.runtime.host import PlainHost, landed
 from autoshard.runtime.lockstep.in_process import Together, groups_of
 from autoshard.runtime.lockstep.rounding import Rounding, exact_message, of_message, of_norm
-from autoshard.runtime.prepared_steps import Env, PreparedSegment, Step, function_of
+from autoshard.runtime.prepared_steps import Env, PreparedCall, PreparedSegment, function_of
 from autoshard.runtime.resolve import RankView
 from autoshard.runtime.shard_utils import shard_tensor
 
@@ -47,7 +47,7 @@ class Lockstep:
             for name, s in program.lowered.segments.items()
         }
         #: of the nodes in main, by name
-        self.steps: dict[str, list[Step]] = {}
+        self.steps: dict[str, list[PreparedCall]] = {}
         self.rounding: list[Rounding] = []
         self.results = {r.value for r in program.signature.results}
 
@@ -96,7 +96,7 @@ class Lockstep:
             if (part.phase not in ("gather", "count", "forward")) == backward:
                 self.run_part(env, part)
 
-    def run_part(self, env: dict[str, list[Any]], part: Part) -> None:
+    def run_part(self, env: dict[str, list[Any]], part: StagePart) -> None:
         """Run one part on the values in ``env``, adding what it makes."""
         for item in self.program.lowered.of(part):
             if isinstance(item, Call):
@@ -118,7 +118,9 @@ class Lockstep:
         if node.name not in self.steps:
             slots = {name: k for k, name in enumerate([*uses, *node.outs])}
             self.steps[node.name] = [
-                Step(node, view, slots, function_of(node, view, partial(self._bound, k, ""), self.device))
+                PreparedCall(
+                    node, view, slots, function_of(node, view, partial(self._bound, k, ""), self.device)
+                )
                 for k, view in enumerate(self.views)
             ]
         envs: list[Env] = [
@@ -139,7 +141,7 @@ class Lockstep:
         for position, out in enumerate(call.outs):
             env[out] = [f[position] for f in finished]
 
-    def _step(self, steps: Sequence[Step], envs: Sequence[Env], site: int, segment: str) -> None:
+    def _step(self, steps: Sequence[PreparedCall], envs: Sequence[Env], site: int, segment: str) -> None:
         """One op on all ranks."""
         node = steps[0].node
         norm = NORMS.get(node.op)

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from autoshard.errors import VerificationError
-from autoshard.ir.lowered import Part
+from autoshard.ir.lowered import StagePart
 from autoshard.program.holders import accumulated, counted, holders_of
-from autoshard.program.messages import Message, Move, moves_of
+from autoshard.program.messages import RankAction, StageSend, moves_of
 from autoshard.program.program import Program
 from autoshard.runtime.lockstep.op_lockstep import Lockstep
 
@@ -75,7 +75,7 @@ class _Run:
         self.updates = {r.value: names[r.target] for r in results if r.kind == "buffer"}
         self.outputs = {r.value for r in results if r.kind == "output"}
         self.envs: dict[tuple[int, int], dict[str, list[Any]]] = {}
-        self.sent: dict[Message, list[Any]] = {}
+        self.sent: dict[StageSend, list[Any]] = {}
         self.sums: dict[tuple[int, str], list[torch.Tensor]] = {}
         self.found: dict[str, dict[int, list[torch.Tensor]]] = {v: {} for v in self.outputs}
         self.buffers: dict[str, list[torch.Tensor]] = {}
@@ -95,7 +95,7 @@ class _Run:
                 found[self.of.owner[stage]] |= self._counted(stage, part)
         return found
 
-    def _counted(self, stage: int, part: Part) -> dict[str, list[Any]]:
+    def _counted(self, stage: int, part: StagePart) -> dict[str, list[Any]]:
         """What a stage counts in all microbatches, added up."""
         made, rank = counted(self.program, stage)[0], self.of.owner[stage]
         totals: dict[str, list[Any]] = {}
@@ -130,7 +130,7 @@ class _Run:
                 at[rank] += 1
         return self._finished()
 
-    def _move(self, rank: int, move: Move) -> None:
+    def _move(self, rank: int, move: RankAction) -> None:
         action = move.action
         env = self.envs.get((rank, action.microbatch))
         if env is None:

@@ -23,7 +23,7 @@ _CALLS = 1 << 16
 _SEEDS = 1 << 62
 
 
-class Clock:
+class DropoutClock:
     """Counts steps of optimizers, and calls since the last one."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ _clocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _counts: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()
 
 
-def keep_time(parameters: Iterable[torch.Tensor], clock: Clock) -> None:
+def keep_time(parameters: Iterable[torch.Tensor], clock: DropoutClock) -> None:
     """Let a clock follow the optimizers of a model's parameters."""
     _watch_steps()
     for parameter in parameters:
@@ -86,7 +86,7 @@ def _after_load(optimizer: torch.optim.Optimizer) -> None:
             clock.stepped(count)
 
 
-def _clocks_of(optimizer: torch.optim.Optimizer) -> list[Clock]:
+def _clocks_of(optimizer: torch.optim.Optimizer) -> list[DropoutClock]:
     found = (_clocks.get(p) for group in optimizer.param_groups for p in group["params"])
     return list({id(clock): clock for clock in found if clock is not None}.values())
 

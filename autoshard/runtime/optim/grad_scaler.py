@@ -86,7 +86,7 @@ def agree_over(mesh: DeviceMesh, found: torch.Tensor) -> None:
 
 
 def agreement_of(runner: Runner) -> Callable[[torch.Tensor], None] | None:
-    """What `torch_adapters.blocks.Part` must know for gradients of a program; None if torch does it right."""
+    """What `LocalPart` must know for gradients of a program; None if torch does it right."""
     program = runner.program
     if program.stages is not None:
         return _refuse

@@ -56,7 +56,7 @@ class Products:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDevice:
     """A device and where its figures come from: figure -> text."""
 
     device: Device
@@ -65,7 +65,7 @@ class Measured:
 
 def measure_device(
     device: torch.device, sharing: int, repeats: int, say: Say, agree: Agree = list, share: float = 1.0
-) -> Measured:
+) -> MeasuredDevice:
     """Measure a device; this takes seconds. sharing: processes among which the memory of a CPU is divided.
     share: seconds that pass over those that a core computes for a process (`profile_sharing`).
 
@@ -76,7 +76,7 @@ def measure_device(
     sustained. Dtypes that torch cannot multiply on the device are left out, and said;
     UsageError if f32 is among them. On the CPU the kernels are measured, too.
     """
-    clock = Clock(device, repeats, agree, share)
+    clock = CallTimer(device, repeats, agree, share)
     products: dict[str, Products] = {}
     for name, dtype in DTYPES.items():
         found = _products(clock, dtype)
@@ -118,7 +118,7 @@ def measure_device(
     host, sources["host"] = measure_host(clock, sharing, bandwidth, overhead)
     say(f"host memory {host.bandwidth / 1e9:.4g} GB/s each way, {host.latency * 1e6:.3g} us per copy")
     measured = replace(measured, host=host)
-    return Measured(measured, sources)
+    return MeasuredDevice(measured, sources)
 
 
 def synchronize(device: torch.device) -> None:
@@ -127,7 +127,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Clock:
+class CallTimer:
     """Times calls on a device, on all ranks at once.
 
     On the CPU a call takes the seconds that a core computes for it (of this thread, which is there all the
@@ -191,7 +191,7 @@ class Clock:
         return (self.now() - start) / count
 
 
-def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
+def _products(clock: CallTimer, dtype: torch.dtype) -> Products | None:
     """The best over square products and ones with a wide inside; None if torch has none of this dtype.
 
     On the CPU, whose rate depends on how matrices lie in memory, what layers sustain instead of the best.
@@ -219,7 +219,7 @@ def _products(clock: Clock, dtype: torch.dtype) -> Products | None:
     return Products(fastest, sustained, best)
 
 
-def _layers(clock: Clock, dtype: torch.dtype) -> float:
+def _layers(clock: CallTimer, dtype: torch.dtype) -> float:
     """FLOP/s of linear layers one after the other: their products, and those of their gradients."""
     made: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for rows, inputs, outputs in _LAYERS * _COPIES:
@@ -248,13 +248,13 @@ def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _memory_bandwidth(clock: Clock, nbytes: int) -> float:
+def _memory_bandwidth(clock: CallTimer, nbytes: int) -> float:
     source = torch.ones(nbytes // 4, device=clock.device)
     target = torch.empty_like(source)
     return 2 * nbytes / clock.seconds(lambda: target.copy_(source))
 
 
-def _launch_overhead(clock: Clock) -> tuple[float, float]:
+def _launch_overhead(clock: CallTimer) -> tuple[float, float]:
     """Seconds of an op that has next to nothing to do, and of looking at a result in another way; the means
     over a few kinds.
 

@@ -11,13 +11,13 @@ from autoshard.cluster.host import Host
 from autoshard.runtime.host import pinned_like
 
 if TYPE_CHECKING:
-    from autoshard.runtime.profile.device import Clock
+    from autoshard.runtime.profile.device import CallTimer
 
 #: bytes of a copy whose speed counts, and of one that shows what every copy takes
 _LARGE, _SMALL = 256 * 2**20, 64
 
 
-def measure_host(clock: Clock, sharing: int, bandwidth: float, overhead: float) -> tuple[Host, str]:
+def measure_host(clock: CallTimer, sharing: int, bandwidth: float, overhead: float) -> tuple[Host, str]:
     """(host, where its figures come from). All devices of a node copy at once.
 
     sharing: devices of the node. bandwidth, overhead: bytes/s of the device's memory and seconds per op; on
@@ -40,7 +40,7 @@ def measure_host(clock: Clock, sharing: int, bandwidth: float, overhead: float) 
     return Host(link, latency, total, memory, sharing), text
 
 
-def _copied(clock: Clock, nbytes: int, down: bool) -> float:
+def _copied(clock: CallTimer, nbytes: int, down: bool) -> float:
     """Bytes/s between pinned memory and the device."""
     own = torch.ones(nbytes // 4, device=clock.device)
     host = pinned_like(own)

@@ -11,7 +11,7 @@ import torch
 from autoshard.cluster.kernels import Kernels
 
 if TYPE_CHECKING:
-    from autoshard.runtime.profile.device import Clock
+    from autoshard.runtime.profile.device import CallTimer
 
 #: bytes of the tensors that elementwise kernels are timed on: activations in caches, and beyond any
 _SIZES = MappingProxyType({"small": 2**18, "large": 2**24})
@@ -25,7 +25,7 @@ _NOTHING = (1, 1, 8, 8)
 Seconds = Callable[[Callable[[], object]], float]
 
 
-def measure_kernels(clock: Clock, peak: float, bandwidth: float, launch: float) -> tuple[Kernels, str]:
+def measure_kernels(clock: CallTimer, peak: float, bandwidth: float, launch: float) -> tuple[Kernels, str]:
     """The kernels of a CPU in float32, and where their figures come from.
 
     launch: seconds of any op. peak: FLOP/s that stand for 1 in `Kernels.attention`; bandwidth: bytes/s that

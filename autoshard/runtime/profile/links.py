@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.cluster.cluster import Level
-from autoshard.cluster.measured import Measured
+from autoshard.cluster.measured import CollectiveTimings
 from autoshard.cost.fit import FITTED, FittedLink, Timing, fit_link
 from autoshard.errors import UsageError
 from autoshard.runtime.pending import Finish
@@ -101,7 +101,7 @@ def measure_levels(
     if per_node > 1:
         size = per_node if len(nodes) > 1 else None
         active = {"shared_by": "measured: all ranks of a node were active"}
-        tables: list[Measured] = []
+        tables: list[CollectiveTimings] = []
         for ranks in (n for n in range(2, per_node + 1) if per_node % n == 0):
             say(f"collectives of {ranks} ranks inside nodes of {per_node}")
             groups = [list(range(at, at + ranks)) for at in range(0, world, ranks)]
@@ -206,7 +206,7 @@ def _level(
     repeats: int,
     sources: dict[str, str],
     shared_by: int = 1,
-    tables: Sequence[Measured] = (),
+    tables: Sequence[CollectiveTimings] = (),
 ) -> MeasuredLevel:
     fit = _fit(timings, f"level {name}")
     lengths = sorted({t.nbytes for t in timings})
@@ -227,13 +227,13 @@ def _fit(timings: Sequence[Timing], where: str) -> FittedLink:
     return fit_link([t for t in timings if t.kind in FITTED], where=where)
 
 
-def tables_of(timings: Sequence[Timing]) -> list[Measured]:
+def tables_of(timings: Sequence[Timing]) -> list[CollectiveTimings]:
     """Times of collectives of as many ranks, a table for each kind."""
     found = []
     for kind in dict.fromkeys(each.kind for each in timings):
         own = {each.nbytes: each for each in timings if each.kind == kind}
         times = tuple(own[n].seconds for n in sorted(own))
-        found.append(Measured(kind, timings[0].ranks, tuple(sorted(own)), times))
+        found.append(CollectiveTimings(kind, timings[0].ranks, tuple(sorted(own)), times))
     return found
 
 
@@ -295,7 +295,7 @@ def _arrived(arriving: Arrival, finish: Finish) -> object:
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedSeconds:
     """What a message adds to a program, in seconds.
 
     own: of the cores, for the message itself. late: in which cores have nothing to do, as ranks wait for each
@@ -320,7 +320,7 @@ class _Computing:
             once = share * self._window(None, round(_WINDOW["cpu"] / 1e-3)).computed
             self.products = max(1, round(_BETWEEN / once))
 
-    def added(self, calls: Sequence[Callable[[], object] | None]) -> list[Added]:
+    def added(self, calls: Sequence[Callable[[], object] | None]) -> list[AddedSeconds]:
         """What each call adds, the mean over the ranks that make it.
 
         On the CPU it comes after computing, as in programs: caches are cold, and ranks that share cores are
@@ -329,7 +329,9 @@ class _Computing:
         disturbs the machine for a while is in few timings of many calls, of which the median is taken.
         """
         if self.device.type != "cpu":
-            return [Added(median(_world_times(call, self.device, self.repeats)), 0.0) for call in calls]
+            return [
+                AddedSeconds(median(_world_times(call, self.device, self.repeats)), 0.0) for call in calls
+            ]
         for call in calls:
             self._window(call, 1)
         once = [self._window(call, 1).passed for call in calls]
@@ -340,9 +342,9 @@ class _Computing:
         ]
         return [self._added(each) for each in zip(*rounds, strict=True)]
 
-    def _added(self, windows: Sequence[_Window]) -> Added:
+    def _added(self, windows: Sequence[_Window]) -> AddedSeconds:
         own = self.share * median(each.called for each in windows)
-        return Added(own, median(each.passed - self.share * each.computed for each in windows))
+        return AddedSeconds(own, median(each.passed - self.share * each.computed for each in windows))
 
     def _window(self, call: Callable[[], object] | None, count: int) -> _Window:
         """So many rounds of computing, each with a call after it; of ranks without one, computing alone."""

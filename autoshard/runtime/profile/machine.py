@@ -21,7 +21,7 @@ from autoshard.cluster.load import parse_cluster
 from autoshard.cluster.write import cluster_text, matrix_text
 from autoshard.errors import UsageError
 from autoshard.runtime.profile.core_sharing import share_of_core
-from autoshard.runtime.profile.device import Measured, measure_device
+from autoshard.runtime.profile.device import MeasuredDevice, measure_device
 from autoshard.runtime.profile.links import (
     MeasuredLevel,
     mean_of,
@@ -46,7 +46,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Profile:
+class MachineProfile:
     """What was measured. links: bandwidth and latency of every pair, if they were."""
 
     cluster: Cluster
@@ -78,7 +78,7 @@ class Profile:
         return files
 
 
-def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
+def measure(name: str, effort: Effort, say: Callable[[str], None]) -> MachineProfile:
     """Measure all ranks of the process group, or this process alone if there is none.
 
     Collective; every rank returns a profile, that of rank 0 is complete. Devices are taken to be as the
@@ -97,7 +97,7 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     share = share_of_core(device, per_node)
     agree = list if alone else partial(mean_of if share > 1.0 else slowest, device)
     mine = measure_device(device, per_node, effort.repeats, say, agree, share)
-    every: list[Measured] = [mine] if alone else _gathered(mine)
+    every: list[MeasuredDevice] = [mine] if alone else _gathered(mine)
     bound = bounding([each.device for each in every])
     _check_kinds([each.device for each in every])
     sources = dict(mine.sources)
@@ -108,10 +108,12 @@ def measure(name: str, effort: Effort, say: Callable[[str], None]) -> Profile:
     description = f"measured by autoshard profile: {where}"
     if world == 1:
         cluster = Cluster(name, 1, bound, ())
-        return Profile(cluster, f"{description}; one device, so that no links were measured", sources, ())
+        return MachineProfile(
+            cluster, f"{description}; one device, so that no links were measured", sources, ()
+        )
     levels = measure_levels(device, per_node, sizes, effort.repeats, say, share)
     cluster = Cluster(name, world, bound, tuple(each.level for each in levels))
-    profile = Profile(cluster, description, sources, tuple(levels))
+    profile = MachineProfile(cluster, description, sources, tuple(levels))
     if not effort.pairs:
         return profile
     bandwidth, latency = measure_pairs(device, sizes[-1], effort.repeats, say)

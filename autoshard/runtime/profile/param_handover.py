@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autoshard.torch_adapters.dtensor import dtensor_of, spec_of
 
 if TYPE_CHECKING:
-    from autoshard.runtime.profile.device import Clock
+    from autoshard.runtime.profile.device import CallTimer
 
 #: parameters, and elements of each
 _COUNT, _LENGTH = 48, 64
@@ -33,7 +33,7 @@ class _Handed(torch.autograd.Function):
         return tuple(dtensor_of(torch.empty_like(x), s) for x, s in zip(ctx.parts, ctx.specs, strict=True))
 
 
-def measure_handing(clock: Clock) -> float:
+def measure_handing(clock: CallTimer) -> float:
     """Seconds per parameter that is a DTensor; 0 without a process group, where there are none."""
     if not dist.is_initialized():
         return 0.0

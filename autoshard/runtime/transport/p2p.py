@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from autoshard.program.messages import Message, Move
+from autoshard.program.messages import RankAction, StageSend
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
 
@@ -30,7 +30,7 @@ class Channels:
 
     def __init__(
         self,
-        moves: Sequence[Move],
+        moves: Sequence[RankAction],
         peers: Sequence[int],
         describe: Describe,
         device: torch.device,
@@ -41,24 +41,24 @@ class Channels:
         self.watch = watch
         self.peers, self.describe, self.device, self.up, self.down = peers, describe, device, up, down
         incoming = [m for move in moves for m in move.receives]
-        self.order: dict[int, list[Message]] = {}
+        self.order: dict[int, list[StageSend]] = {}
         for message in sorted(incoming, key=lambda m: (m.sender, m.number)):
             self.order.setdefault(message.sender, []).append(message)
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.sent: list[tuple[dist.Work, torch.Tensor]] = []
         self.asked: dict[int, int] = {}
-        self.arriving: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self.arriving: dict[StageSend, tuple[dist.Work, torch.Tensor]] = {}
 
     def begin(self) -> None:
         """A new step: every channel starts anew."""
         self.asked = dict.fromkeys(self.order, 0)
 
-    def ask(self, messages: Sequence[Message]) -> None:
+    def ask(self, messages: Sequence[StageSend]) -> None:
         """Post the receives of these messages, and of those that come before them."""
         until: dict[int, int] = {}
         for message in messages:
             until[message.sender] = max(until.get(message.sender, -1), message.number)
-        wanted: list[Message] = []
+        wanted: list[StageSend] = []
         for sender, number in until.items():
             line = self.order[sender]
             while self.asked[sender] < len(line) and line[self.asked[sender]].number <= number:
@@ -75,14 +75,14 @@ class Channels:
         shape, dtype = self.known[value]
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take(self, message: StageSend) -> torch.Tensor:
         """The value of a message that was asked for."""
         work, buffer = self.arriving.pop(message)
         with collective(f"receiving {message.value} from rank {self.peers[message.sender]}", self.watch):
             work.wait()
         return buffer
 
-    def send(self, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
+    def send(self, messages: Sequence[tuple[StageSend, torch.Tensor]]) -> None:
         """Start sending values; they must not change until `end`."""
         dense = [(message, x.contiguous()) for message, x in messages]
         self.sent = [(work, x) for work, x in self.sent if not work.is_completed()]
@@ -96,7 +96,7 @@ class Channels:
                 work.wait()
         self.sent.clear()
 
-    def _started(self, kind: _Kind, messages: Sequence[tuple[Message, torch.Tensor]]) -> list[dist.Work]:
+    def _started(self, kind: _Kind, messages: Sequence[tuple[StageSend, torch.Tensor]]) -> list[dist.Work]:
         """Start sending or receiving into tensors."""
         if self.device.type != "cpu":
             return _batched([dist.P2POp(kind, x, *self._way(kind, m), tag=m.number) for m, x in messages])
@@ -108,7 +108,7 @@ class Channels:
             found.append(work)
         return found
 
-    def _way(self, kind: _Kind, message: Message) -> tuple[int, dist.ProcessGroup | None]:
+    def _way(self, kind: _Kind, message: StageSend) -> tuple[int, dist.ProcessGroup | None]:
         """The other rank, and the group to reach it in."""
         other = message.receiver if kind is dist.isend else message.sender
         return self.peers[other], self.up if message.receiver > message.sender else self.down

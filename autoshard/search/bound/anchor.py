@@ -7,29 +7,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.search.bound.dual_function import Regime, floors
+from autoshard.search.bound.dual_function import DualRegime, dual_values
 from autoshard.search.bound.stage_imbalance import chain_of
-from autoshard.search.problem.cost_terms import Bytes, Profile, compose
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.problem.cost_terms import AssignmentCosts, Bytes, compose
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.param_costs import Parameters, least_parameters, parameters_of
 from autoshard.search.solve.shared_collectives import shared_seconds
-from autoshard.search.solve.solve_placements import Placed, priced
-from autoshard.search.solve.step_config import OF_STATE, Setting
+from autoshard.search.solve.solve_placements import PlacementSolution, priced
+from autoshard.search.solve.step_config import OF_STATE, StepConfig
 from autoshard.search.solve.tune import ROUGH
 from autoshard.solver.network import Array
 from autoshard.solver.solve import least_cost
 
 
 @dataclass(frozen=True)
-class Way:
+class PlacementOption:
     """Placements of everything: what they take, and how they use the parameters."""
 
-    taken: Profile
+    taken: AssignmentCosts
     parameters: Parameters
 
 
 @dataclass(frozen=True, eq=False)
-class End:
+class AnchorProblem:
     """A microbatch.
 
     batch: sequences per data rank. posed: its problem. setting: of a step of one microbatch. recompute:
@@ -37,15 +37,15 @@ class End:
     """
 
     batch: int
-    posed: Posed
-    setting: Setting
+    posed: ShardingProblem
+    setting: StepConfig
     recompute: bool
-    find_smallest: Callable[[], Posed]
+    find_smallest: Callable[[], ShardingProblem]
 
     @cached_property
-    def free(self) -> Way:
+    def free(self) -> PlacementOption:
         """The fastest placements."""
-        return way_of(self.posed, self.posed.free)
+        return placement_option(self.posed, self.posed.free)
 
     @cached_property
     def seconds(self) -> float:
@@ -72,7 +72,7 @@ class End:
         return least_parameters(self.posed)
 
     @cached_property
-    def lean(self) -> Way:
+    def lean(self) -> PlacementOption:
         """Placements to which half the activations are worth half the time, as without a pipeline.
 
         What parameters hold depends on the data ranks, which the mesh that is solved need not have.
@@ -81,7 +81,9 @@ class End:
         setting = replace(self.setting, sending=True)
         held = replace(free.setting, sending=True).held(free.taken).activations
         price = free.seconds / held if held else 0.0
-        return way_of(posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=ROUGH))
+        return placement_option(
+            posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=ROUGH)
+        )
 
     @cached_property
     def bytes(self) -> float:
@@ -101,17 +103,17 @@ class End:
         """Seconds of the ops of forward, in order."""
         return chain_of(self.posed, self.posed.free)
 
-    def floors(self, prices: Sequence[float], regimes: Sequence[Regime]) -> Array | None:
-        """See `search.bound.dual_function.floors`."""
-        return floors(self.posed, self.setting, prices, regimes, recompute=self.recompute)
+    def floors(self, prices: Sequence[float], regimes: Sequence[DualRegime]) -> Array | None:
+        """See `search.bound.dual_function.dual_values`."""
+        return dual_values(self.posed, self.setting, prices, regimes, recompute=self.recompute)
 
 
-def way_of(posed: Posed, placed: Placed) -> Way:
+def placement_option(posed: ShardingProblem, placed: PlacementSolution) -> PlacementOption:
     """What is worth knowing of placements."""
-    return Way(placed.taken, parameters_of(posed, placed))
+    return PlacementOption(placed.taken, parameters_of(posed, placed))
 
 
-def _least_seconds(posed: Posed) -> float:
+def _least_seconds(posed: ShardingProblem) -> float:
     """Seconds of computing and talking that no placements go below, for one microbatch."""
     network = compose(
         posed.problem.terms,

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.cost.step_time import Exposure, between
-from autoshard.search.bound.joint_dual_bound import Way, whole_floors
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.bound.joint_dual_bound import StepOption, joint_dual_values
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.recompute import marginal_price
 from autoshard.search.solve.recompute_bound import dual_bound
-from autoshard.search.solve.solve_placements import Placed
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.solve_placements import PlacementSolution
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL
 from autoshard.solver.network import Array
 
@@ -23,7 +23,9 @@ _AROUND, _COARSE, _FINE = 4.0, 8, 9
 _NONE = Exposure(0.0, 0.0, 0.0, 0.0)
 
 
-def proven(posed: Posed, placed: Placed, budget: float | None) -> Placed:
+def with_best_bound(
+    posed: ShardingProblem, placed: PlacementSolution, budget: float | None
+) -> PlacementSolution:
     """The same placements with the best lower bound over all placements and all recomputation."""
     prices = prices_of(placed)
     if budget is None or not prices[1]:
@@ -45,7 +47,7 @@ def proven(posed: Posed, placed: Placed, budget: float | None) -> Placed:
     return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
 
 
-def prices_of(placed: Placed) -> tuple[float, float]:
+def prices_of(placed: PlacementSolution) -> tuple[float, float]:
     """Seconds per byte between which the last byte is worth something: to what runs again, and to placements;
     (0.0, 0.0) if there is room for all."""
     worth = placed.solution.multiplier, marginal_price(placed.taken, placed.setting)
@@ -54,8 +56,8 @@ def prices_of(placed: Placed) -> tuple[float, float]:
 
 
 def best_price(
-    posed: Posed,
-    setting: Setting,
+    posed: ShardingProblem,
+    setting: StepConfig,
     near: tuple[float, float],
     exposures: Sequence[Exposure],
     budget: float,
@@ -76,8 +78,8 @@ def best_price(
 
 
 def _best(
-    posed: Posed,
-    setting: Setting,
+    posed: ShardingProblem,
+    setting: StepConfig,
     prices: Array,
     exposures: Sequence[Exposure],
     budget: float,
@@ -85,8 +87,8 @@ def _best(
     in_parts: bool = False,
 ) -> tuple[int, int] | None:
     """Numbers of the best price and exposure; None where the network is too wide, see `floor.least_of`."""
-    way = Way(setting, tuple(prices.tolist()))
-    made = whole_floors(posed, [way], exposures, recompute=True, in_parts=in_parts)
+    way = StepOption(setting, tuple(prices.tolist()))
+    made = joint_dual_values(posed, [way], exposures, recompute=True, in_parts=in_parts)
     if made is None:
         return None
     found = made[0] - prices * budget

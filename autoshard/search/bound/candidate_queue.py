@@ -9,7 +9,7 @@ from math import isfinite
 from autoshard.search.bound.estimate import Estimated
 
 
-class Nearest:
+class CandidateQueue:
     """Takes estimates in order of their seconds.
 
     unsure: those that seem not to fit, as far as that was looked at.

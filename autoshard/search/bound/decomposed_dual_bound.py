@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.search.bound.dual_function import Regime, regime_of
+from autoshard.search.bound.dual_function import DualRegime, dual_regime
 from autoshard.search.bound.joint_dual_bound import EXPOSURES
 from autoshard.search.problem.cost_terms import Bytes, Time
 from autoshard.search.solve.param_costs import Lived
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import Array
 
 
 @dataclass(frozen=True, eq=False)
-class Lives:
+class ZeroStageCosts:
     """What classes of parameters take at least, by stages of ZeRO.
 
     seconds: [times, stages x classes], and bytes: [kinds, stages x classes]. stages: how many. tied: see
-    `search.bound.dual_function.Regime`.
+    `search.bound.dual_function.DualRegime`.
     """
 
     times: tuple[Time, ...]
@@ -38,11 +38,11 @@ class Lives:
     tied: float
 
     @staticmethod
-    def of(lived: Sequence[Lived], *, tied: float) -> Lives:
+    def of(lived: Sequence[Lived], *, tied: float) -> ZeroStageCosts:
         times = tuple(dict.fromkeys(key for one in lived for key in one.seconds))
         kinds = tuple(dict.fromkeys(kind for one in lived for kind in one.bytes))
         nothing = np.zeros(len(next(iter(lived[0].bytes.values()))))
-        return Lives(
+        return ZeroStageCosts(
             times,
             np.array([np.concatenate([one.seconds.get(key, nothing) for one in lived]) for key in times]),
             kinds,
@@ -53,7 +53,7 @@ class Lives:
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class DecomposedDualBound:
     """Bounds of steps in one setting, whose parameters take at least what some lives say.
 
     held: bytes, and spent: seconds at each of `EXPOSURES`, both of all stages x classes. part: how much of
@@ -61,15 +61,15 @@ class Bound:
     gradients of parameters wait and where none does.
     """
 
-    how: Setting
-    lives: Lives
+    how: StepConfig
+    lives: ZeroStageCosts
     held: Array
     spent: Array
     part: Array
     flights: Mapping[bool, float]
 
     @staticmethod
-    def of(how: Setting, lives: Lives) -> Bound:
+    def of(how: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
         held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
         waiting, others = how.waiting
         # no rank holds less than its share of what is in flight
@@ -81,9 +81,9 @@ class Bound:
         spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
         # where messages show, computing counts in part; no less is left of everything else, at a higher price
         part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
-        return Bound(how, lives, held, spent, part, flights)
+        return DecomposedDualBound(how, lives, held, spent, part, flights)
 
-    def least(self, prices: Array, floors: Callable[[Regime], Array], budget: float) -> float:
+    def least(self, prices: Array, floors: Callable[[DualRegime], Array], budget: float) -> float:
         """Seconds that no step goes below, whatever runs again, if it fits the budget.
 
         prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
@@ -91,7 +91,7 @@ class Bound:
         """
         found = 0.0
         for waits, flight in self.flights.items():
-            floor = self.part * floors(regime_of(self.how, tied=self.lives.tied, waits=waits))
+            floor = self.part * floors(dual_regime(self.how, tied=self.lives.tied, waits=waits))
             price = prices * (self.part / flight)  # [exposures, prices]
             # [exposures, prices, stages x classes]
             least = self.spent[:, None] + price[:, :, None] * self.held

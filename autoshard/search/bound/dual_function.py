@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 
 from autoshard.search.problem.cost_terms import Bytes, Time
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.param_costs import Added, added_by_use
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.param_costs import ParamUseCosts, added_by_use
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.search.solve.recompute_bound import extremes
-from autoshard.search.solve.step_config import OF_STATE, Setting
+from autoshard.search.solve.step_config import OF_STATE, StepConfig
 from autoshard.solver.batched_elimination import SINGLE, least_of_each
 from autoshard.solver.network import Array
 
@@ -30,7 +30,7 @@ _WIDE, _MOST = 40_000_000, 40_000_000
 
 
 @dataclass(frozen=True)
-class Regime:
+class DualRegime:
     """What a step does with microbatches and parameters, as far as floors tell it apart.
 
     waits: whether gradients of parameters wait, as `zb-h1` has it. once: whether a gather for the whole step
@@ -45,21 +45,23 @@ class Regime:
     tied: float = 0.0
 
 
-def regime_of(how: Setting, *, tied: float, waits: bool) -> Regime:
+def dual_regime(how: StepConfig, *, tied: float, waits: bool) -> DualRegime:
     """What holds for a step in a setting. waits: whether to look at where gradients of parameters wait."""
     ranks, alone = how.pipe.ranks, how.microbatches == 1
     copies = 0.0 if not tied or (alone and ranks > 1) else _copies(ranks)
-    return Regime(waits, alone and ranks == 1 and tied > 0, copies, tied)
+    return DualRegime(waits, alone and ranks == 1 and tied > 0, copies, tied)
 
 
-def regimes_of(regime: Regime) -> tuple[Regime, ...]:
+def dual_regimes(regime: DualRegime) -> tuple[DualRegime, ...]:
     """Those that are likely to be asked for as well: without a pipeline, or with one."""
-    one = Regime(copies=1.0, tied=regime.tied)
+    one = DualRegime(copies=1.0, tied=regime.tied)
     if not regime.tied:
-        return (Regime(), Regime(waits=True))
+        return (DualRegime(), DualRegime(waits=True))
     if regime.copies == 1.0:
         return one, replace(one, once=True)
-    return tuple(Regime(waits, False, part, regime.tied) for waits in (False, True) for part in _PARTS[1:])
+    return tuple(
+        DualRegime(waits, False, part, regime.tied) for waits in (False, True) for part in _PARTS[1:]
+    )
 
 
 def _copies(ranks: int) -> float:
@@ -67,17 +69,22 @@ def _copies(ranks: int) -> float:
 
 
 @dataclass(frozen=True)
-class Column:
+class DualPoint:
     """One of the networks: how often seconds count, how much of bytes is held, and what a byte costs."""
 
     seconds: Callable[[Time], float]
     held: Callable[[Bytes], float]
     price: float
-    regime: Regime = field(default_factory=Regime)
+    regime: DualRegime = field(default_factory=DualRegime)
 
 
-def floors(
-    posed: Posed, setting: Setting, prices: Sequence[float], regimes: Sequence[Regime], *, recompute: bool
+def dual_values(
+    posed: ShardingProblem,
+    setting: StepConfig,
+    prices: Sequence[float],
+    regimes: Sequence[DualRegime],
+    *,
+    recompute: bool,
 ) -> Array | None:
     """Seconds of computing and talking plus price times bytes of activations that nothing goes below.
 
@@ -89,7 +96,7 @@ def floors(
     # while gradients of parameters wait, nothing is saved by what runs again
     late = [replace(bare, pipe=Pipe(1, "zb-h1"))]
     columns = [
-        Column(partial(_counted, policy), partial(_activations, policy), price, regime)
+        DualPoint(partial(_counted, policy), partial(_activations, policy), price, regime)
         for regime in regimes
         for policy in (late if regime.waits else again)
         for price in prices
@@ -104,7 +111,7 @@ def floors(
     return np.array([[least[r, p] for p in prices] for r in regimes])
 
 
-def least_of(posed: Posed, columns: Sequence[Column], *, in_parts: bool = False) -> Array | None:
+def least_of(posed: ShardingProblem, columns: Sequence[DualPoint], *, in_parts: bool = False) -> Array | None:
     """Of every network, [columns]. in_parts: whether to look at a few after the others if they are too large
     together. None where they are, or if even one is."""
     terms = posed.problem.terms
@@ -128,11 +135,11 @@ def least_of(posed: Posed, columns: Sequence[Column], *, in_parts: bool = False)
 
 
 def _networks(
-    posed: Posed,
-    columns: Sequence[Column],
+    posed: ShardingProblem,
+    columns: Sequence[DualPoint],
     counted: Mapping[Time, Array],
     pairs: Sequence[tuple[int, int]],
-    added: Mapping[int, Added],
+    added: Mapping[int, ParamUseCosts],
 ) -> tuple[list[Array], dict[tuple[int, int], Array]]:
     """As `least_of_each` takes them. added: by what uses of parameters add, where they count."""
     terms = posed.problem.terms
@@ -172,14 +179,14 @@ def _networks(
     return unary, edges
 
 
-def _counted(policy: Setting, key: Time) -> float:
+def _counted(policy: StepConfig, key: Time) -> float:
     """How often seconds pass that do not belong to parameters."""
     if key.kind not in ("work", "talk"):
         return 0.0
     return 1.0 if key.backward else 1.0 + policy.again(key.segment, key.cheap)
 
 
-def _activations(policy: Setting, kind: Bytes) -> float:
+def _activations(policy: StepConfig, kind: Bytes) -> float:
     """How much is held of bytes that do not belong to parameters; no more than any rank has to hold."""
     if kind.kind in OF_STATE or kind.kind == "sent":
         return 0.0

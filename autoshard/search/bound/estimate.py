@@ -8,8 +8,8 @@ from math import isfinite
 from typing import Protocol
 
 from autoshard.search.solve.configuration import Configuration
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.step_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Estimated:
     """
 
     configuration: Configuration
-    setting: Setting
+    setting: StepConfig
     seconds: float
     bound: float
     hopeless: bool = False
     choices: int = 0
-    proof: Proof | None = field(default=None, compare=False, repr=False)
-    view: View | None = field(default=None, compare=False, repr=False)
+    proof: BoundInputs | None = field(default=None, compare=False, repr=False)
+    view: EstimateInputs | None = field(default=None, compare=False, repr=False)
     floor: float = 0.0
     beyond: float = 0.0
 
@@ -49,7 +49,7 @@ class Estimated:
         """Bounds in seconds, each better than the one before, or as good; each takes longer to find."""
         return self._better(() if self.proof is None else self.proof.bounds())
 
-    def bounds_of(self, posed: Posed) -> Iterator[float]:
+    def bounds_of(self, posed: ShardingProblem) -> Iterator[float]:
         """The same by the problem that is solved, as good as they get."""
         return self._better(() if self.proof is None else self.proof.of(posed))
 
@@ -72,23 +72,23 @@ class Estimated:
         return self.view is None or self.view.may_fit()
 
 
-class Proof(Protocol):
+class BoundInputs(Protocol):
     """What better bounds are made of."""
 
     def bounds(self) -> Iterator[float]:
         """Seconds that no step which fits goes below; what takes longer to find comes later."""
         ...
 
-    def of(self, posed: Posed) -> Iterator[float]:
+    def of(self, posed: ShardingProblem) -> Iterator[float]:
         """The same by its own problem."""
         ...
 
-    def leaving(self, bytes_: float) -> tuple[float, Setting]:
+    def leaving(self, bytes_: float) -> tuple[float, StepConfig]:
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         ...
 
 
-class View(Protocol):
+class EstimateInputs(Protocol):
     """What estimates are made of, each closer look at more of it."""
 
     def closer(self, seen: Estimated) -> Estimated | None:

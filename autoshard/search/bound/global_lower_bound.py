@@ -13,7 +13,7 @@ from autoshard.search.bound.estimate import Estimated
 _TOGETHER, _STATES, _GAIN = 6, 40_000, 0.0015
 
 
-class Lowest:
+class GlobalLowerBound:
     """The bound of many configurations.
 
     exactly: a bound of one by its own problem, which takes far longer to pose than all else: the best one, or

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.cost.step_time import Exposure
-from autoshard.search.bound.dual_function import Column, least_of
+from autoshard.search.bound.dual_function import DualPoint, least_of
 from autoshard.search.problem.cost_terms import Bytes
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.recompute_bound import extremes
-from autoshard.search.solve.step_config import OF_STATE, Setting
+from autoshard.search.solve.step_config import OF_STATE, StepConfig
 from autoshard.solver.network import Array
 
 #: nothing of parameters shows beside computing, or all of it
@@ -29,19 +29,19 @@ _TURNS = (0, 2, 1)
 
 
 @dataclass(frozen=True)
-class Way:
+class StepOption:
     """A way to run steps. prices: of a byte, in seconds, ascending. held: how much of bytes counts in a
     setting. pipe: number of the pipeline; of several ways to count what one holds each bounds it."""
 
-    how: Setting
+    how: StepConfig
     prices: tuple[float, ...]
-    held: Callable[[Setting], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight
+    held: Callable[[StepConfig], Callable[[Bytes], float]] = lambda policy: policy.bytes_weight
     pipe: int = 0
 
 
-def whole_floors(
-    posed: Posed,
-    ways: Sequence[Way],
+def joint_dual_values(
+    posed: ShardingProblem,
+    ways: Sequence[StepOption],
     exposures: Sequence[Exposure],
     *,
     recompute: bool,
@@ -61,18 +61,18 @@ def whole_floors(
     return [part.reshape(shape).min(axis=1) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _columns(way: Way, exposures: Sequence[Exposure], *, recompute: bool) -> list[Column]:
+def _columns(way: StepOption, exposures: Sequence[Exposure], *, recompute: bool) -> list[DualPoint]:
     """By exposure, by what runs again, by price."""
     bare = replace(way.how, recompute={})
     return [
-        Column(policy.time_weight(exposure), way.held(policy), price)
+        DualPoint(policy.time_weight(exposure), way.held(policy), price)
         for exposure in exposures
         for policy in (extremes(bare) if recompute else [bare])
         for price in way.prices
     ]
 
 
-def ways_of(how: Setting, prices: Array, pipe: int) -> list[Way]:
+def step_options(how: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
     """Ways to count what a pipeline holds. prices: of a byte of one microbatch."""
     counted = [(_early, how.flight)]
     waiting, others = how.waiting
@@ -82,13 +82,13 @@ def ways_of(how: Setting, prices: Array, pipe: int) -> list[Way]:
     # by how often seconds and bytes of one microbatch count
     often = min(counts.work_forward, counts.work_backward)
     return [
-        Way(how, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
+        StepOption(how, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
         for held, flight in counted
     ]
 
 
-def whole_bounds(
-    posed: Posed, ways: Sequence[Way], budget: float, *, recompute: bool, share: float = 1.0
+def joint_dual_bounds(
+    posed: ShardingProblem, ways: Sequence[StepOption], budget: float, *, recompute: bool, share: float = 1.0
 ) -> Iterator[float]:
     """Seconds that no step which fits goes below, each as good as the one before or better.
 
@@ -97,13 +97,13 @@ def whole_bounds(
     """
     least = dict.fromkeys([way.pipe for way in ways], 0.0)
 
-    def better(ways: Sequence[Way], floors: Sequence[Array]) -> float:
+    def better(ways: Sequence[StepOption], floors: Sequence[Array]) -> float:
         for way, found in zip(ways, floors, strict=True):
             bound = float((share * found - np.array(way.prices) * budget).max())
             least[way.pipe] = max(least[way.pipe], bound)
         return min(least.values())
 
-    floors = whole_floors(posed, ways, EXPOSURES, recompute=recompute)
+    floors = joint_dual_values(posed, ways, EXPOSURES, recompute=recompute)
     if floors is not None:
         yield better(ways, floors)
         return
@@ -111,24 +111,24 @@ def whole_bounds(
         at = [replace(way, prices=way.prices[turn : turn + 1]) for way in ways if turn < len(way.prices)]
         # where bytes cost nothing, nothing is gained by what runs again
         again = recompute and any(any(way.prices) for way in at)
-        floors = whole_floors(posed, at, EXPOSURES[:1], recompute=again, in_parts=True) if at else None
+        floors = joint_dual_values(posed, at, EXPOSURES[:1], recompute=again, in_parts=True) if at else None
         if floors is not None:
             yield better(at, floors)
 
 
-def _early(policy: Setting) -> Callable[[Bytes], float]:
+def _early(policy: StepConfig) -> Callable[[Bytes], float]:
     """How much of bytes the fullest rank of a pipeline holds at least as the first backward begins, however
     its stages are cut."""
     # the first rank has put off no gradient yet
     return _shared(policy, policy.waitless if policy.pipe.splits_backward else policy, policy.flight)
 
 
-def _late(policy: Setting) -> Callable[[Bytes], float]:
+def _late(policy: StepConfig) -> Callable[[Bytes], float]:
     """The same where it has put off most gradients of parameters, and holds nothing else."""
     return _shared(policy, policy, policy.waiting[0])
 
 
-def _shared(policy: Setting, kept: Setting, flight: float) -> Callable[[Bytes], float]:
+def _shared(policy: StepConfig, kept: StepConfig, flight: float) -> Callable[[Bytes], float]:
     """What a rank holds at least: no less than its share of what is in flight. kept: says what of activations
     is, flight: of how many microbatches that is."""
     share = min(1.0, 1.0 / flight)

@@ -17,12 +17,12 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.cluster.mesh import Mesh
-from autoshard.search.bound.anchor import End, Way
-from autoshard.search.bound.dual_function import Regime, regimes_of
-from autoshard.search.problem.cost_terms import Profile
+from autoshard.search.bound.anchor import AnchorProblem, PlacementOption
+from autoshard.search.bound.dual_function import DualRegime, dual_regimes
+from autoshard.search.problem.cost_terms import AssignmentCosts
 from autoshard.search.solve.configuration import Staged, data_ways
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.recompute import Filling
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.recompute import RecomputePlanner
 from autoshard.search.solve.step_config import OF_STATE
 from autoshard.solver.network import Array
 
@@ -34,7 +34,7 @@ _ALONE = 1
 
 
 @dataclass(frozen=True)
-class Shape:
+class MeshFamily:
     """Meshes that differ only in their data axes (and pipelines), solved at a few microbatches.
 
     What computes and talks in one microbatch depends on the sequences of one data rank, not on how many data
@@ -46,20 +46,20 @@ class Shape:
     """
 
     meshes: tuple[Staged, ...]
-    ends: tuple[End, ...]
+    ends: tuple[AnchorProblem, ...]
     calls: Mapping[str, int]
     between: float = 0.0
     choices: int = 0
     state: float = 0.0
     common: float = 0.0
-    find_end: Callable[[Mesh, int], End | None] = lambda mesh, each: None
+    find_end: Callable[[Mesh, int], AnchorProblem | None] = lambda mesh, each: None
 
-    def free(self, batch: int) -> Profile:
+    def free(self, batch: int) -> AssignmentCosts:
         """The fastest placements, interpolated between two ends, without what belongs to parameters."""
         low, high, t = self.place(batch)
         return _off_parameters(low.free, high.free, t)
 
-    def lean(self, batch: int) -> Profile:
+    def lean(self, batch: int) -> AssignmentCosts:
         """The same for those that hold less."""
         low, high, t = self.place(batch)
         return _off_parameters(low.lean, high.lean, t)
@@ -84,7 +84,10 @@ class Shape:
         """Seconds per byte of activations at which bounds are looked for: none, and those at which computing
         layers again is worth its while, and what is beyond that."""
         options = [
-            o.price for e in self.ends for chosen in Filling(e.free.taken, self.calls).choices for o in chosen
+            o.price
+            for e in self.ends
+            for chosen in RecomputePlanner(e.free.taken, self.calls).choices
+            for o in chosen
         ]
         worth = [price for price in options if 0 < price < inf]
         if not worth:
@@ -92,7 +95,7 @@ class Shape:
         return (0.0, *dict.fromkeys((min(worth), max(worth), _BEYOND * max(worth))))
 
     @cached_property
-    def _floors(self) -> dict[tuple[End, Regime], Array]:
+    def _floors(self) -> dict[tuple[AnchorProblem, DualRegime], Array]:
         """Seconds by price, of ends; regimes are added as they are asked for."""
         return {}
 
@@ -105,7 +108,7 @@ class Shape:
         """How many ends say something of a number of sequences."""
         return len(self._below(batch))
 
-    def floors(self, batch: int, regime: Regime, looks: int) -> Array:
+    def floors(self, batch: int, regime: DualRegime, looks: int) -> Array:
         """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices].
 
         looks: at how many ends, those first that are likely to say most.
@@ -113,17 +116,17 @@ class Shape:
         below = self._below(batch)[:looks]
         return np.maximum.reduce([share * self._floor(self.ends[k], regime) for k, share in below])
 
-    def _floor(self, end: End, wanted: Regime) -> Array:
+    def _floor(self, end: AnchorProblem, wanted: DualRegime) -> Array:
         """Of one end; of other regimes, too, or at fewer prices, as far as that is quick."""
         if (end, wanted) in self._floors:
             return self._floors[end, wanted]
         prices = self.prices[1:]
         self._ties.setdefault(wanted.tied)
-        alike = (replace(wanted, tied=tied) if tied else Regime() for tied in self._ties)
-        likely = dict.fromkeys(r for one in alike for r in regimes_of(one) if (end, r) not in self._floors)
+        alike = (replace(wanted, tied=tied) if tied else DualRegime() for tied in self._ties)
+        likely = dict.fromkeys(r for one in alike for r in dual_regimes(one) if (end, r) not in self._floors)
         for regimes, asked in (
             (tuple(likely), prices),
-            (regimes_of(wanted), prices),
+            (dual_regimes(wanted), prices),
             ((wanted,), prices),
             ((wanted,), prices[_ALONE : _ALONE + 1]),
         ):
@@ -137,7 +140,7 @@ class Shape:
             self._floors[end, regime] = np.concatenate(([end.seconds], row))
         return self._floors[end, wanted]
 
-    def posed_on(self, mesh: Mesh, batch: int, look: int) -> tuple[Posed, float] | None:
+    def posed_on(self, mesh: Mesh, batch: int, look: int) -> tuple[ShardingProblem, float] | None:
         """(the problem of a step on it, the share of what that takes which counts), of one end; None for
         another mesh than the one that was solved.
 
@@ -146,7 +149,7 @@ class Shape:
         k, share = self._below(batch)[look]
         return (self.ends[k].posed, share) if self.ends[k].mesh == mesh else None
 
-    def floors_of(self, mesh: Mesh, batch: int) -> Callable[[Regime], Array] | None:
+    def floors_of(self, mesh: Mesh, batch: int) -> Callable[[DualRegime], Array] | None:
         """The same of exactly so many sequences, with as many data ranks as were solved, or with a single one
         if the mesh has no more; None if that cannot be."""
         end = self.find_end(mesh if data_ways(mesh) == 1 else self.ends[0].mesh, batch)
@@ -182,7 +185,7 @@ class Shape:
     def covers(self, batch: int) -> bool:
         return self.ends[0].batch <= batch <= self.ends[-1].batch
 
-    def place(self, batch: int) -> tuple[End, End, float]:
+    def place(self, batch: int) -> tuple[AnchorProblem, AnchorProblem, float]:
         """The ends around a number of sequences per data rank, and how far it is from one to the other."""
         above = next(k for k, end in enumerate(self.ends) if end.batch >= batch)
         low, high = self.ends[max(0, above - 1)], self.ends[above]
@@ -190,17 +193,17 @@ class Shape:
         return low, high, (batch - low.batch) / width if width else 0.0
 
 
-def _off_parameters(low: Way, high: Way, t: float) -> Profile:
+def _off_parameters(low: PlacementOption, high: PlacementOption, t: float) -> AssignmentCosts:
     taken = between(low.taken, high.taken, t)
-    return Profile(
+    return AssignmentCosts(
         {k: v for k, v in taken.seconds.items() if k.kind in ("work", "talk")},
         {k: v for k, v in taken.bytes.items() if k.kind not in OF_STATE},
     )
 
 
-def between(low: Profile, high: Profile, t: float) -> Profile:
+def between(low: AssignmentCosts, high: AssignmentCosts, t: float) -> AssignmentCosts:
     """The profile at a share ``t`` of the way from one to the other."""
-    return Profile(_mixed(low.seconds, high.seconds, t), _mixed(low.bytes, high.bytes, t))
+    return AssignmentCosts(_mixed(low.seconds, high.seconds, t), _mixed(low.bytes, high.bytes, t))
 
 
 def _mixed(a: Mapping[K, float], b: Mapping[K, float], t: float) -> dict[K, float]:

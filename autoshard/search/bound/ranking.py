@@ -17,21 +17,21 @@ import numpy as np
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
-from autoshard.cost.step_time import Sums, bubble_seconds, busy_seconds, mixed
-from autoshard.search.bound.anchor import End
-from autoshard.search.bound.decomposed_dual_bound import Bound, Lives
-from autoshard.search.bound.dual_function import Regime
+from autoshard.cost.step_time import StepSums, bubble_seconds, busy_seconds, mixed
+from autoshard.search.bound.anchor import AnchorProblem
+from autoshard.search.bound.decomposed_dual_bound import DecomposedDualBound, ZeroStageCosts
+from autoshard.search.bound.dual_function import DualRegime
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.bound.joint_dual_bound import ways_of, whole_bounds
-from autoshard.search.bound.mesh_families import Shape, between
+from autoshard.search.bound.joint_dual_bound import joint_dual_bounds, step_options
+from autoshard.search.bound.mesh_families import MeshFamily, between
 from autoshard.search.bound.stage_imbalance import busiest
-from autoshard.search.problem.cost_terms import Profile
+from autoshard.search.problem.cost_terms import AssignmentCosts
 from autoshard.search.solve.configuration import Configuration, Staged, data_ways, microbatch_sizes
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.param_costs import Parameters, Zero
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.search.solve.recompute import Filling
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.recompute import RecomputePlanner
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import Array
 
 K = TypeVar("K")
@@ -43,10 +43,10 @@ _ROUNDING = 1e-9
 
 
 def rank(
-    shape: Shape,
+    shape: MeshFamily,
     total: int,
     prices: CostModels,
-    setting: Setting,
+    setting: StepConfig,
     budget: float | None,
     recipe: Recipe,
 ) -> list[Estimated]:
@@ -71,7 +71,12 @@ def rank(
 
 
 def _candidates(
-    shape: Shape, total: int, prices: CostModels, setting: Setting, budget: float | None, recipe: Recipe
+    shape: MeshFamily,
+    total: int,
+    prices: CostModels,
+    setting: StepConfig,
+    budget: float | None,
+    recipe: Recipe,
 ) -> Iterator[_Bounded]:
     """Every mesh of a shape with every microbatch that divides the global one."""
     lives: dict[Mesh, _Lives] = {}
@@ -122,30 +127,30 @@ class _Bare:
     free_sums, lean_sums: seconds that it takes, with nothing computed again.
     """
 
-    def __init__(self, shape: Shape, each: int, setting: Setting) -> None:
+    def __init__(self, shape: MeshFamily, each: int, setting: StepConfig) -> None:
         self._shape, self.each, self._setting = shape, each, setting
-        self._floors: dict[tuple[Regime, int], Array] = {}
+        self._floors: dict[tuple[DualRegime, int], Array] = {}
 
     @cached_property
-    def free(self) -> Filling:
-        return Filling(self._shape.free(self.each), self._setting.calls)
+    def free(self) -> RecomputePlanner:
+        return RecomputePlanner(self._shape.free(self.each), self._setting.calls)
 
     @cached_property
-    def lean(self) -> Filling:
-        return Filling(self._shape.lean(self.each), self._setting.calls)
+    def lean(self) -> RecomputePlanner:
+        return RecomputePlanner(self._shape.lean(self.each), self._setting.calls)
 
-    def floors(self, regime: Regime, looks: int) -> Array:
-        """Seconds that it takes at least with what it holds, by the price of a byte; looks: see `Shape`."""
+    def floors(self, regime: DualRegime, looks: int) -> Array:
+        """Seconds at least, with the bytes held at a price per byte; looks: see `MeshFamily`."""
         key = (regime, looks)
         if key not in self._floors:
             self._floors[key] = self._shape.floors(self.each, regime, looks)
         return self._floors[key]
 
-    def posed_on(self, mesh: Mesh, look: int) -> tuple[Posed, float] | None:
-        """See `Shape`."""
+    def posed_on(self, mesh: Mesh, look: int) -> tuple[ShardingProblem, float] | None:
+        """See `MeshFamily`."""
         return self._shape.posed_on(mesh, self.each, look)
 
-    def floors_of(self, mesh: Mesh) -> Callable[[Regime], Array] | None:
+    def floors_of(self, mesh: Mesh) -> Callable[[DualRegime], Array] | None:
         """The same by regime, solved anew; None if it cannot be."""
         return self._shape.floors_of(mesh, self.each)
 
@@ -175,11 +180,11 @@ class _Bare:
         return self._shape.bytes(self.each)
 
     @cached_property
-    def free_sums(self) -> Sums:
+    def free_sums(self) -> StepSums:
         return self._setting.sums(self.free.taken)
 
     @cached_property
-    def lean_sums(self) -> Sums:
+    def lean_sums(self) -> StepSums:
         return self._setting.sums(self.lean.taken)
 
 
@@ -189,16 +194,18 @@ class _Ways:
     between, common: see `Staged.sending`.
     """
 
-    def __init__(self, setting: Setting, count: int, staged: Staged, between: float, common: float) -> None:
+    def __init__(
+        self, setting: StepConfig, count: int, staged: Staged, between: float, common: float
+    ) -> None:
         self._setting, self.count, self._staged = setting, count, staged
         self._bytes = between, common
-        self._made: dict[int, Setting] = {}
+        self._made: dict[int, StepConfig] = {}
 
     @cached_property
     def _pipes(self) -> list[Pipe]:
         return [self._staged.sending(pipe, *self._bytes) for pipe in self._staged.pipes]
 
-    def __getitem__(self, k: int) -> Setting:
+    def __getitem__(self, k: int) -> StepConfig:
         if k not in self._made:
             self._made[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
         return self._made[k]
@@ -208,7 +215,7 @@ class _Ways:
         """Of each of the pipelines."""
         return self._staged.ranks
 
-    def totals(self, plain: Sequence[Sums]) -> list[list[float]]:
+    def totals(self, plain: Sequence[StepSums]) -> list[list[float]]:
         """Seconds of steps by each pipeline that take these sums, nothing computed again; [pipes, sums].
 
         All that a schedule says of them is how long ranks wait.
@@ -245,7 +252,7 @@ class _Bounded:
     shared: float
     proven: float
 
-    def _sums(self, how: Setting, *, lean: bool) -> list[Sums]:
+    def _sums(self, how: StepConfig, *, lean: bool) -> list[StepSums]:
         """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
         key = (how.apart, how.sums_up, lean)
         if key not in self._known:
@@ -255,7 +262,7 @@ class _Bounded:
         return self._known[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[tuple[str, ...], int, bool], list[Sums]]:
+    def _known(self) -> dict[tuple[tuple[str, ...], int, bool], list[StepSums]]:
         return {}
 
     @cached_property
@@ -296,16 +303,18 @@ class _Bounded:
             if own is not None:
                 yield max(known, self._least(self.budget, own, known))
 
-    def of(self, posed: Posed) -> Iterator[float]:
+    def of(self, posed: ShardingProblem) -> Iterator[float]:
         """The same by its own problem."""
         yield self.proven
         if self.budget is not None and not self.ways[0].pipe.speeds:
             yield from self._whole(posed, self.budget, 1.0)
 
-    def _whole(self, posed: Posed, budget: float, share: float) -> Iterator[float]:
-        """Parameters and activations together; share: see `whole_bounds`."""
-        ways = [way for k in range(len(self.uneven)) for way in ways_of(self.ways[k], self.bare.prices, k)]
-        return whole_bounds(posed, ways, budget, recompute=self.bare.recompute, share=share)
+    def _whole(self, posed: ShardingProblem, budget: float, share: float) -> Iterator[float]:
+        """Parameters and activations together; share: see `joint_dual_bounds`."""
+        ways = [
+            way for k in range(len(self.uneven)) for way in step_options(self.ways[k], self.bare.prices, k)
+        ]
+        return joint_dual_bounds(posed, ways, budget, recompute=self.bare.recompute, share=share)
 
     def _looked(self, budget: float, looks: int, known: float) -> Iterator[float]:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
@@ -319,7 +328,7 @@ class _Bounded:
                 budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
             )
 
-    def _least(self, budget: float, least: Callable[[Regime], Array], known: float) -> float:
+    def _least(self, budget: float, least: Callable[[DualRegime], Array], known: float) -> float:
         """least: seconds of a microbatch at least with what it holds, by the price of a byte. known: a bound
         that was found already; one that is not above it says nothing, whatever it is."""
         found = inf
@@ -330,17 +339,19 @@ class _Bounded:
                 break
         return found
 
-    def _lower(self, k: int) -> list[Bound]:
+    def _lower(self, k: int) -> list[DecomposedDualBound]:
         """What each of the pipelines takes at least of what parameters do."""
         if k not in self._bounds:
-            self._bounds[k] = [Bound.of(self.ways[k], lives) for lives in self.lives.least(self.bare.each)]
+            self._bounds[k] = [
+                DecomposedDualBound.of(self.ways[k], lives) for lives in self.lives.least(self.bare.each)
+            ]
         return self._bounds[k]
 
     @cached_property
-    def _bounds(self) -> dict[int, list[Bound]]:
+    def _bounds(self) -> dict[int, list[DecomposedDualBound]]:
         return {}
 
-    def where(self, how: Setting) -> Configuration:
+    def where(self, how: StepConfig) -> Configuration:
         """The configuration that runs in a setting."""
         return Configuration(self.mesh, self.batch, self.ways.count, how.pipe)
 
@@ -366,11 +377,11 @@ class _Bounded:
         # the fullest rank of a pipeline holds no less than the mean
         return self.state <= room and self.state + self.bare.least_bytes <= room
 
-    def best(self) -> tuple[float | None, Setting]:
+    def best(self) -> tuple[float | None, StepConfig]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
         ways, of_lean = self.ways, None
         steps, floors = self._steps, self._floors
-        best: tuple[float, Setting] | None = None
+        best: tuple[float, StepConfig] | None = None
         for floor, k in floors:
             if best is not None and floor >= best[0]:
                 break
@@ -384,13 +395,15 @@ class _Bounded:
                 best = (self.uneven[k] * filled[1], filled[0])
         return (None, ways[floors[0][1]]) if best is None else best
 
-    def _best(self, how: Setting, floors: Sequence[float], *, lean: bool) -> tuple[Setting, float] | None:
+    def _best(
+        self, how: StepConfig, floors: Sequence[float], *, lean: bool
+    ) -> tuple[StepConfig, float] | None:
         """(setting, seconds of a step) of the fastest that fits, or None.
 
         floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
         """
         filling, sums = self.bare.lean if lean else self.bare.free, self._sums(how, lean=lean)
-        best: tuple[Setting, float] | None = None
+        best: tuple[StepConfig, float] | None = None
         for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
             # computing again only adds, but for rounding
             if best is not None and floor > (1 + _ROUNDING) * best[1]:
@@ -400,7 +413,7 @@ class _Bounded:
                 best = found
         return best
 
-    def leaving(self, bytes_: float) -> tuple[float, Setting]:
+    def leaving(self, bytes_: float) -> tuple[float, StepConfig]:
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         less = self if self.budget is None else replace(self, budget=self.budget - bytes_)
         seconds, how = less.best()
@@ -449,15 +462,15 @@ class _Lives:
     sequences, and exchange rows for few), so what they take is interpolated as everything else is.
     """
 
-    def __init__(self, shape: Shape, mesh: Mesh, zeros: _Zeros) -> None:
+    def __init__(self, shape: MeshFamily, mesh: Mesh, zeros: _Zeros) -> None:
         self._shape, self._mesh, self._zeros = shape, mesh, zeros
         self._links = zeros.prices.roughly(mesh).reshard.links
-        self._used: dict[str, list[Profile]] = {}
-        self._sums: dict[tuple[str, tuple[str, ...], int], list[Sums]] = {}
-        self._at: dict[tuple[int, bool], list[Profile]] = {}
-        self._least: dict[str, Lives] = {}
+        self._used: dict[str, list[AssignmentCosts]] = {}
+        self._sums: dict[tuple[str, tuple[str, ...], int], list[StepSums]] = {}
+        self._at: dict[tuple[int, bool], list[AssignmentCosts]] = {}
+        self._least: dict[str, ZeroStageCosts] = {}
 
-    def at(self, each: int, *, lean: bool) -> list[Profile]:
+    def at(self, each: int, *, lean: bool) -> list[AssignmentCosts]:
         """By stages of ZeRO. lean: of placements that hold less."""
         if (each, lean) not in self._at:
             low, high, t = self._shape.place(each)
@@ -467,14 +480,14 @@ class _Lives:
             ]
         return self._at[each, lean]
 
-    def sums(self, each: int, how: Setting, *, lean: bool) -> list[Sums]:
+    def sums(self, each: int, how: StepConfig, *, lean: bool) -> list[StepSums]:
         """The seconds among it, in a setting of which only matters whether there are several microbatches,
         and a pipeline."""
         low, high, t = self._shape.place(each)
         low_stages, high_stages = _paired(self._seconds(low, how, lean), self._seconds(high, how, lean), t)
         return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
 
-    def least(self, each: int) -> list[Lives]:
+    def least(self, each: int) -> list[ZeroStageCosts]:
         """What they take at least, however they are used by the one end or the other."""
         low, high, _ = self._shape.place(each)
         found = []
@@ -482,18 +495,18 @@ class _Lives:
             if used.likeness not in self._least:
                 zero = self._zeros.of(used)
                 tied = zero.ties(self._mesh, self._links, 1 - self._zeros.overlap)
-                self._least[used.likeness] = Lives.of(zero.lived(self._mesh, self._links), tied=tied)
+                self._least[used.likeness] = ZeroStageCosts.of(zero.lived(self._mesh, self._links), tied=tied)
             found.append(self._least[used.likeness])
         return found
 
-    def _seconds(self, end: End, how: Setting, lean: bool) -> list[Sums]:
+    def _seconds(self, end: AnchorProblem, how: StepConfig, lean: bool) -> list[StepSums]:
         likeness, found = self._of(end, lean)
         key = (likeness, how.apart, how.sums_up)
         if key not in self._sums:
             self._sums[key] = [how.sums(extra) for extra in found]
         return self._sums[key]
 
-    def _of(self, end: End, lean: bool) -> tuple[str, list[Profile]]:
+    def _of(self, end: AnchorProblem, lean: bool) -> tuple[str, list[AssignmentCosts]]:
         used = (end.lean if lean else end.free).parameters
         if used.likeness not in self._used:
             self._used[used.likeness] = self._zeros.of(used).stages(self._mesh, self._links)

@@ -13,21 +13,21 @@ from itertools import accumulate
 from autoshard.ir import refs_of
 from autoshard.search.problem.decisions import NodeVar
 from autoshard.search.problem.problem import Model
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.pipeline_model import Pipe
-from autoshard.search.solve.solve_placements import Placed
+from autoshard.search.solve.solve_placements import PlacementSolution
 from autoshard.search.solve.stage_cuts import places_of
 
 #: halvings of the interval in which the busiest stage lies: to a thousandth of its longest part
 _STEPS = 10
 
 
-def uneven_seconds(posed: Posed, placed: Placed, pipe: Pipe) -> float:
+def imbalance_seconds(posed: ShardingProblem, placed: PlacementSolution, pipe: Pipe) -> float:
     """Of a step whose stages are no more alike than they can be."""
     return placed.seconds * busiest(chain_of(posed, placed), pipe)
 
 
-def chain_of(posed: Posed, placed: Placed) -> tuple[float, ...]:
+def chain_of(posed: ShardingProblem, placed: PlacementSolution) -> tuple[float, ...]:
     """Seconds of the parts of one forward between which it may be cut, in order (as `staging` chooses them).
 
     Backward is taken to follow forward part by part, which is enough to compare stages.
@@ -78,7 +78,7 @@ def _crossing(model: Model, name: str) -> list[float]:
     return list(accumulate(steps[:-1]))
 
 
-def unevenness(chain: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> float:
+def imbalance(chain: Sequence[float], stages: int, speeds: Sequence[float] = ()) -> float:
     """Seconds of the busiest of so many stages over those of equal ones, at the best cuts; at least 1.0.
 
     speeds: of the stages, if they differ: one twice as fast does what takes the others twice as long.
@@ -114,5 +114,5 @@ def busiest(chain: Sequence[float], pipe: Pipe) -> float:
     The busiest stage delays the others as if it stood for all of its rank; its rank has other chunks, too,
     and waits less for them. The truth lies between, and half way is taken.
     """
-    beyond = unevenness(chain, pipe.ranks * pipe.chunks, pipe.stage_speeds) - 1.0
+    beyond = imbalance(chain, pipe.ranks * pipe.chunks, pipe.stage_speeds) - 1.0
     return 1.0 + beyond * (1.0 + 1.0 / pipe.chunks) / 2

@@ -30,7 +30,7 @@ class Why:
 
 
 @dataclass(frozen=True)
-class Proof:
+class OptimalityGap:
     """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound.
 
     own_bound: seconds; no plan with the same mesh and microbatches is below it.
@@ -131,7 +131,7 @@ class Plan:
     results: dict[int, Layout]
     why: dict[str, Why]
     warnings: tuple[str, ...]
-    proof: Proof
+    proof: OptimalityGap
     target: str = ""
     replicated: tuple[str, ...] = ()
     microbatches: int = 1

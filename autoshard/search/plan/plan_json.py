@@ -9,7 +9,7 @@ from autoshard.errors import UsageError, VerificationError
 from autoshard.ir.offload import Offload
 from autoshard.ir.placement import Layout, Placement, parse_placement
 from autoshard.rules.states import OpState
-from autoshard.search.plan.plan import Cut, Pipeline, Plan, Proof, Recompute, Why
+from autoshard.search.plan.plan import Cut, OptimalityGap, Pipeline, Plan, Recompute, Why
 from autoshard.search.problem.decisions import ParamState
 
 SCHEMA = 5
@@ -81,7 +81,7 @@ def plan_from_json(text: str) -> Plan:
             {int(n): _in(x) for n, x in raw["results"]},
             {k: Why(r, a, float(m)) for k, (r, a, m) in raw["why"].items()},
             tuple(raw["warnings"]),
-            Proof(*raw["proof"]),
+            OptimalityGap(*raw["proof"]),
             raw["target"],
             tuple(map(str, raw["replicated"])),
             int(raw["microbatches"]),

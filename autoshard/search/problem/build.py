@@ -34,16 +34,16 @@ from autoshard.ir.placement import (
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState, op_states
 from autoshard.search.problem.cost_entries import (
+    BatchPricing,
     Busy,
-    Call,
+    CallGroup,
     Entry,
     Exchanged,
     Fixed,
-    Held,
     Joined,
     Laid,
-    Pricing,
-    Way,
+    LayoutChange,
+    ValueBytes,
 )
 from autoshard.search.problem.cost_terms import Bytes, Time
 from autoshard.search.problem.decisions import (
@@ -58,11 +58,11 @@ from autoshard.search.problem.exposed_collectives import reduce_chains
 from autoshard.search.problem.merge_entries import merged
 from autoshard.search.problem.op_classes import batch_dims
 from autoshard.search.problem.param_buckets import Shares
-from autoshard.search.problem.param_strategies import SENT, Lives, lives_of
+from autoshard.search.problem.param_strategies import SENT, ParamStrategies, lives_of
 from autoshard.search.problem.problem import MORE, Blueprint, Model, Problem, batch_of
 from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.search_axes import SearchAxes
-from autoshard.solver.solution_cache import Known
+from autoshard.solver.solution_cache import SolutionCache
 
 
 def build_problem(
@@ -102,10 +102,10 @@ class _Builder:
         #: layouts of values in the states of variables, once for all that are alike
         self.laid: dict[object, Laid] = {}
         #: reshards and calls that many edges and calls share
-        self.ways: dict[tuple[TensorType, bool, Laid, Laid], Way] = {}
-        self.calls: dict[object, Call] = {}
+        self.ways: dict[tuple[TensorType, bool, Laid, Laid], LayoutChange] = {}
+        self.calls: dict[object, CallGroup] = {}
         self.growing: dict[Place, bool] = {}
-        self.lives: dict[object, Lives] = {}
+        self.lives: dict[object, ParamStrategies] = {}
         self.scalable = not model.kinds.twice
         labelled = {c.segment for c in model.folded.calls if c.label}
         self.layers = labelled or set(model.folded.segments)
@@ -134,10 +134,10 @@ class _Builder:
         blueprint = Blueprint(
             tuple(len(v.states) for v in self.variables),
             tuple(merged(self.entries) if self.others else self.entries),
-            Pricing(self.cost, self.sizes),
+            BatchPricing(self.cost, self.sizes),
             self._batch() if self.scalable else 0,
         )
-        choices, known = sum(blueprint.states), Known(self.model.orders)
+        choices, known = sum(blueprint.states), SolutionCache(self.model.orders)
         return Problem(
             self.axes,
             blueprint.terms(),
@@ -273,7 +273,7 @@ class _Builder:
             known[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must))
         return known[key]
 
-    def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> Call:
+    def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> CallGroup:
         """A call in its states; many calls are alike."""
         kind = self.kinds[name, number]
         # the model keeps the states of all calls, so that their identity stays theirs
@@ -281,7 +281,7 @@ class _Builder:
         known = self.calls.get(key)
         if known is None:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
-            known = self.calls[key] = Call(
+            known = self.calls[key] = CallGroup(
                 rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned
             )
         return known
@@ -382,7 +382,7 @@ class _Builder:
         for kind, held in lives.held.items():
             self.entries.append(Fixed(kind, number, None, held))
 
-    def _lives(self, group: PortClass, uses: tuple[Layout, ...], phases: frozenset[bool]) -> Lives:
+    def _lives(self, group: PortClass, uses: tuple[Layout, ...], phases: frozenset[bool]) -> ParamStrategies:
         """How a parameter may live; many are alike."""
         share = self.model.shares.get(group.key, Shares()).gather
         stored = tuple(self._stored_layouts(group))
@@ -489,11 +489,11 @@ class _Builder:
         way = self._way(type_, self._grows(place, type_), self._source(source, position), wanted)
         self.entries.append(Joined(kind, source, target, count, way))
 
-    def _way(self, type_: TensorType, grows: bool, given: Laid, wanted: Laid) -> Way:
+    def _way(self, type_: TensorType, grows: bool, given: Laid, wanted: Laid) -> LayoutChange:
         """Many edges are alike."""
         key = (type_, grows, given, wanted)
         if key not in self.ways:
-            self.ways[key] = Way(type_, grows, given, wanted)
+            self.ways[key] = LayoutChange(type_, grows, given, wanted)
         return self.ways[key]
 
     def _connect_place(
@@ -563,7 +563,7 @@ class _Builder:
         type_ = self._type(place)
         layouts = self._source_layouts(var, position)
         held = [0.0 if lay is None else self.cost.local_bytes(type_, lay, self.sizes) for lay in layouts]
-        self.entries.append(Held(key, var, count * np.array(held), self._grows(place, type_)))
+        self.entries.append(ValueBytes(key, var, count * np.array(held), self._grows(place, type_)))
 
 
 def _is_partial(layout: Layout) -> bool:

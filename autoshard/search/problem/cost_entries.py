@@ -17,7 +17,7 @@ from autoshard.ir import TensorType
 from autoshard.ir.placement import Layout
 from autoshard.rules.core import Factored
 from autoshard.rules.states import OpState
-from autoshard.search.problem.cost_terms import Bytes, Terms, Time
+from autoshard.search.problem.cost_terms import Bytes, CostTerms, Time
 from autoshard.solver.network import Array
 
 
@@ -29,7 +29,7 @@ class Laid:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallGroup:
     """Calls that are alike, in their states. grow: which of all values, ins first, hold the batch; grows:
     whether there is more to compute with more of it. turned: see `Kind`."""
 
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Way:
+class LayoutChange:
     """From some layouts of a value to others. grows: whether it holds the batch."""
 
     type: TensorType
@@ -52,20 +52,20 @@ class Way:
     wanted: Laid
 
 
-class Pricing:
+class BatchPricing:
     """Prices with ``scale`` times the sequences; what is alike is priced once.
 
     sizes: of the axes. fixed: prices at another scale, of which those that do not depend on it are taken.
     """
 
     def __init__(
-        self, cost: CostModel, sizes: Sequence[int], scale: float = 1.0, fixed: Pricing | None = None
+        self, cost: CostModel, sizes: Sequence[int], scale: float = 1.0, fixed: BatchPricing | None = None
     ) -> None:
         self.cost, self.sizes, self.scale, self._fixed = cost, tuple(sizes), scale, fixed
-        self._busy: dict[Call, Array] = {}
-        self._ways: dict[Way, Array] = {}
+        self._busy: dict[CallGroup, Array] = {}
+        self._ways: dict[LayoutChange, Array] = {}
 
-    def busy(self, call: Call) -> Array:
+    def busy(self, call: CallGroup) -> Array:
         """Seconds of computing of a call in each of its states."""
         found = self._busy.get(call)
         if found is None:
@@ -80,7 +80,7 @@ class Pricing:
             self._busy[call] = found
         return found
 
-    def way(self, way: Way) -> Array:
+    def way(self, way: LayoutChange) -> Array:
         """Seconds between layouts, [given, wanted]."""
         found = self._ways.get(way)
         if found is None:
@@ -88,7 +88,7 @@ class Pricing:
             self._ways[way] = found
         return found
 
-    def _reshard(self, way: Way) -> Array:
+    def _reshard(self, way: LayoutChange) -> Array:
         given, wanted = way.given.layouts, way.wanted.layouts
         table = self.cost.reshard.table(
             way.type,
@@ -103,7 +103,7 @@ class Pricing:
 class Entry(Protocol):
     """A part of the terms."""
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         """Add it."""
         ...
 
@@ -115,9 +115,9 @@ class Busy:
     key: Time
     variable: int
     count: int
-    call: Call
+    call: CallGroup
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         terms.add(self.key, self.variable, prices.busy(self.call) * self.count)
 
 
@@ -128,9 +128,9 @@ class Exchanged:
     key: Time
     variable: int
     count: int
-    call: Call
+    call: CallGroup
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         call, cost = self.call, prices.cost
         sent = [
             cost.exchange_seconds(call.rule, call.ins, call.outs, s, prices.sizes, prices.scale)
@@ -147,14 +147,14 @@ class Joined:
     source: int
     target: int
     count: int
-    way: Way
+    way: LayoutChange
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         terms.join(self.key, self.source, self.target, self.count * prices.way(self.way))
 
 
 @dataclass(frozen=True)
-class Held:
+class ValueBytes:
     """Bytes of a value. grows: whether it holds the batch."""
 
     key: Bytes
@@ -162,7 +162,7 @@ class Held:
     held: Array
     grows: bool
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         terms.hold(self.key, self.variable, prices.scale * self.held if self.grows else self.held)
 
 
@@ -175,7 +175,7 @@ class Fixed:
     target: int | None
     costs: Array
 
-    def put(self, terms: Terms, prices: Pricing) -> None:
+    def put(self, terms: CostTerms, prices: BatchPricing) -> None:
         if isinstance(self.key, Bytes):
             terms.hold(self.key, self.source, self.costs)
         elif self.target is None:

@@ -26,7 +26,7 @@ ByteKind: TypeAlias = Literal["state", "sums", "sent", "held", "kept", "extra", 
 class Time(NamedTuple):
     """A kind of seconds.
 
-    kind: as in `cost.step_time.Sums`. inline, once: what parameters take that nothing hides, in every
+    kind: as in `cost.step_time.StepSums`. inline, once: what parameters take that nothing hides, in every
     microbatch or once a step (`search.problem.exposed_collectives`). sum: adding gradients to those of the
     microbatches before, if there are several. backward: the phase. segment: of work and talk that full
     recomputation would run again, else "". cheap: whether selective recomputation would, too.
@@ -59,7 +59,7 @@ class Bytes(NamedTuple):
 
 
 @dataclass
-class Terms:
+class CostTerms:
     """Sums under construction. states: of every variable."""
 
     states: list[int] = field(default_factory=list)
@@ -108,12 +108,12 @@ class Terms:
         """Per variable, 0 or inf of each of its states."""
         return tuple([self.walls[v] if v in self.walls else np.zeros(n) for v, n in enumerate(self.states)])
 
-    def only(self, kept: Mapping[int, Indices]) -> Terms:
+    def only(self, kept: Mapping[int, Indices]) -> CostTerms:
         """The terms of these states; variables that are not named keep all."""
         if not kept:
             return self
         states = [len(kept[v]) if v in kept else n for v, n in enumerate(self.states)]
-        return Terms(
+        return CostTerms(
             states,
             {key: _vectors(table, kept) for key, table in self.alone.items()},
             {key: _matrices(table, kept) for key, table in self.pairs.items()},
@@ -149,7 +149,7 @@ class _Laid:
     bytes: dict[Bytes, _Row]
 
     @staticmethod
-    def of(terms: Terms) -> _Laid:
+    def of(terms: CostTerms) -> _Laid:
         stops = [*accumulate(terms.states)]
         ends = tuple(zip([0, *stops[:-1]], stops, strict=True)) if stops else ()
         every = np.arange(stops[-1] if stops else 0)
@@ -194,7 +194,7 @@ ByteWeight: TypeAlias = Callable[[Bytes], float]
 
 
 def compose(
-    terms: Terms, seconds: TimeWeight, held: ByteWeight, allowed: Sequence[Array | None] = ()
+    terms: CostTerms, seconds: TimeWeight, held: ByteWeight, allowed: Sequence[Array | None] = ()
 ) -> CostNetwork:
     """The network of a weighted sum. allowed: per variable 0 or inf for each state, None for all."""
     laid = terms.laid
@@ -216,14 +216,14 @@ def compose(
 
 
 @dataclass(frozen=True)
-class Profile:
+class AssignmentCosts:
     """What one assignment takes: seconds and bytes by kind."""
 
     seconds: Mapping[Time, float]
     bytes: Mapping[Bytes, float]
 
 
-def profile(terms: Terms, states: Sequence[int]) -> Profile:
+def profile(terms: CostTerms, states: Sequence[int]) -> AssignmentCosts:
     """Sums over an assignment of all variables."""
     seconds = {}
     for key in dict.fromkeys((*terms.alone, *terms.pairs)):
@@ -233,4 +233,4 @@ def profile(terms: Terms, states: Sequence[int]) -> Profile:
     held = {
         key: sum([size.item(states[v]) for v, size in table.items()]) for key, table in terms.bytes.items()
     }
-    return Profile(seconds, held)
+    return AssignmentCosts(seconds, held)

@@ -14,7 +14,7 @@ from autoshard.search.problem.decisions import with_states
 from autoshard.search.problem.problem import Problem
 from autoshard.solver.network import Array, CostNetwork
 from autoshard.solver.prune import Contradiction, Residual, make_consistent
-from autoshard.solver.solution_cache import Known
+from autoshard.solver.solution_cache import SolutionCache
 
 
 def possible(
@@ -44,7 +44,7 @@ def possible(
         problem,
         terms=problem.terms.only(kept),
         variables=variables,
-        known=Known(problem.known.orders),
+        known=SolutionCache(problem.known.orders),
         kept=kept,
     )
     return fewer, tuple(masks)

@@ -19,7 +19,7 @@ from autoshard.search.problem.problem import Model
 _NOBODY = -1
 
 
-def padded(model: Model, ways: int) -> Model:
+def padded_model(model: Model, ways: int) -> Model:
     """The model with dim 0 of every trained parameter, as stored, rounded up to a multiple of ``ways``.
 
     What computes with a parameter still sees it as it is. The same model if there is nothing to pad.

@@ -29,7 +29,7 @@ SENT = 2
 
 
 @dataclass(frozen=True)
-class Lives:
+class ParamStrategies:
     """States of one class of parameters with their seconds and bytes, over all its members."""
 
     states: tuple[ParamState, ...]
@@ -45,7 +45,7 @@ def lives_of(
     axes: SearchAxes,
     prices: Prices,
     share: Share,
-) -> Lives:
+) -> ParamStrategies:
     """Every way to store (on the mesh) and use (on the search's axes) a class of parameters.
 
     phases: whether forward, backward or both use it. share: of a member in the messages that gather it.
@@ -104,7 +104,7 @@ def lives_of(
     if trained:
         bytes_[Bytes("sums")] = np.array(sums)
         times[Time("sum")] = count * np.array(adding)
-    return Lives(tuple(states), times, bytes_)
+    return ParamStrategies(tuple(states), times, bytes_)
 
 
 def _ways(*, gathered: bool, trained: bool) -> tuple[tuple[bool, bool], ...]:

@@ -14,17 +14,17 @@ from autoshard.ir.flow import Flow, Place
 from autoshard.rules.core import Factored
 from autoshard.rules.factor_splits import DigitTable
 from autoshard.rules.states import OpState
-from autoshard.search.problem.cost_entries import Entry, Pricing
-from autoshard.search.problem.cost_terms import Terms
+from autoshard.search.problem.cost_entries import BatchPricing, Entry
+from autoshard.search.problem.cost_terms import CostTerms
 from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable, with_states
 from autoshard.search.problem.op_classes import Kinds
 from autoshard.search.problem.param_buckets import Shares, shares_of
-from autoshard.search.problem.saved_for_backward import Kept, kept_activations
+from autoshard.search.problem.saved_for_backward import SavedTerms, kept_activations
 from autoshard.search.problem.search_axes import SearchAxes
-from autoshard.search.problem.tied_decisions import Alike
+from autoshard.search.problem.tied_decisions import TiedDecisions
 from autoshard.solver.network import Array, Indices
 from autoshard.solver.single_elimination import Orders
-from autoshard.solver.solution_cache import Known
+from autoshard.solver.solution_cache import SolutionCache
 
 #: bytes that differ by less are the same, but for uneven parts
 MORE = 1.01
@@ -44,14 +44,14 @@ class Model:
     orders: Orders = field(default_factory=Orders, compare=False, repr=False)
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> SavedTerms:
         """What backward reads of forward; the same on every mesh."""
         return kept_activations(self.folded, self.flow, self.rules)
 
     @cached_property
-    def alike(self) -> Alike:
+    def alike(self) -> TiedDecisions:
         """Ops and values that may decide together."""
-        return Alike.of(self.folded)
+        return TiedDecisions.of(self.folded)
 
     @cached_property
     def kinds(self) -> Kinds:
@@ -99,21 +99,21 @@ class Blueprint:
 
     states: tuple[int, ...]
     entries: tuple[Entry, ...]
-    prices: Pricing
+    prices: BatchPricing
     batch: int
 
-    def terms(self, batch: int | None = None) -> Terms:
+    def terms(self, batch: int | None = None) -> CostTerms:
         """For that batch, a multiple of the one that they were laid out with."""
         prices = self.prices
         if batch is not None and batch != self.batch:
-            prices = Pricing(prices.cost, prices.sizes, batch / self.batch, prices)
-        terms = Terms(list(self.states))
+            prices = BatchPricing(prices.cost, prices.sizes, batch / self.batch, prices)
+        terms = CostTerms(list(self.states))
         for entry in self.entries:
             entry.put(terms, prices)
         return terms
 
 
-def heard(before: Array | None, mask: Array) -> Array:
+def compatible_states(before: Array | None, mask: Array) -> Array:
     """Two masks of 0 and inf together, the second left out where they leave no state."""
     both = mask if before is None else before + mask
     return both if before is None or np.isfinite(both).any() else before
@@ -130,11 +130,11 @@ class Problem:
     """
 
     axes: SearchAxes
-    terms: Terms
+    terms: CostTerms
     variables: tuple[Variable, ...]
     index: dict[object, int]
     choices: int
-    known: Known = field(default_factory=Known, compare=False, repr=False)
+    known: SolutionCache = field(default_factory=SolutionCache, compare=False, repr=False)
     blueprint: Blueprint | None = field(default=None, compare=False, repr=False)
     kept: Mapping[int, Indices] = field(default_factory=dict, compare=False, repr=False)
     others: Mapping[int, Sequence[NodeVar | ValueVar]] = field(default_factory=dict, repr=False)
@@ -156,7 +156,7 @@ class Problem:
             both: Array | None = None
             for variable in self.together(number):
                 mask = of(variable)
-                both = both if mask is None else heard(both, mask)
+                both = both if mask is None else compatible_states(both, mask)
             found.append(both)
         return found
 
@@ -183,4 +183,4 @@ class Problem:
         good for costs, not for a plan."""
         assert self.blueprint is not None
         terms = self.blueprint.terms(batch).only(self.kept)
-        return replace(self, terms=terms, known=Known(self.known.orders), blueprint=None)
+        return replace(self, terms=terms, known=SolutionCache(self.known.orders), blueprint=None)

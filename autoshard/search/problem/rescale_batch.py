@@ -21,11 +21,11 @@ from autoshard.rules.states import Digit
 from autoshard.search.problem.problem import Model, batch_of
 
 
-class NotRebatchable(Exception):
+class NotRescalable(Exception):
     """The batch takes part in a way that scaling does not follow; the model must be captured again."""
 
 
-def unlike_batch(folded: Folded) -> int:
+def distinct_batch(folded: Folded) -> int:
     """The least batch that shares no factor with any size in the model, so that nothing is taken for it."""
     types = [t for g in folded.segments.values() for t in g.types().values()]
     types += [p.type for p in folded.joint.ports]
@@ -36,15 +36,15 @@ def unlike_batch(folded: Folded) -> int:
     return batch
 
 
-def rebatched(model: Model, batch: int) -> Model:
+def with_batch(model: Model, batch: int) -> Model:
     """The model with ``batch`` sequences. Raises NotRebatchable."""
     old = batch_of(model.folded)
     if batch == old:
         return model
     if batch < 1:
-        raise NotRebatchable(f"{batch} sequences are no batch")
+        raise NotRescalable(f"{batch} sequences are no batch")
     if old < 2:
-        raise NotRebatchable("dims of one sequence leave no trace in a graph")
+        raise NotRescalable("dims of one sequence leave no trace in a graph")
     return _Scaling(model, old, batch).run()
 
 
@@ -63,7 +63,7 @@ class _Scaling:
             try:
                 rule.check([types[r] for r in refs_of(node)], node.types)
             except ValueError as error:
-                raise NotRebatchable(str(error)) from None
+                raise NotRescalable(str(error)) from None
         flow = self._flow(self.model.flow)
         ports = {p.name: p for group in flow.classes.values() for p in group.ports}
         joint = replace(folded.joint, ports=tuple(ports.get(p.name, p) for p in folded.joint.ports))
@@ -86,7 +86,7 @@ class _Scaling:
             return tuple(digits)
         above, size, _ = found
         if size != self.old:
-            raise NotRebatchable(f"a part of {size} belongs to the batch of {self.old}")
+            raise NotRescalable(f"a part of {size} belongs to the batch of {self.old}")
         scaled = []
         for outer, part, cls in digits:
             if outer % (above * size) == 0:
@@ -96,7 +96,7 @@ class _Scaling:
             elif above % (outer * part) == 0:
                 scaled.append((outer, part, cls))
             else:
-                raise NotRebatchable(f"a part of {part} cuts across the batch of {size}")
+                raise NotRescalable(f"a part of {part} cuts across the batch of {size}")
         return tuple(sorted(scaled))
 
     def _has(self, digits: Sequence[Digit]) -> bool:

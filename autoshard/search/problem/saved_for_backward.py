@@ -21,7 +21,7 @@ NodeKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTerms:
     """bytes: (kind, the place whose storage it is, in how many calls). full, selective: nodes that run again
     under these policies."""
 
@@ -38,7 +38,7 @@ class Kept:
         return ("", False) if hit is None else (hit[0], False)
 
 
-def kept_activations(folded: Folded, flow: Flow, rules: Mapping[NodeKey, Factored]) -> Kept:
+def kept_activations(folded: Folded, flow: Flow, rules: Mapping[NodeKey, Factored]) -> SavedTerms:
     """What backward reads of forward, and what would run again instead.
 
     What another call of forward takes, too, is held in any case: running a call again needs its inputs.
@@ -59,7 +59,7 @@ class _Analysis:
         self.full: set[NodeKey] = set()
         self.selective: set[NodeKey] = set()
 
-    def run(self) -> Kept:
+    def run(self) -> SavedTerms:
         read, crossing = self._roots(backward=True), self._roots(backward=False)
         late, made = self._waiting(read)
         found: list[tuple[Bytes, Place, int]] = []
@@ -79,7 +79,7 @@ class _Analysis:
                 found.append((Bytes("kept", segment, cheap, late.get(root)), root, count))
         found += [(Bytes("waiting"), root, count) for root, count in made.items()]
         found += self._inputs(read, staying)
-        return Kept(tuple(found), frozenset(self.full), frozenset(self.selective))
+        return SavedTerms(tuple(found), frozenset(self.full), frozenset(self.selective))
 
     def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
         """(what backward reads -> whether gradients of parameters are made of it, gradients of activations

@@ -31,7 +31,7 @@ _SEGMENTS = 3
 
 
 @dataclass(frozen=True)
-class Alike:
+class TiedDecisions:
     """What may decide with the first of its kind; first ones and what decides alone are left out.
 
     ops: op -> op. inputs: value that a segment takes -> another one. across: whether some are of several
@@ -43,7 +43,7 @@ class Alike:
     across: bool
 
     @staticmethod
-    def of(folded: Folded) -> Alike:
+    def of(folded: Folded) -> TiedDecisions:
         """Those of a model."""
         ops: dict[Op, Op] = {}
         inputs: dict[Place, Place] = {}
@@ -58,7 +58,9 @@ class Alike:
                 same_ops, same_inputs = _steps(graph)
                 ops.update(((name, k), (name, first)) for k, first in same_ops.items())
                 inputs.update(((name, value), (name, first)) for value, first in same_inputs.items())
-        return Alike(_ends(ops), _ends(inputs), any(name != leader for name, leader in leaders.items()))
+        return TiedDecisions(
+            _ends(ops), _ends(inputs), any(name != leader for name, leader in leaders.items())
+        )
 
 
 def _ends(first: Mapping[K, K]) -> dict[K, K]:

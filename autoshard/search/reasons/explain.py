@@ -11,7 +11,7 @@ from autoshard.cluster.cluster import Cluster, usable_memory
 from autoshard.cluster.mesh import Mesh
 from autoshard.ir.placement import Layout
 from autoshard.rules.states import OpState
-from autoshard.search.plan.plan import Pipeline, Plan, Proof, Why, why_key
+from autoshard.search.plan.plan import OptimalityGap, Pipeline, Plan, Why, why_key
 from autoshard.search.problem.decisions import (
     NodeVar,
     ParamState,
@@ -22,14 +22,14 @@ from autoshard.search.problem.decisions import (
     Variable,
 )
 from autoshard.search.problem.search_axes import SearchAxes
-from autoshard.search.select.request import Settled
+from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.memory_text import bytes_up
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.solver.min_marginals import min_marginals
 
 
 def explain(
-    settled: Settled,
+    settled: CandidateSolution,
     cluster: Cluster,
     fingerprint: str,
     *,
@@ -44,7 +44,7 @@ def explain(
     """
     placed, problem = settled.placed, settled.posed.problem
     mesh, where = settled.configuration.mesh, settled.configuration
-    proof = Proof(
+    proof = OptimalityGap(
         placed.seconds,
         settled.bound,
         max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
@@ -91,7 +91,7 @@ def _pipeline(pipe: Pipe) -> Pipeline | None:
     return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, (), pipe.slices)
 
 
-def _why_mesh(settled: Settled) -> Why:
+def _why_mesh(settled: CandidateSolution) -> Why:
     """Against the next best configuration that was solved; against an estimate only where none was."""
     reason = f"the best of {len(settled.rejected) + 1} configurations"
     other, own = settled.rejected[0], settled.placed.seconds
@@ -103,7 +103,7 @@ def _why_mesh(settled: Settled) -> Why:
 
 
 def _warnings(
-    settled: Settled, cluster: Cluster, budget: int | None, replicated: Sequence[str]
+    settled: CandidateSolution, cluster: Cluster, budget: int | None, replicated: Sequence[str]
 ) -> tuple[str, ...]:
     warnings = [f"{op} has no rule and runs replicated" for op in replicated]
     if settled.interrupted:

@@ -13,24 +13,24 @@ from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
 from autoshard.ir.flow import Place
 from autoshard.ir.placement import Layout, Shard
-from autoshard.search.bound.candidate_queue import Nearest
-from autoshard.search.bound.stage_imbalance import uneven_seconds
+from autoshard.search.bound.candidate_queue import CandidateQueue
+from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.problem.decisions import NodeVar, ValueVar, Variable
 from autoshard.search.problem.problem import Model
 from autoshard.search.solve.configuration import Configuration, Staged
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import QUICK
 from autoshard.solver.network import Array, InfeasibleNetwork, NoFiniteAssignment
 
 #: (mesh, with its pipelines) -> its configurations
-Ranking = Callable[[Staged], Nearest]
-Poser = Callable[[Configuration], Posed]
+Ranking = Callable[[Staged], CandidateQueue]
+Poser = Callable[[Configuration], ShardingProblem]
 
 
 @dataclass(frozen=True)
-class Pricing:
+class BaselineConfigurations:
     """Configurations of a mesh, and their problems; for one way to store parameters."""
 
     ranked: Ranking
@@ -38,22 +38,22 @@ class Pricing:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryCheck:
     """What a configuration may hold if its program is to fit, as a plan of ours finds out for the same mesh.
 
     setting: with what runs again. bytes: as the search counts them, None for no limit.
     """
 
-    setting: Setting
+    setting: StepConfig
     bytes: float | None
 
 
 #: the room of a configuration in some setting, None if nothing of it fits
-Rooms = Callable[[Configuration, Setting], Room | None]
+Rooms = Callable[[Configuration, StepConfig], MemoryCheck | None]
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A strategy by name. seconds: of a step, None if it cannot be used, and then why says why not."""
 
     name: str
@@ -63,17 +63,17 @@ class Rival:
     why: str = ""
 
 
-def rivals(
+def price_baselines(
     devices: int,
     cluster: Cluster,
     budget: float | None,
-    setting: Setting,
-    plain: Pricing,
-    sharded: Pricing,
+    setting: StepConfig,
+    plain: BaselineConfigurations,
+    sharded: BaselineConfigurations,
     known: Sequence[Staged],
     rooms: Rooms,
     reached: float,
-) -> tuple[Rival, ...]:
+) -> tuple[Baseline, ...]:
     """Data parallel, FSDP2, and Megatron-LM's pipeline, tensor and data parallelism, each at its best
     microbatch.
 
@@ -94,35 +94,37 @@ def rivals(
 @dataclass(frozen=True)
 class _Solver:
     budget: float | None
-    setting: Setting
-    prices: Pricing
+    setting: StepConfig
+    prices: BaselineConfigurations
     rooms: Rooms
     reached: float
 
-    def one(self, name: str, staged: Staged, *, between_layers_whole: bool = False) -> Rival:
+    def one(self, name: str, staged: Staged, *, between_layers_whole: bool = False) -> Baseline:
         mesh = f"pp={staged.ranks},{staged.mesh}" if staged.ranks > 1 else str(staged.mesh)
         try:
             configurations = self.prices.ranked(staged)
         except UsageError as error:
-            return Rival(name, mesh, 1, None, error.what)
+            return Baseline(name, mesh, 1, None, error.what)
         for estimated in configurations.nearest(2):
             where = estimated.configuration
             posed = self.prices.pose(where)
             allowed = _whole_between_layers(posed) if between_layers_whole else ()
-            room = Room(replace(estimated.setting, microbatches=where.microbatches), self.budget)
+            room = MemoryCheck(replace(estimated.setting, microbatches=where.microbatches), self.budget)
             placed = self._place(posed, room, allowed)
             if placed is not None and self._seconds(posed, placed, where) < self.reached:
                 fits = self.rooms(where, room.setting)
                 placed = None if fits is None else self._place(posed, fits, allowed)
             if placed is not None:
-                return Rival(name, mesh, where.microbatches, self._seconds(posed, placed, where))
-        return Rival(name, mesh, 1, None, "does not fit the memory")
+                return Baseline(name, mesh, where.microbatches, self._seconds(posed, placed, where))
+        return Baseline(name, mesh, 1, None, "does not fit the memory")
 
-    def _seconds(self, posed: Posed, placed: Placed, where: Configuration) -> float:
+    def _seconds(self, posed: ShardingProblem, placed: PlacementSolution, where: Configuration) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
-        return placed.seconds if where.pipe.ranks == 1 else uneven_seconds(posed, placed, where.pipe)
+        return placed.seconds if where.pipe.ranks == 1 else imbalance_seconds(posed, placed, where.pipe)
 
-    def _place(self, posed: Posed, room: Room, allowed: Sequence[Array | None]) -> Placed | None:
+    def _place(
+        self, posed: ShardingProblem, room: MemoryCheck, allowed: Sequence[Array | None]
+    ) -> PlacementSolution | None:
         for trial in (room.setting, room.setting.running_again("full")):
             try:
                 return place(posed.problem, trial, room.bytes, allowed=allowed, limits=QUICK, rounds=2)
@@ -131,7 +133,7 @@ class _Solver:
         return None
 
 
-def _megatron(devices: int, cluster: Cluster, solve: _Solver, known: Sequence[Staged]) -> Rival:
+def _megatron(devices: int, cluster: Cluster, solve: _Solver, known: Sequence[Staged]) -> Baseline:
     """As little tensor parallelism as fits, of the meshes that are known, or the most there can be, and then
     with as few stages as fit."""
     node = max((size for size in cluster.group_sizes if size <= 16), default=devices)
@@ -160,7 +162,7 @@ def _axes(dp: int, tp: int) -> tuple[Axis, ...]:
     return axes or (Axis("dp", 1),)
 
 
-def _whole_between_layers(posed: Posed) -> list[Array | None]:
+def _whole_between_layers(posed: ShardingProblem) -> list[Array | None]:
     """Per variable the states that do not split what travels between layers over a tensor axis."""
     model, axes = posed.model, posed.problem.axes
     residual = _classes_between_layers(model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.select.request import Settled
+from autoshard.search.select.request import CandidateSolution
 from autoshard.search.solve.configuration import Configuration, alike
 
 #: configurations solved exactly, and those among them that only divide the data ranks otherwise
@@ -57,11 +57,11 @@ class _Known:
 class _Waiting:
     """A solution that is no program yet."""
 
-    found: Settled
+    found: CandidateSolution
     judged: float
 
 
-class Race:
+class BranchAndBound:
     """Configurations that were solved, best first.
 
     one_kind: whether one solution will do, with a pipeline or without. best: the fastest that fits, and
@@ -71,7 +71,7 @@ class Race:
 
     def __init__(self, *, one_kind: bool) -> None:
         self.one_kind = one_kind
-        self.best: Settled | None = None
+        self.best: CandidateSolution | None = None
         self.reached = inf
         self.seconds: dict[Configuration, float] = {}
         self._alike: Counter[object] = Counter()
@@ -182,7 +182,7 @@ class Race:
         """One is about to be solved."""
         self._alike[alike(where)] += 1
 
-    def solve(self, estimated: Estimated, found: Settled, judged: float) -> None:
+    def solve(self, estimated: Estimated, found: CandidateSolution, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
         where, choices = found.configuration, found.posed.problem.choices
         self.seconds[where] = judged
@@ -195,7 +195,7 @@ class Race:
         where, bound = estimated.configuration, estimated.bound
         self._standing[where] = _Known(where, estimated.seconds, bound, bound)
 
-    def next(self, expected: float) -> tuple[Settled, float] | None:
+    def next(self, expected: float) -> tuple[CandidateSolution, float] | None:
         """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
         what is not solved yet.
 
@@ -213,7 +213,7 @@ class Race:
         self.seconds[where] = inf
         self._standing.pop(where, None)
 
-    def finish(self, found: Settled, judged: float, measured: float | None = None) -> None:
+    def finish(self, found: CandidateSolution, judged: float, measured: float | None = None) -> None:
         """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
         if it was made a program."""
         where = found.configuration

@@ -10,26 +10,24 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.mesh import Mesh
 from autoshard.cost.on_mesh import CostModels
 from autoshard.errors import InfeasibleError, UsageError
-from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.candidate_queue import CandidateQueue
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.bound.mesh_families import Shape
-from autoshard.search.problem.padded_params import padded
+from autoshard.search.bound.mesh_families import MeshFamily
+from autoshard.search.problem.padded_params import padded_model
 from autoshard.search.problem.problem import Model, batch_of, experts_of
-from autoshard.search.select.baselines import Pricing, Rival, Room, rivals
-from autoshard.search.select.mesh_shapes import Shapes
-from autoshard.search.select.rank_speed import Pace
-from autoshard.search.select.refine import Exact, Judge, name_of
-from autoshard.search.select.request import Ask, Rejected, Settled
+from autoshard.search.select.baselines import Baseline, BaselineConfigurations, MemoryCheck, price_baselines
+from autoshard.search.select.mesh_shapes import MeshShapes
+from autoshard.search.select.rank_speed import RankSpeeds
+from autoshard.search.select.refine import CandidateSolver, Evaluator, name_of
+from autoshard.search.select.request import CandidateSolution, Rejected, SearchRequest
 from autoshard.search.select.tactics import run_tactics
 from autoshard.search.solve.configuration import Configuration, Staged, data_ways, inside, shapes_of
-from autoshard.search.solve.formulate import Posed, layer_calls
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import ShardingProblem, layer_calls
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
-
-__all__ = ["Ask", "Rejected", "Settled", "choose", "retuned"]
 
 #: shapes with pipelines that are solved for models with experts
 _PIPELINES = 1
@@ -39,24 +37,24 @@ def choose(
     model: Model,
     meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
-    ask: Ask | None = None,
+    ask: SearchRequest | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    judge: Judge | None = None,
-) -> Settled:
+    judge: Evaluator | None = None,
+) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches if a global batch is asked for.
 
     Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
     fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
     judge: of solved configurations, once they are programs.
     """
-    ask = ask or Ask()
+    ask = ask or SearchRequest()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
     search = _Search(model, cluster.used_by(world), ask, progress, judge, world)
     if any(s.devices for s in given):
-        pace = Pace(model, search.cluster, search.setting)
+        pace = RankSpeeds(model, search.cluster, search.setting)
         given = [pace.of(s) for s in given]
     if ask.tactics:
         found = search.by_tactics([s.mesh for s in given])
@@ -73,7 +71,9 @@ def choose(
     return replace(search.better(found, given), rivals=told)
 
 
-def retuned(settled: Settled, ask: Ask, room: float, *, quick: bool = False) -> Settled | None:
+def retuned(
+    settled: CandidateSolution, ask: SearchRequest, room: float, *, quick: bool = False
+) -> CandidateSolution | None:
     """The same configuration with a share ``room`` of the memory, None if nothing fits that.
 
     quick: with little work.
@@ -100,30 +100,30 @@ class _Search:
         self,
         model: Model,
         cluster: Cluster,
-        ask: Ask,
+        ask: SearchRequest,
         progress: Callable[[str], None],
-        judge: Judge | None,
+        judge: Evaluator | None,
         world: int = 0,
     ) -> None:
         self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
         overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
-        self.setting = Setting(1, layer_calls(model.folded), overlap=overlap)
+        self.setting = StepConfig(1, layer_calls(model.folded), overlap=overlap)
         self.total = ask.batch or batch_of(model.folded)
-        self.poses = Poses(model, cluster, self.setting, ask.recipe, progress, world, self.total)
-        self.shapes = Shapes(self.poses, ask, self.setting, self.total, progress)
-        self.exact = Exact(self.poses, ask, self.setting, progress, judge)
-        self.solved: list[Shape] = []
-        self.fitted: list[Settled] = []
+        self.poses = ProblemCache(model, cluster, self.setting, ask.recipe, progress, world, self.total)
+        self.shapes = MeshShapes(self.poses, ask, self.setting, self.total, progress)
+        self.exact = CandidateSolver(self.poses, ask, self.setting, progress, judge)
+        self.solved: list[MeshFamily] = []
+        self.fitted: list[CandidateSolution] = []
 
-    def one(self, mesh: Mesh) -> Settled:
+    def one(self, mesh: Mesh) -> CandidateSolution:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
         posed = self.poses.of(mesh, self.poses.captured, self.ask.pins, merge=False)
         placed = self.exact.proven(posed, self.exact.tuned(posed, self.setting))
         where = Configuration(mesh, self.poses.captured, 1)
-        return Settled(posed, placed, where, self.cluster, placed.lower_bound)
+        return CandidateSolution(posed, placed, where, self.cluster, placed.lower_bound)
 
-    def by_tactics(self, meshes: Sequence[Mesh]) -> Settled:
+    def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:
         """Axis by axis on a mesh that was given, the batch in one piece."""
         if len(meshes) != 1 or self.ask.batch is not None:
             raise UsageError(
@@ -132,7 +132,7 @@ class _Search:
             )
         mesh = meshes[0]
 
-        def solve(posed: Posed, last: bool) -> Placed:
+        def solve(posed: ShardingProblem, last: bool) -> PlacementSolution:
             self.progress(f"searching {posed.mesh}")
             if last:
                 return self.exact.tuned(posed, self.setting)
@@ -150,11 +150,11 @@ class _Search:
             order=self.poses.order(mesh),
         )
         where = Configuration(mesh, self.poses.captured, 1)
-        return Settled(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
+        return CandidateSolution(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
 
-    def many(self, given: Sequence[Staged]) -> Settled:
+    def many(self, given: Sequence[Staged]) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
-        ranked = Nearest()
+        ranked = CandidateQueue()
         try:
             groups = shapes_of(self.shapes.reachable(given), experts_of(self.model))
             later = [g for g in groups if experts_of(self.model) and all(s.ranks > 1 for s in g)]
@@ -178,11 +178,11 @@ class _Search:
         Wide ones exchange rows among more ranks, narrow ones gather more.
         """
         groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
-        found: dict[int, Nearest] = {}
+        found: dict[int, CandidateQueue] = {}
 
         def seconds(k: int) -> float:
             if k not in found:
-                found[k] = Nearest(self._ranked(groups[k]))
+                found[k] = CandidateQueue(self._ranked(groups[k]))
             first = found[k].first()
             return inf if first is None else first.seconds
 
@@ -202,32 +202,36 @@ class _Search:
         self.solved.append(shape)
         return self.shapes.ranked(shape)
 
-    def rivals(self, devices: int, found: Settled) -> tuple[Rival, ...]:
+    def rivals(self, devices: int, found: CandidateSolution) -> tuple[Baseline, ...]:
         """What a user would have picked on as many devices, beside what was found."""
         self.progress("pricing the rivals")
         # by hand nothing is pinned
         ask, setting = replace(self.ask, pins=()), self.setting
         known = [] if self.ask.pins else self.solved
 
-        def pricing(poses: Poses, known: Sequence[Shape]) -> Pricing:
-            shapes = Shapes(poses, ask, setting, self.total, self.progress)
+        def pricing(poses: ProblemCache, known: Sequence[MeshFamily]) -> BaselineConfigurations:
+            shapes = MeshShapes(poses, ask, setting, self.total, self.progress)
 
-            def ranked(alone: Staged) -> Nearest:
+            def ranked(alone: Staged) -> CandidateQueue:
                 shape = next((s for s in known if _has(s, alone)), None) or shapes.solved((alone,))
-                return Nearest(shapes.ranked(replace(shape, meshes=(alone,))))
+                return CandidateQueue(shapes.ranked(replace(shape, meshes=(alone,))))
 
-            return Pricing(ranked, lambda where: poses.of(where.mesh, where.batch))
+            return BaselineConfigurations(ranked, lambda where: poses.of(where.mesh, where.batch))
 
         plain = sharded = pricing(self.poses, known)
-        stored = padded(self.model, devices)
+        stored = padded_model(self.model, devices)
         if stored is not self.model:
-            of_stored = Poses(stored, self.cluster, setting, ask.recipe, self.progress, devices, self.total)
+            of_stored = ProblemCache(
+                stored, self.cluster, setting, ask.recipe, self.progress, devices, self.total
+            )
             sharded = pricing(of_stored, ())
         seen = [staged for shape in self.solved for staged in shape.meshes]
         reached = self.exact.judged(found)
-        return rivals(devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached)
+        return price_baselines(
+            devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached
+        )
 
-    def _room(self, where: Configuration, setting: Setting) -> Room | None:
+    def _room(self, where: Configuration, setting: StepConfig) -> MemoryCheck | None:
         """What a plan of ours holds on the mesh of a rival if it is to fit; that plan is kept.
 
         Where the search finds none, that says nothing of what others store in another way.
@@ -236,8 +240,8 @@ class _Search:
             posed = self.poses.of(where.mesh, where.batch)
             tuned = self.exact.tuned(posed, setting)
         except (InfeasibleError, UsageError):
-            return Room(setting, self.ask.budget)
-        fits = Settled(posed, tuned, where, self.cluster, tuned.lower_bound)
+            return MemoryCheck(setting, self.ask.budget)
+        fits = CandidateSolution(posed, tuned, where, self.cluster, tuned.lower_bound)
         if self.exact.judge is not None:
             try:
                 fits = self.exact.judge.fit(fits, inf, self.exact.spent)
@@ -245,9 +249,9 @@ class _Search:
                 return None
         self.fitted.append(fits)
         placed, budget = fits.placed, self.ask.budget
-        return Room(placed.setting, budget if placed is tuned else placed.bytes)
+        return MemoryCheck(placed.setting, budget if placed is tuned else placed.bytes)
 
-    def better(self, found: Settled, given: Sequence[Staged]) -> Settled:
+    def better(self, found: CandidateSolution, given: Sequence[Staged]) -> CandidateSolution:
         """What was found, or a faster plan on a rival's mesh if that was given: estimates left it out."""
         seconds = self.exact.judged(found)
         asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
@@ -264,7 +268,7 @@ class _Search:
             rejected=(former, *others),
         )
 
-    def _simulated_slower(self, one: Settled, other: Settled) -> bool:
+    def _simulated_slower(self, one: CandidateSolution, other: CandidateSolution) -> bool:
         """Whether both were made programs, of which that of the first takes no less."""
         if self.exact.judge is None:
             return False
@@ -272,7 +276,7 @@ class _Search:
         return times[0] is not None and times[1] is not None and times[0] >= times[1]
 
 
-def _has(shape: Shape, wanted: Staged) -> bool:
+def _has(shape: MeshFamily, wanted: Staged) -> bool:
     """Whether a mesh is one of a shape, whichever pipelines it may have."""
     return any(s.mesh == wanted.mesh and s.ranks == wanted.ranks for s in shape.meshes)
 
@@ -287,7 +291,7 @@ def _is_of(where: Configuration, given: Staged) -> bool:
     return alike and (not given.batches or where.batch in given.batches)
 
 
-def _few(groups: Sequence[tuple[Staged, ...]], ranked: Nearest) -> list[tuple[Staged, ...]]:
+def _few(groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue) -> list[tuple[Staged, ...]]:
     """Of shapes with pipelines, a few that divide layers as the best one without does."""
     first = ranked.first() if groups else None
     if first is None:

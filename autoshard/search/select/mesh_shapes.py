@@ -9,17 +9,17 @@ from math import gcd
 
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.errors import UsageError
-from autoshard.search.bound.anchor import End
+from autoshard.search.bound.anchor import AnchorProblem
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.bound.mesh_families import Shape
+from autoshard.search.bound.mesh_families import MeshFamily
 from autoshard.search.bound.ranking import rank
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.select.request import Ask
+from autoshard.search.select.request import SearchRequest
 from autoshard.search.solve.axis_traffic import between_layers, tied_bytes
 from autoshard.search.solve.configuration import Staged, data_ways, microbatch_sizes
 from autoshard.search.solve.param_costs import whole_state
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.step_config import StepConfig
 
 #: a shape is also solved at about so many times its smallest microbatch, where most plans are, if there are
 #: microbatches far beyond that
@@ -30,11 +30,16 @@ _FURTHER = 12
 _LARGE = 8_000
 
 
-class Shapes:
+class MeshShapes:
     """Solves and ranks shapes. total: sequences per step."""
 
     def __init__(
-        self, poses: Poses, ask: Ask, setting: Setting, total: int, progress: Callable[[str], None]
+        self,
+        poses: ProblemCache,
+        ask: SearchRequest,
+        setting: StepConfig,
+        total: int,
+        progress: Callable[[str], None],
     ) -> None:
         self.poses, self.ask, self.setting, self.total, self.progress = poses, ask, setting, total, progress
         #: how many microbatches were solved for their bounds alone
@@ -62,7 +67,7 @@ class Shapes:
         # without a data axis it does not matter which one there was
         return list(dict.fromkeys(found)) or list(meshes)
 
-    def solved(self, group: tuple[Staged, ...]) -> Shape:
+    def solved(self, group: tuple[Staged, ...]) -> MeshFamily:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
         failure: UsageError | None = None
         for staged in group:
@@ -97,7 +102,7 @@ class Shapes:
             model = self.poses.model
             between, common = between_layers(model), tied_bytes(model)
             calls = self.setting.calls
-            return Shape(group, ends, calls, between, choices, state, common, self._further(least))
+            return MeshFamily(group, ends, calls, between, choices, state, common, self._further(least))
         assert failure is not None
         raise failure
 
@@ -105,7 +110,7 @@ class Shapes:
         """States of all variables. each: sequences per data rank."""
         return self.poses.of(mesh, each * data_ways(mesh), self.ask.pins, roughly=True).problem.choices
 
-    def ranked(self, shape: Shape) -> list[Estimated]:
+    def ranked(self, shape: MeshFamily) -> list[Estimated]:
         """Configurations of a shape (see `rank`)."""
         ask = self.ask
         return rank(shape, self.total, self.poses.prices, self.setting, ask.budget, ask.recipe)
@@ -118,19 +123,19 @@ class Shapes:
             return [self.poses.captured]
         return microbatch_sizes(staged.mesh, self.total)
 
-    def _end(self, mesh: Mesh, each: int, least: int, *, bounds: bool = False) -> End:
+    def _end(self, mesh: Mesh, each: int, least: int, *, bounds: bool = False) -> AnchorProblem:
         """each: sequences per data rank; least: of the smallest microbatch with more than one. bounds: what
         takes no more will do."""
         ways, pins = data_ways(mesh), self.ask.pins
         posed = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
         smallest = partial(self.poses.of, mesh, least * ways, pins)
-        return End(each, posed, self.setting, self.ask.recompute, smallest)
+        return AnchorProblem(each, posed, self.setting, self.ask.recompute, smallest)
 
-    def _further(self, least: int) -> Callable[[Mesh, int], End | None]:
+    def _further(self, least: int) -> Callable[[Mesh, int], AnchorProblem | None]:
         """Solves other microbatches than those that were chosen; least: see `_end`."""
-        known: dict[tuple[Mesh, int], End | None] = {}
+        known: dict[tuple[Mesh, int], AnchorProblem | None] = {}
 
-        def further(mesh: Mesh, each: int) -> End | None:
+        def further(mesh: Mesh, each: int) -> AnchorProblem | None:
             key = (mesh, each)
             if key not in known:
                 if self.further >= _FURTHER:

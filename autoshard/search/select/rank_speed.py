@@ -8,16 +8,16 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.search.problem.problem import Model
 from autoshard.search.solve.configuration import Staged
-from autoshard.search.solve.formulate import pose
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import formulate
+from autoshard.search.solve.step_config import StepConfig
 
 _ALONE = Mesh((Axis("dp", 1),))
 
 
-class Pace:
+class RankSpeeds:
     """Seconds of the whole model on single devices of a cluster, each worked out once."""
 
-    def __init__(self, model: Model, cluster: Cluster, setting: Setting) -> None:
+    def __init__(self, model: Model, cluster: Cluster, setting: StepConfig) -> None:
         self._model, self._setting, self._bound = model, setting, cluster.device
         self._known: list[tuple[Device, float]] = []
 
@@ -32,7 +32,7 @@ class Pace:
         for known, seconds in self._known:
             if known == device:
                 return seconds
-        posed = pose(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
+        posed = formulate(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
         sums = self._setting.sums(posed.free.taken)
         self._known.append((device, sums.work_forward + sums.work_backward))
         return self._known[-1][1]

@@ -8,48 +8,48 @@ from math import inf, isfinite
 from typing import Protocol
 
 from autoshard.errors import AutoshardError, InfeasibleError, UsageError
-from autoshard.search.bound.best_bound import proven
-from autoshard.search.bound.candidate_queue import Nearest
+from autoshard.search.bound.best_bound import with_best_bound
+from autoshard.search.bound.candidate_queue import CandidateQueue
 from autoshard.search.bound.estimate import Estimated
-from autoshard.search.bound.global_lower_bound import Lowest
-from autoshard.search.bound.mesh_families import Shape
-from autoshard.search.bound.stage_imbalance import uneven_seconds
+from autoshard.search.bound.global_lower_bound import GlobalLowerBound
+from autoshard.search.bound.mesh_families import MeshFamily
+from autoshard.search.bound.stage_imbalance import imbalance_seconds
 from autoshard.search.problem.cost_terms import profile
 from autoshard.search.problem.problem import experts_of
-from autoshard.search.select.branch_and_bound import Race
-from autoshard.search.select.request import Ask, Rejected, Settled
+from autoshard.search.select.branch_and_bound import BranchAndBound
+from autoshard.search.select.request import CandidateSolution, Rejected, SearchRequest
 from autoshard.search.solve.configuration import Configuration, data_ways
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 from autoshard.search.solve.memory_text import bytes_up
-from autoshard.search.solve.problem_cache import Poses
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.problem_cache import ProblemCache
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL, QUICK, tune
 from autoshard.solver.network import InfeasibleNetwork
 
 
-class Judge(Protocol):
+class Evaluator(Protocol):
     """What is known of a solved configuration once it is a program."""
 
-    def seconds(self, found: Settled) -> float:
+    def seconds(self, found: CandidateSolution) -> float:
         """Of a step with its stages cut; inf if they do not fit."""
         ...
 
-    def fit(self, found: Settled, limit: float, spent: Callable[[], bool]) -> Settled:
+    def fit(self, found: CandidateSolution, limit: float, spent: Callable[[], bool]) -> CandidateSolution:
         """The solution, or one that holds less and fits as a program, or else any that takes no less than
         ``limit`` seconds. spent: whether the first that fits will do. Raises InfeasibleError."""
         ...
 
-    def measured(self, found: Settled) -> float | None:
+    def measured(self, found: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a program, None of a solution that was not made one."""
         ...
 
-    def beyond(self, where: Configuration, setting: Setting) -> float:
+    def beyond(self, where: Configuration, setting: StepConfig) -> float:
         """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
         ...
 
 
-class Exact:
+class CandidateSolver:
     """Solves configurations; what a search has to say of failures and an interruption stays with it.
 
     failures: of what could not be solved, for the error if nothing can. interrupted: whether the user
@@ -60,11 +60,11 @@ class Exact:
 
     def __init__(
         self,
-        poses: Poses,
-        ask: Ask,
-        setting: Setting,
+        poses: ProblemCache,
+        ask: SearchRequest,
+        setting: StepConfig,
         progress: Callable[[str], None],
-        judge: Judge | None = None,
+        judge: Evaluator | None = None,
     ) -> None:
         self.poses, self.ask, self.setting, self.progress = poses, ask, setting, progress
         self.judge = judge
@@ -75,7 +75,7 @@ class Exact:
         """Whether all work was done that was asked for."""
         return self.poses.work > self.ask.work
 
-    def best(self, ranked: Nearest) -> Settled | None:
+    def best(self, ranked: CandidateQueue) -> CandidateSolution | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
         there is none that may fit.
 
@@ -83,7 +83,7 @@ class Exact:
         longer than solving it, and most of those that look too good do not fit.
         """
         # with experts one more solution takes as long as all the rest
-        race = Race(one_kind=experts_of(self.poses.model) > 0)
+        race = BranchAndBound(one_kind=experts_of(self.poses.model) > 0)
         solved = self._run(race, ranked)
         # what seems not to fit comes after all that does
         solved += self._run_unsure(race, ranked.unsure)
@@ -93,7 +93,7 @@ class Exact:
             raise self.worst()
         return self._finished(race.best, solved, ranked, race.seconds)
 
-    def _run(self, race: Race, left: Nearest) -> list[Estimated]:
+    def _run(self, race: BranchAndBound, left: CandidateQueue) -> list[Estimated]:
         """Solve what is not left out, best first, and fit what comes out best; returns what was solved."""
         solved: list[Estimated] = []
         while True:
@@ -130,7 +130,7 @@ class Exact:
             if all(self._leaves_out(race, estimated) for estimated in out):
                 return solved
 
-    def _other(self, race: Race, left: Nearest) -> Estimated | None:
+    def _other(self, race: BranchAndBound, left: CandidateQueue) -> Estimated | None:
         """What is solved anyway, before anything is fitted: unless it is proven to be slower than what waits
         for that, which most likely fits."""
         try:
@@ -159,14 +159,14 @@ class Exact:
             self.interrupted = True
         return replace(estimated, bound=bound)
 
-    def _posed(self, where: Configuration) -> Posed:
+    def _posed(self, where: Configuration) -> ShardingProblem:
         return self.poses.of(where.mesh, where.batch, self.ask.pins)
 
-    def _is_slower(self, race: Race, estimated: Estimated) -> bool:
+    def _is_slower(self, race: BranchAndBound, estimated: Estimated) -> bool:
         """Whether one is proven to be slower than what is known to fit."""
         return estimated.bound >= race.needed(estimated.configuration)
 
-    def _run_unsure(self, race: Race, unsure: Sequence[Estimated]) -> list[Estimated]:
+    def _run_unsure(self, race: BranchAndBound, unsure: Sequence[Estimated]) -> list[Estimated]:
         """The same for those that seem not to fit; where something else does, until one really does not."""
         solved: list[Estimated] = []
         for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
@@ -180,7 +180,7 @@ class Exact:
         self._fit(race, inf)
         return solved
 
-    def _leaves_out(self, race: Race, estimated: Estimated) -> bool:
+    def _leaves_out(self, race: BranchAndBound, estimated: Estimated) -> bool:
         return race.begun and (self.interrupted or self.spent() or race.leaves_out(estimated))
 
     def _closer(self, estimated: Estimated) -> Estimated | None:
@@ -199,7 +199,7 @@ class Exact:
             return estimated
         return estimated.holding(self.judge.beyond(estimated.configuration, estimated.setting))
 
-    def _solve(self, race: Race, estimated: Estimated) -> None:
+    def _solve(self, race: BranchAndBound, estimated: Estimated) -> None:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""
         race.enter(estimated.configuration)
         try:
@@ -215,7 +215,7 @@ class Exact:
         else:
             race.solve(estimated, found, self.judged(found))
 
-    def _fit(self, race: Race, expected: float) -> bool:
+    def _fit(self, race: BranchAndBound, expected: float) -> bool:
         """Make programs of the solutions that take no more seconds than is expected of all others; returns
         whether there were any."""
         any_was = False
@@ -242,12 +242,12 @@ class Exact:
             race.finish(found, judged, measured)
         return any_was
 
-    def judged(self, found: Settled) -> float:
+    def judged(self, found: CandidateSolution) -> float:
         """Seconds by which a solved configuration is compared."""
         if found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
         if self.judge is None:
-            return uneven_seconds(found.posed, found.placed, found.configuration.pipe)
+            return imbalance_seconds(found.posed, found.placed, found.configuration.pipe)
         try:
             return self.judge.seconds(found)
         except KeyboardInterrupt:
@@ -258,7 +258,7 @@ class Exact:
         """Why nothing can be solved: what came closest."""
         return min(self.failures, key=lambda e: getattr(e, "smallest_bytes", inf))
 
-    def nothing(self, shapes: Sequence[Shape], total: int) -> Settled:
+    def nothing(self, shapes: Sequence[MeshFamily], total: int) -> CandidateSolution:
         """Nothing fits by the estimates: let the shape that needs least say so exactly.
 
         total: sequences per step.
@@ -275,10 +275,10 @@ class Exact:
                 self.failures.append(error)
                 continue
             where = Configuration(staged.mesh, batch, count, staged.pipes[0])
-            return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+            return CandidateSolution(posed, placed, where, self.poses.cluster, placed.lower_bound)
         raise self.worst()
 
-    def tuned(self, posed: Posed, setting: Setting, beat: float = inf) -> Placed:
+    def tuned(self, posed: ShardingProblem, setting: StepConfig, beat: float = inf) -> PlacementSolution:
         """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
         `tune`."""
         ask, budget = self.ask, self.ask.budget
@@ -297,13 +297,13 @@ class Exact:
             assert budget is not None
             raise _infeasible(posed, setting, error, budget) from None
 
-    def proven(self, posed: Posed, placed: Placed) -> Placed:
+    def proven(self, posed: ShardingProblem, placed: PlacementSolution) -> PlacementSolution:
         """The same with a lower bound that holds for every recomputation."""
         if not self.ask.recompute:
             return placed
-        return proven(posed, placed, self.ask.budget)
+        return with_best_bound(posed, placed, self.ask.budget)
 
-    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> Settled:
+    def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
         stopping."""
         where = estimated.configuration
@@ -319,9 +319,9 @@ class Exact:
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
             posed = self._posed(where)
             placed = self._at_once(posed, estimated.setting)
-        return Settled(posed, placed, where, self.poses.cluster, placed.lower_bound)
+        return CandidateSolution(posed, placed, where, self.poses.cluster, placed.lower_bound)
 
-    def _at_once(self, posed: Posed, setting: Setting) -> Placed:
+    def _at_once(self, posed: ShardingProblem, setting: StepConfig) -> PlacementSolution:
         """Placements that fit, with the least work."""
         budget = self.ask.budget
         try:
@@ -331,7 +331,7 @@ class Exact:
 
     def _lowest(self, others: Sequence[Estimated], limit: float) -> float:
         """Seconds that none of the others goes below, ``limit`` at most."""
-        lowest = Lowest(others, self._exact_bound)
+        lowest = GlobalLowerBound(others, self._exact_bound)
         try:
             stopped = self.interrupted or self.spent()
             return min(limit, lowest.seconds) if stopped else lowest.raised(limit)
@@ -363,11 +363,11 @@ class Exact:
 
     def _finished(
         self,
-        best: Settled,
+        best: CandidateSolution,
         entered: Sequence[Estimated],
-        left: Nearest,
+        left: CandidateQueue,
         solved: Mapping[Configuration, float],
-    ) -> Settled:
+    ) -> CandidateSolution:
         """With the proof, and what was not taken. entered: estimates of those that were solved."""
         try:
             placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
@@ -400,7 +400,9 @@ def name_of(where: Configuration) -> str:
     return f"{where.name}{order}{pieces}"
 
 
-def _infeasible(posed: Posed, setting: Setting, error: InfeasibleNetwork, limit: int) -> InfeasibleError:
+def _infeasible(
+    posed: ShardingProblem, setting: StepConfig, error: InfeasibleNetwork, limit: int
+) -> InfeasibleError:
     held = setting.running_again("full").held(profile(posed.problem.terms, error.states))
     parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
     binding = max(parts, key=lambda k: parts[k])

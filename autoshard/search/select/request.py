@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from autoshard.cluster.cluster import Cluster
 from autoshard.cost.recipe import ADAMW, Recipe
 from autoshard.search.problem.pins import Pin
-from autoshard.search.select.baselines import Rival
+from autoshard.search.select.baselines import Baseline
 from autoshard.search.select.tactics import Stage, Tactic
 from autoshard.search.solve.configuration import Configuration
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.solve_placements import Placed
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.solve_placements import PlacementSolution
 
 #: a little more than an encoder-decoder of 11B parameters takes on 96 devices
 WORK = 5_400_000
 
 
 @dataclass(frozen=True)
-class Ask:
+class SearchRequest:
     """What is asked of the search.
 
     budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
@@ -55,7 +55,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Settled:
+class CandidateSolution:
     """The best found.
 
     bound: seconds; no plan that was considered is faster. own_bound: seconds; no placements and no
@@ -64,15 +64,15 @@ class Settled:
     ended because all work was done that was asked of it.
     """
 
-    posed: Posed
-    placed: Placed
+    posed: ShardingProblem
+    placed: PlacementSolution
     configuration: Configuration
     cluster: Cluster
     bound: float
     rejected: tuple[Rejected, ...] = ()
     interrupted: bool = False
     spent: bool = False
-    rivals: tuple[Rival, ...] = ()
+    rivals: tuple[Baseline, ...] = ()
     stages: tuple[Stage, ...] = ()
 
     @property

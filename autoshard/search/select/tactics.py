@@ -23,11 +23,11 @@ from autoshard.errors import UsageError
 from autoshard.ir.placement import Layout, Placement
 from autoshard.search.problem.decisions import NodeVar, ParamVar, Variable
 from autoshard.search.problem.pins import Pin, combined
-from autoshard.search.problem.problem import Model, heard
+from autoshard.search.problem.problem import Model, compatible_states
 from autoshard.search.problem.search_axes import SearchAxes, plain_axes
-from autoshard.search.solve.formulate import Posed, pose
-from autoshard.search.solve.solve_placements import Placed
-from autoshard.search.solve.step_config import Held, Setting
+from autoshard.search.solve.formulate import ShardingProblem, formulate
+from autoshard.search.solve.solve_placements import PlacementSolution
+from autoshard.search.solve.step_config import RankBytes, StepConfig
 from autoshard.solver.network import Array
 
 _FORM = "write for instance 'dp on batch; auto on tp', or 'fsdp on parameters; pin *.lm_head.weight=tp:S(0)'"
@@ -52,7 +52,7 @@ class Stage:
     tactic: str
     mesh: str
     step: StepTime
-    held: Held
+    held: RankBytes
 
 
 def parse_tactics(text: str, mesh: Mesh) -> tuple[Tactic, ...]:
@@ -100,21 +100,21 @@ def run_tactics(
     model: Model,
     mesh: Mesh,
     cluster: Cluster | CostModels,
-    setting: Setting,
+    setting: StepConfig,
     tactics: Sequence[Tactic],
     recipe: Recipe,
-    solve: Callable[[Posed, bool], Placed],
+    solve: Callable[[ShardingProblem, bool], PlacementSolution],
     *,
     pins: Sequence[Pin] = (),
     order: RankOrder | None = None,
-) -> tuple[Posed, Placed, tuple[Stage, ...]]:
+) -> tuple[ShardingProblem, PlacementSolution, tuple[Stage, ...]]:
     """Apply tactics in order; solve: (problem, whether it is the last) -> its placements.
 
     pins: that hold from the start, on each axis as soon as it is in play. order: of the ranks of the whole
     mesh on devices. Raises UsageError if a pin cannot hold.
     """
     stages: list[Stage] = []
-    previous: tuple[Posed, Placed] | None = None
+    previous: tuple[ShardingProblem, PlacementSolution] | None = None
     for position, tactic in enumerate(tactics):
         sofar = tactics[: position + 1]
         active = {t.axis for t in sofar if t.axis}
@@ -124,7 +124,9 @@ def run_tactics(
         holding = [p for p in (_pin_on(active, mesh, pin) for pin in pins) if p.wanted]
         holding += (t.pin for t in sofar if t.pin is not None and all(a in active for a, _ in t.pin.wanted))
         ranks = None if order is None else _order_on(order, mesh, now)
-        posed = pose(model, now, cluster, setting, recipe=recipe, pins=tuple(holding), axes=axes, order=ranks)
+        posed = formulate(
+            model, now, cluster, setting, recipe=recipe, pins=tuple(holding), axes=axes, order=ranks
+        )
         if previous is not None:
             decided = [k for k, a in enumerate(mesh.axes) if previous[0].mesh.sizes[k] > 1 or a.size == 1]
             frozen = _frozen(*previous, posed, decided)
@@ -138,7 +140,7 @@ def run_tactics(
 
 
 def _pin_on(active: set[str], mesh: Mesh, pin: Pin) -> Pin:
-    """What a pin says of the axes in play, and of axes that the mesh lacks, which is an error for `pose`."""
+    """What a pin says of the axes in play, and of axes that the mesh lacks: an error for `formulate`."""
     return replace(pin, wanted=tuple(w for w in pin.wanted if w[0] in active or w[0] not in mesh.names))
 
 
@@ -148,7 +150,9 @@ def _order_on(order: RankOrder, mesh: Mesh, now: Mesh) -> RankOrder:
     return RankOrder(tuple(int(d) for d in devices[tuple(slice(n) for n in now.sizes)].ravel()))
 
 
-def _frozen(before: Posed, placed: Placed, now: Posed, axes: Sequence[int]) -> list[Array | None]:
+def _frozen(
+    before: ShardingProblem, placed: PlacementSolution, now: ShardingProblem, axes: Sequence[int]
+) -> list[Array | None]:
     """The states that agree with what was decided on these axes; all of a variable where none does.
 
     A tensor that was split evenly alone may not be once another axis splits it as well.
@@ -163,7 +167,7 @@ def _frozen(before: Posed, placed: Placed, now: Posed, axes: Sequence[int]) -> l
         ok = [_face(variable, k, now.problem.axes, axes) == chosen[key] for k in range(len(variable.states))]
         if any(ok) and not all(ok):
             # what decides together now may have decided apart before
-            found[number] = heard(found[number], np.where(ok, 0.0, np.inf))
+            found[number] = compatible_states(found[number], np.where(ok, 0.0, np.inf))
     return found
 
 

@@ -19,14 +19,14 @@ from autoshard.search.problem.pins import Pin, check_pins, combined, pin_masks, 
 from autoshard.search.problem.problem import Model, Problem
 from autoshard.search.problem.problem_prices import Prices
 from autoshard.search.problem.search_axes import SearchAxes, merged_axes, merged_mesh, plain_axes
-from autoshard.search.solve.solve_placements import Placed, place
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.solve_placements import PlacementSolution, place
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.search.solve.tune import FINAL
 from autoshard.solver.network import Array, NoFiniteAssignment
 
 
 @dataclass(frozen=True)
-class Posed:
+class ShardingProblem:
     """A problem on a mesh that has a solution. strict: all work is divided as the axes mean.
 
     setting: of a step of a single microbatch. allowed: what pins leave of each variable's states.
@@ -37,29 +37,29 @@ class Posed:
     prices: Prices
     problem: Problem
     strict: bool
-    setting: Setting
+    setting: StepConfig
     order: RankOrder | None = None
     allowed: tuple[Array | None, ...] = ()
 
     @cached_property
-    def free(self) -> Placed:
+    def free(self) -> PlacementSolution:
         """The best placements without recomputation or a memory limit, found with as much work as in the end,
         when the same network may be asked for again."""
         return place(self.problem, self.setting, None, allowed=self.allowed, limits=FINAL)
 
 
-def pose(
+def formulate(
     model: Model,
     mesh: Mesh,
     cluster: Cluster | CostModels,
-    setting: Setting,
+    setting: StepConfig,
     *,
     recipe: Recipe = ADAMW,
     merge: bool = False,
     pins: Sequence[Pin] = (),
     axes: SearchAxes | None = None,
     order: RankOrder | None = None,
-) -> Posed:
+) -> ShardingProblem:
     """The problem of a model on a mesh.
 
     cluster: or the prices of its meshes, if some are known already. merge: see neighbouring batch axes as one
@@ -81,7 +81,7 @@ def pose(
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
-            posed = Posed(model, mesh, prices, few, strict, setting, order, allowed)
+            posed = ShardingProblem(model, mesh, prices, few, strict, setting, order, allowed)
             _ = posed.free  # what is wrong shows here
         except NoFiniteAssignment:
             if not strict:
@@ -95,7 +95,7 @@ def pose(
     raise reasons[-1]
 
 
-def grown(posed: Posed, batch: int) -> Posed:
+def rescaled_problem(posed: ShardingProblem, batch: int) -> ShardingProblem:
     """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
     return replace(posed, problem=posed.problem.grown(batch))
 

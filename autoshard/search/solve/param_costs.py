@@ -20,14 +20,14 @@ from autoshard.ir import DTYPES
 from autoshard.ir.flow import PortClass
 from autoshard.ir.local_bytes import held_shape
 from autoshard.ir.placement import Layout, R, Shard, chunk
-from autoshard.search.problem.cost_terms import Bytes, Profile, Time
+from autoshard.search.problem.cost_terms import AssignmentCosts, Bytes, Time
 from autoshard.search.problem.decisions import ParamState, ParamVar
 from autoshard.search.problem.exposed_collectives import gather_copies, reduce_copies
 from autoshard.search.problem.param_buckets import Shares
 from autoshard.search.problem.param_strategies import GATHERED
 from autoshard.search.problem.problem import MORE, Model
-from autoshard.search.solve.formulate import Posed
-from autoshard.search.solve.solve_placements import Placed
+from autoshard.search.solve.formulate import ShardingProblem
+from autoshard.search.solve.solve_placements import PlacementSolution
 from autoshard.solver.network import Array
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -64,17 +64,17 @@ class Parameters:
         return repr((self.shapes, self.shares, [array.tobytes() for array in arrays]))
 
 
-def parameters_of(posed: Posed, placed: Placed) -> Parameters:
+def parameters_of(posed: ShardingProblem, placed: PlacementSolution) -> Parameters:
     """The parameters of a problem, in the layouts that its placements use."""
     return _parameters(posed, lambda number, variable: (variable.states[placed.states[number]],))
 
 
-def least_parameters(posed: Posed) -> Parameters:
+def least_parameters(posed: ShardingProblem) -> Parameters:
     """The same, each with the least of every figure over all its states."""
     return replace(_parameters(posed, lambda _, variable: variable.states), least=True)
 
 
-def _parameters(posed: Posed, lives: Callable[[int, ParamVar], Sequence[ParamState]]) -> Parameters:
+def _parameters(posed: ShardingProblem, lives: Callable[[int, ParamVar], Sequence[ParamState]]) -> Parameters:
     """lives: that a parameter may lead, by its number and variable."""
     rows = []
     shapes: list[tuple[tuple[int, ...], ...]] = []
@@ -97,7 +97,7 @@ def _parameters(posed: Posed, lives: Callable[[int, ParamVar], Sequence[ParamSta
     return Parameters(count, whole, base_, split_, widths, both, most, tuple(shapes), tuple(shares))
 
 
-def _trained(posed: Posed) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
+def _trained(posed: ShardingProblem) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
     """(number of the variable, variable, class, how many of forward and backward use it)."""
     flow, backward = posed.model.flow, posed.model.folded.is_backward()
     for number, variable in enumerate(posed.problem.variables):
@@ -107,7 +107,7 @@ def _trained(posed: Posed) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Added:
+class ParamUseCosts:
     """What a use of parameters adds to the least that they take, by state of a variable, [states] each.
 
     keep: whether copies last for the step. gather: seconds over axes inside layers, of all members. gathers:
@@ -122,11 +122,11 @@ class Added:
     sums: Array
 
 
-def added_by_use(posed: Posed) -> dict[int, Added]:
+def added_by_use(posed: ShardingProblem) -> dict[int, ParamUseCosts]:
     """By number of the variable, where a use adds anything."""
     axes, prices = posed.problem.axes, posed.prices
     inner = [k for k, m in enumerate(axes.mesh_meanings) if not m.splits_batch]
-    found: dict[int, Added] = {}
+    found: dict[int, ParamUseCosts] = {}
     for number, variable, group, phases in _trained(posed):
         type_, count = group.first.type, len(group.ports)
         used = {u: prices.ops.local_bytes(type_, u, axes.sizes) for u in {s.use for s in variable.states}}
@@ -147,7 +147,7 @@ def added_by_use(posed: Posed) -> dict[int, Added]:
         late = np.array([s.keep and s.late for s in variable.states], dtype=bool)
         width, more = DTYPES[type_.dtype][1], count * (whole - whole.min())
         sums = np.where(late, more / width * prices.recipe.sum_bytes(width), 0.0)
-        found[number] = Added(keep, gather, phases * gather, more, sums)
+        found[number] = ParamUseCosts(keep, gather, phases * gather, more, sums)
     return found
 
 
@@ -172,13 +172,13 @@ def _kept_width(recipe: Recipe, width: float) -> float:
     return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width)
 
 
-def _off_data(stored: Layout, posed: Posed) -> Layout:
+def _off_data(stored: Layout, posed: ShardingProblem) -> Layout:
     """The layout of a stored parameter, were it whole on every data rank."""
     meanings = posed.problem.axes.mesh_meanings
     return tuple(R if m.splits_batch else p for p, m in zip(stored, meanings, strict=True))
 
 
-def _data_ways(use: Layout, posed: Posed) -> float:
+def _data_ways(use: Layout, posed: ShardingProblem) -> float:
     """Over how many of the ranks that split the batch a parameter in use is split."""
     axes = posed.problem.axes
     ways = 1
@@ -216,13 +216,13 @@ class Zero:
         self._shared = np.array([s.gather.other < 1 for s in given.shares], dtype=bool)
         self._divided: dict[int, tuple[Mask, Mask]] = {}
 
-    def stages(self, mesh: Mesh, links: Sequence[AxisLink]) -> list[Profile]:
+    def stages(self, mesh: Mesh, links: Sequence[AxisLink]) -> list[AssignmentCosts]:
         """What they take with ZeRO 3, 2 and 1 alike for all; data parallel if nothing is sharded.
 
         links: of every axis. Without any stages if the mesh stores them in fewer parts than they are used in.
         """
         return [
-            Profile(
+            AssignmentCosts(
                 {k: float(each.sum()) for k, each in lived.seconds.items()},
                 {k: float(each.sum()) for k, each in lived.bytes.items()},
             )

@@ -14,13 +14,13 @@ from autoshard.cost.stage_machines import kinds_of, whole_mesh
 from autoshard.errors import BatchError
 from autoshard.search.problem.pins import Pin
 from autoshard.search.problem.problem import Model, batch_of, experts_of
-from autoshard.search.problem.rescale_batch import NotRebatchable, rebatched
+from autoshard.search.problem.rescale_batch import NotRescalable, with_batch
 from autoshard.search.solve.axis_traffic import traffic_of
-from autoshard.search.solve.formulate import Posed, grown, pose
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.formulate import ShardingProblem, formulate, rescaled_problem
+from autoshard.search.solve.step_config import StepConfig
 
 
-class Poses:
+class ProblemCache:
     """Problems of a model by mesh and microbatch.
 
     captured: sequences that the model was captured with. world: ranks in all, which a pipeline divides among
@@ -31,7 +31,7 @@ class Poses:
         self,
         model: Model,
         cluster: Cluster,
-        setting: Setting,
+        setting: StepConfig,
         recipe: Recipe,
         progress: Callable[[str], None],
         world: int = 0,
@@ -42,8 +42,8 @@ class Poses:
         self.captured = batch_of(model.folded)
         self.total = total or self.captured
         self.prices = CostModels(cluster, world)
-        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], Posed] = {}
-        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], Posed] = {}
+        self._posed: dict[tuple[Mesh, int, tuple[Pin, ...], bool, bool], ShardingProblem] = {}
+        self._grown: dict[tuple[Mesh, int, tuple[Pin, ...]], ShardingProblem] = {}
         self._models: dict[int, Model] = {}
         self._orders: dict[Mesh, RankOrder] = {}
 
@@ -60,8 +60,8 @@ class Poses:
         *,
         merge: bool = True,
         roughly: bool = False,
-    ) -> Posed:
-        """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.pose`.
+    ) -> ShardingProblem:
+        """A mesh with microbatches of ``batch`` sequences; merge: see `search.solve.formulate.formulate`.
         roughly: with ranks of a pipeline on devices in an order that is soon found, to compare others with.
 
         Raises BatchError if the model cannot be scaled to that batch, UsageError if the mesh cannot be used.
@@ -71,7 +71,7 @@ class Poses:
         roughly = roughly and self.cluster.links is not None and self.prices.ranks(mesh) > 1
         key = (mesh, batch, pins, merge, roughly)
         if key not in self._posed:
-            self._posed[key] = pose(
+            self._posed[key] = formulate(
                 self._scaled(mesh, batch),
                 mesh,
                 self.prices,
@@ -85,7 +85,7 @@ class Poses:
 
     def priced(
         self, mesh: Mesh, batch: int, pins: tuple[Pin, ...], least: int, *, bounds: bool = False
-    ) -> Posed:
+    ) -> ShardingProblem:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
         leaves the same to decide. bounds: or where that takes no more."""
         found = self.of(mesh, least, pins, roughly=True)
@@ -94,7 +94,7 @@ class Poses:
             return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
         if key not in self._grown:
-            self._grown[key] = grown(found, batch)
+            self._grown[key] = rescaled_problem(found, batch)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:
@@ -115,19 +115,19 @@ class Poses:
         """Whether the model can be priced with another batch without capturing it again."""
         try:
             self._rebatched(batch)
-        except NotRebatchable:
+        except NotRescalable:
             return False
         return True
 
     def _rebatched(self, batch: int) -> Model:
         if batch not in self._models:
-            self._models[batch] = rebatched(self.model, batch)
+            self._models[batch] = with_batch(self.model, batch)
         return self._models[batch]
 
     def _scaled(self, mesh: Mesh, batch: int) -> Model:
         try:
             return self._rebatched(batch)
-        except NotRebatchable as error:
+        except NotRescalable as error:
             raise BatchError(
                 f"the model cannot be planned for microbatches of {batch} sequences",
                 where=f"mesh {mesh}, captured with {self.captured} sequences",

@@ -14,10 +14,10 @@ from itertools import product
 from math import ceil, inf
 from typing import Literal
 
-from autoshard.cost.step_time import Sums, step_time
+from autoshard.cost.step_time import StepSums, step_time
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.cost_terms import Bytes, Profile, Time
-from autoshard.search.solve.step_config import OF_STATE, Setting
+from autoshard.search.problem.cost_terms import AssignmentCosts, Bytes, Time
+from autoshard.search.solve.step_config import OF_STATE, StepConfig
 
 #: kinds of layers that each get a policy of their own; those beyond share the last one's
 _KINDS = 4
@@ -38,26 +38,26 @@ class _Option:
 
 
 #: nothing beside a profile
-_NOTHING = Profile({}, {})
+_NOTHING = AssignmentCosts({}, {})
 
 
-def fill(taken: Profile, setting: Setting, budget: float) -> Setting | None:
+def choose_recompute(taken: AssignmentCosts, setting: StepConfig, budget: float) -> StepConfig | None:
     """The setting with the cheapest recomputation that fits the budget; None if none fits."""
-    found = Filling(taken, setting.calls).best(setting, budget)
+    found = RecomputePlanner(taken, setting.calls).best(setting, budget)
     return None if found is None else found[0]
 
 
-class Filling:
+class RecomputePlanner:
     """Recomputation for one profile, in many settings and beside many others that run nothing again.
 
     calls: how often each forward segment of a layer is called, in every setting that is asked about. What a
     segment holds and takes depends on what of it runs again and on nothing else that does.
     """
 
-    def __init__(self, taken: Profile, calls: Mapping[str, int]) -> None:
+    def __init__(self, taken: AssignmentCosts, calls: Mapping[str, int]) -> None:
         self.taken, self.calls = taken, calls
         #: the part of it that belongs to parameters
-        self._state = Profile({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
+        self._state = AssignmentCosts({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
         #: bytes of activations of each segment, and of no segment that may run again
         self._of_segment: dict[str, list[tuple[Bytes, float]]] = {name: [] for name in calls}
         self._others: list[tuple[Bytes, float]] = []
@@ -77,8 +77,12 @@ class Filling:
         return found
 
     def best(
-        self, setting: Setting, budget: float, beside: Profile = _NOTHING, plain: Sums | None = None
-    ) -> tuple[Setting, float] | None:
+        self,
+        setting: StepConfig,
+        budget: float,
+        beside: AssignmentCosts = _NOTHING,
+        plain: StepSums | None = None,
+    ) -> tuple[StepConfig, float] | None:
         """(the setting with the cheapest recomputation that fits the budget, seconds of a step), or None.
 
         beside: what is taken as well: seconds of other kinds, and bytes of state alone. plain: all seconds,
@@ -101,12 +105,12 @@ class Filling:
                     best = again, seconds
         return None if best is None else (replace(bare, recompute=best[0]), best[1])
 
-    def state_bytes(self, setting: Setting, beside: Profile) -> float:
+    def state_bytes(self, setting: StepConfig, beside: AssignmentCosts) -> float:
         """Bytes of parameters, gradients and optimizer; beside: see `best`."""
         return setting.state_bytes(beside, setting.state_bytes(self._state))
 
     def _filled(
-        self, bare: Setting, chosen: Sequence[_Option], state: float, windows: float, budget: float
+        self, bare: StepConfig, chosen: Sequence[_Option], state: float, windows: float, budget: float
     ) -> dict[str, Recompute] | None:
         """Calls added in order of price until the assignment fits."""
         again: dict[str, Recompute] = {}
@@ -121,10 +125,10 @@ class Filling:
             held = self._activations(bare, again, windows)
         return again if state + held <= budget else None
 
-    def _activations(self, bare: Setting, again: Mapping[str, Recompute], windows: float) -> float:
+    def _activations(self, bare: StepConfig, again: Mapping[str, Recompute], windows: float) -> float:
         """Bytes of activations where some calls run again; but for windows the same on many meshes."""
         pipe = bare.pipe
-        # all that a setting says of them, see `Setting.bytes_weight`
+        # all that a setting says of them, see `StepConfig.bytes_weight`
         key = (bare.flight, bare.waiting, pipe.splits_backward, pipe.ranks > 1, bare.sending, bare.optimistic)
         late, early = self._part(bare, key, "", None)
         for name in self.calls:
@@ -133,9 +137,9 @@ class Filling:
         return max(late, windows + early)
 
     def _part(
-        self, bare: Setting, key: Hashable, segment: str, again: Recompute | None
+        self, bare: StepConfig, key: Hashable, segment: str, again: Recompute | None
     ) -> tuple[float, float]:
-        """Of one segment, or of no segment that may run again (""); see `Setting.activations`."""
+        """Of one segment, or of no segment that may run again (""); see `StepConfig.activations`."""
         at = (key, segment, again and (again.policy, again.calls))
         found = self._held.get(at)
         if found is None:
@@ -148,7 +152,7 @@ class Filling:
             found = self._held[at] = late, early
         return found
 
-    def _more(self, again: Mapping[str, Recompute]) -> Sums:
+    def _more(self, again: Mapping[str, Recompute]) -> StepSums:
         """Seconds of what runs again."""
         work = talk = 0.0
         for name, chosen in again.items():
@@ -156,10 +160,10 @@ class Filling:
             for cheap in (True, False) if chosen.policy == "full" else (True,):
                 work += share * self.taken.seconds.get(Time("work", False, name, cheap), 0.0)
                 talk += share * self.taken.seconds.get(Time("talk", False, name, cheap), 0.0)
-        return Sums(work_backward=work, talk_backward=talk)
+        return StepSums(work_backward=work, talk_backward=talk)
 
 
-def marginal_price(taken: Profile, setting: Setting) -> float:
+def marginal_price(taken: AssignmentCosts, setting: StepConfig) -> float:
     """Seconds per byte of the dearest recomputation that a setting uses; 0.0 if it uses none."""
     options = _options(taken, setting.calls)
     prices = [
@@ -182,7 +186,7 @@ def _choices(options: Mapping[str, list[_Option]]) -> list[list[_Option]]:
     return found
 
 
-def _options(taken: Profile, calls: Mapping[str, int]) -> dict[str, list[_Option]]:
+def _options(taken: AssignmentCosts, calls: Mapping[str, int]) -> dict[str, list[_Option]]:
     seconds: dict[tuple[str, bool], float] = {}
     for key, value in taken.seconds.items():
         if key.kind in ("work", "talk") and not key.backward and key.segment in calls:

@@ -15,7 +15,7 @@ from math import inf
 from autoshard.cost.step_time import Exposure, between
 from autoshard.search.plan.plan import Recompute
 from autoshard.search.problem.problem import Problem
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import Array, CostNetwork, Limits
 from autoshard.solver.solve import proven_seconds
 
@@ -28,7 +28,7 @@ _MOVES = 4
 
 def dual_bound(
     problem: Problem,
-    setting: Setting,
+    setting: StepConfig,
     budget: float,
     price: float,
     exposure: Exposure,
@@ -89,7 +89,7 @@ def dual_bound(
     return max(known.values())
 
 
-def extremes(setting: Setting) -> list[Setting]:
+def extremes(setting: StepConfig) -> list[StepConfig]:
     """None or all calls of every kind of layer, by each policy, at their least memory."""
     names = list(setting.calls)
     if len(names) > _KINDS:

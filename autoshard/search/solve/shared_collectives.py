@@ -6,13 +6,13 @@ import numpy as np
 
 from autoshard.search.problem.cost_entries import Joined
 from autoshard.search.problem.exposed_collectives import sums_over
-from autoshard.search.solve.formulate import Posed
+from autoshard.search.solve.formulate import ShardingProblem
 
 #: elements of the largest: statistics of channels
 _MOST = 65_536
 
 
-def shared_seconds(posed: Posed) -> float:
+def shared_seconds(posed: ShardingProblem) -> float:
     """Seconds that sharing them takes at most in one microbatch; a single data rank has nothing to share."""
     blueprint, found = posed.problem.blueprint, 0.0
     assert blueprint is not None

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cost.step_time import Exposure, StepTime, between
-from autoshard.search.problem.cost_terms import Profile, profile
+from autoshard.search.problem.cost_terms import AssignmentCosts, profile
 from autoshard.search.problem.problem import Problem
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.minimise import ELIMINATED
 from autoshard.solver.network import (
     Array,
@@ -32,16 +32,16 @@ _AT_HAND = 4
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementSolution:
     """States of all variables for a setting, with what they take, the step they give and what is proven.
 
     lower_bound: seconds; no placements within the budget give a shorter step in this setting. network: the
     one that the solution came from, whose marginals say what other choices cost.
     """
 
-    setting: Setting
+    setting: StepConfig
     states: tuple[int, ...]
-    taken: Profile
+    taken: AssignmentCosts
     step: StepTime
     bytes: float
     lower_bound: float
@@ -70,11 +70,11 @@ class Networks:
         self._keys = tuple(dict.fromkeys((*problem.terms.alone, *problem.terms.pairs)))
         self._made: dict[tuple[tuple[float, ...], tuple[float, ...]], _Weighed] = {}
 
-    def of(self, setting: Setting, bound: Exposure) -> CostNetwork:
+    def of(self, setting: StepConfig, bound: Exposure) -> CostNetwork:
         """The network of a setting for a given exposure."""
         return self.weighed(setting, bound).network
 
-    def weighed(self, setting: Setting, bound: Exposure) -> _Weighed:
+    def weighed(self, setting: StepConfig, bound: Exposure) -> _Weighed:
         """The same with its weights."""
         seconds = setting.time_weight(bound)
         times = tuple([seconds(key) for key in self._keys])
@@ -90,7 +90,7 @@ class Networks:
 
 def place(
     problem: Problem,
-    setting: Setting,
+    setting: StepConfig,
     budget: float | None,
     *,
     allowed: Sequence[Array | None] = (),
@@ -99,7 +99,7 @@ def place(
     rounds: int = _ROUNDS,
     over: Sequence[int] = (),
     networks: Networks | None = None,
-) -> Placed:
+) -> PlacementSolution:
     """The best over a few exposures, from ``start`` (default: everything is hidden) on.
 
     over: fast states: if they hold more than the budget, the fastest ones are taken to do so, too, which
@@ -107,7 +107,7 @@ def place(
     ask for them as well. Raises InfeasibleNetwork if nothing fits,
     NoFiniteAssignment if everything is forbidden.
     """
-    best: Placed | None = None
+    best: PlacementSolution | None = None
     lower = 0.0
     bound = start or Exposure(0.0, 0.0, 0.0, 0.0)
     tried: list[Exposure] = []
@@ -126,7 +126,7 @@ def place(
         lower = max(lower, solution.lower_bound)
         if best is None or step.total < best.seconds:
             held = _held(setting, taken, solution.bytes)
-            best = Placed(setting, solution.states, taken, step, held, 0.0, solution, network)
+            best = PlacementSolution(setting, solution.states, taken, step, held, 0.0, solution, network)
         shown = setting.exposure(taken)
         if shown == bound:
             break
@@ -140,7 +140,7 @@ def place(
     return replace(best, lower_bound=min(lower, best.seconds))
 
 
-def _held(setting: Setting, taken: Profile, counted: float) -> float:
+def _held(setting: StepConfig, taken: AssignmentCosts, counted: float) -> float:
     """Bytes at the peak. counted: by the network, which knows one point of a step alone: where gradients of
     parameters wait, the first rank may hold most at another."""
     return max(counted, setting.held(taken).total) if setting.pipe.splits_backward else counted
@@ -181,12 +181,12 @@ def _solved(
 
 def priced(
     problem: Problem,
-    setting: Setting,
+    setting: StepConfig,
     price: float,
     *,
     allowed: Sequence[Array | None] = (),
     limits: Limits | None = None,
-) -> Placed:
+) -> PlacementSolution:
     """Placements of least seconds where a byte costs ``price`` seconds."""
     bound = Exposure(0.0, 0.0, 0.0, 0.0)
     network = setting.network(problem.terms, bound, allowed)
@@ -194,10 +194,12 @@ def priced(
     solution = solve(network.at_price(price), limits=limits, orders=problem.known.orders)
     taken = profile(problem.terms, solution.states)
     step = setting.step(taken)
-    return Placed(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
+    return PlacementSolution(setting, solution.states, taken, step, solution.bytes, 0.0, solution, network)
 
 
-def placed_at(problem: Problem, setting: Setting, network: CostNetwork, states: tuple[int, ...]) -> Placed:
+def placed_at(
+    problem: Problem, setting: StepConfig, network: CostNetwork, states: tuple[int, ...]
+) -> PlacementSolution:
     """An assignment that was found in another way."""
     taken = profile(problem.terms, states)
     counted = network.bytes_of(states)
@@ -205,4 +207,4 @@ def placed_at(problem: Problem, setting: Setting, network: CostNetwork, states: 
     seconds = network.seconds_of(states)
     solution = Solution(states, seconds, counted, 0.0, 1.0, "parameters refitted", stats)
     held = _held(setting, taken, counted)
-    return Placed(setting, states, taken, setting.step(taken), held, 0.0, solution, network)
+    return PlacementSolution(setting, states, taken, setting.step(taken), held, 0.0, solution, network)

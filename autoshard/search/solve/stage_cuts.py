@@ -58,7 +58,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Ask:
+class CutRequest:
     """What the stages are for.
 
     stages: how many. microbatches: of a step. chunks: stages per rank. in_flight: per stage, how many
@@ -79,7 +79,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCuts:
     """ends: the slots behind which stages end, the last one left out. seconds: of a step, by the formula.
 
     slowest: seconds of the slowest stage for one microbatch.
@@ -120,7 +120,7 @@ def places_of(calls: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     return sorted((call, number) for _, call, number in sorted(keys)[:_PLACES])
 
 
-def step_seconds(times: Sequence[float], ask: Ask) -> float:
+def step_seconds(times: Sequence[float], ask: CutRequest) -> float:
     """Seconds of a step whose stages take these seconds per microbatch.
 
     With several stages per rank the slowest one stands for all of its rank: a rank takes them in turns, and
@@ -129,7 +129,7 @@ def step_seconds(times: Sequence[float], ask: Ask) -> float:
     return (ask.microbatches * ask.chunks - 1) * max(times) + sum(times) / ask.chunks
 
 
-def best_cuts(line: Line | Sequence[Line], ask: Ask) -> Stages | None:
+def best_cuts(line: Line | Sequence[Line], ask: CutRequest) -> StageCuts | None:
     """The cuts of the least step, None if no stages fit the memory.
 
     line: or that of every stage, where the same ops take unlike ranks different seconds; their bytes are the
@@ -141,15 +141,15 @@ def best_cuts(line: Line | Sequence[Line], ask: Ask) -> Stages | None:
         return None
     turns = ask.microbatches * ask.chunks - 1
     bounds = [least]
-    known: dict[int, tuple[float, Stages]] = {}
+    known: dict[int, tuple[float, StageCuts]] = {}
 
-    def at(k: int) -> tuple[float, Stages]:
+    def at(k: int) -> tuple[float, StageCuts]:
         """(least sum of all stages, those stages) with none slower than the k-th bound."""
         if k not in known:
             ends = table.cheapest(bounds[k])
             assert ends is not None
             times = table.times(ends)
-            known[k] = (sum(times), Stages(ends, step_seconds(times, ask), max(times)))
+            known[k] = (sum(times), StageCuts(ends, step_seconds(times, ask), max(times)))
         return known[k]
 
     # with a slower stage than this, even stages that send nothing make no better step
@@ -179,7 +179,7 @@ class _Table:
     of: the kind of every stage.
     """
 
-    def __init__(self, lines: Sequence[Line], ask: Ask) -> None:
+    def __init__(self, lines: Sequence[Line], ask: CutRequest) -> None:
         kinds = {id(line): line for line in lines}
         numbers = {key: k for k, key in enumerate(kinds)}
         self.ask, self.of = ask, tuple(numbers[id(line)] for line in lines)

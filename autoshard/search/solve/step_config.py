@@ -8,15 +8,23 @@ from functools import cached_property
 from math import inf
 from typing import Literal
 
-from autoshard.cost.step_time import Exposure, Overlap, StepTime, Sums, exposure_of, step_time, weights
+from autoshard.cost.step_time import Exposure, Overlap, StepSums, StepTime, exposure_of, step_time, weights
 from autoshard.search.plan.plan import Recompute
-from autoshard.search.problem.cost_terms import ByteKind, Bytes, Profile, Terms, Time, TimeWeight, compose
+from autoshard.search.problem.cost_terms import (
+    AssignmentCosts,
+    ByteKind,
+    Bytes,
+    CostTerms,
+    Time,
+    TimeWeight,
+    compose,
+)
 from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.solver.network import Array, CostNetwork
 
 
 @dataclass(frozen=True)
-class Held:
+class RankBytes:
     """Bytes per rank. state: of parameters, gradients, optimizer and gathered copies."""
 
     state: float
@@ -28,7 +36,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepConfig:
     """How a step is run.
 
     microbatches: how many make a step. calls: how often each forward segment of a layer is called in one.
@@ -79,7 +87,7 @@ class Setting:
         waiting, others = self.pipe.waiting(self.microbatches)
         return waiting / self.pipe.ranks, others / self.pipe.ranks
 
-    def running_again(self, policy: Literal["selective", "full"]) -> Setting:
+    def running_again(self, policy: Literal["selective", "full"]) -> StepConfig:
         """The same with every call of every layer computed again by one policy."""
         return replace(self, recompute={name: Recompute(policy, n) for name, n in self.calls.items()})
 
@@ -136,14 +144,14 @@ class Setting:
         needed = not full if key.kind == "extra" else full or key.cheap
         return flight * chosen.calls / calls if needed else 0.0
 
-    def weights(self, bound: Exposure) -> Sums:
+    def weights(self, bound: Exposure) -> StepSums:
         """See `cost.step_time.weights`."""
         if bound not in self._weights:
             self._weights[bound] = weights(self.how, bound)
         return self._weights[bound]
 
     @cached_property
-    def _weights(self) -> dict[Exposure, Sums]:
+    def _weights(self) -> dict[Exposure, StepSums]:
         return {}
 
     def time_weight(self, bound: Exposure) -> TimeWeight:
@@ -179,13 +187,13 @@ class Setting:
 
         return weight
 
-    def network(self, terms: Terms, bound: Exposure, allowed: Sequence[Array | None] = ()) -> CostNetwork:
+    def network(self, terms: CostTerms, bound: Exposure, allowed: Sequence[Array | None] = ()) -> CostNetwork:
         """The cost network of this setting for a given exposure."""
         return compose(terms, self.time_weight(bound), self.bytes_weight, allowed)
 
-    def sums(self, *taken: Profile) -> Sums:
+    def sums(self, *taken: AssignmentCosts) -> StepSums:
         """Seconds by what they overlap with, of all profiles together."""
-        found = dict.fromkeys(Sums.__dataclass_fields__, 0.0)
+        found = dict.fromkeys(StepSums.__dataclass_fields__, 0.0)
         again = bool(self.recompute)
         for profile in taken:
             for key, seconds in profile.seconds.items():
@@ -204,21 +212,21 @@ class Setting:
                     found["once"] += seconds
                 else:
                     found[kind] += seconds
-        return Sums(**found)
+        return StepSums(**found)
 
-    def exposure(self, taken: Profile) -> Exposure:
+    def exposure(self, taken: AssignmentCosts) -> Exposure:
         """Which overlaps are bound by communication."""
         return exposure_of(self.sums(taken), self.how)
 
-    def step(self, *taken: Profile) -> StepTime:
+    def step(self, *taken: AssignmentCosts) -> StepTime:
         """A step that takes all of these profiles."""
         return step_time(self.sums(*taken), self.how)
 
-    def held(self, taken: Profile) -> Held:
+    def held(self, taken: AssignmentCosts) -> RankBytes:
         """Bytes at the peak."""
-        return Held(self.state_bytes(taken), self.activation_bytes(taken, self.windows(taken)))
+        return RankBytes(self.state_bytes(taken), self.activation_bytes(taken, self.windows(taken)))
 
-    def state_bytes(self, taken: Profile, more: float = 0.0) -> float:
+    def state_bytes(self, taken: AssignmentCosts, more: float = 0.0) -> float:
         """Bytes of parameters and what belongs to them, on top of ``more``."""
         weights = self._state_weights
         return sum([weights[k.kind] * n for k, n in taken.bytes.items() if k.kind in weights], more)
@@ -227,19 +235,19 @@ class Setting:
     def _state_weights(self) -> Mapping[str, float]:
         return {kind: self.bytes_weight(Bytes(kind)) for kind in OF_STATE}
 
-    def windows(self, taken: Profile) -> float:
+    def windows(self, taken: AssignmentCosts) -> float:
         """Bytes of gathered parameters that a rank holds, but not where it holds most of gradients that wait;
         0 where none waits."""
         if not self.pipe.splits_backward:
             return 0.0
         return sum((n for k, n in taken.bytes.items() if k.kind == "window"), 0.0)
 
-    def activation_bytes(self, taken: Profile, windows: float = 0.0) -> float:
+    def activation_bytes(self, taken: AssignmentCosts, windows: float = 0.0) -> float:
         """Bytes of everything else at the peak. windows: see `windows`."""
         late, early = self.activations(taken)
         return max(late, windows + early)
 
-    def activations(self, taken: Profile) -> tuple[float, float]:
+    def activations(self, taken: AssignmentCosts) -> tuple[float, float]:
         """Bytes of everything else: where most gradients of parameters wait, and, but for windows, on the
         first rank of a pipeline as it begins its first backward, where none does yet; the peak, and nothing,
         where none ever waits."""
@@ -247,7 +255,7 @@ class Setting:
         return found, (self.waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
 
     @cached_property
-    def waitless(self) -> Setting:
+    def waitless(self) -> StepConfig:
         """The same with as many microbatches in flight, of which no gradient waits."""
         return replace(self, pipe=replace(self.pipe, schedule="1f1b", chunks=1))
 

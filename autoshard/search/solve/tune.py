@@ -8,10 +8,10 @@ from math import inf
 
 from autoshard.cost.step_time import Exposure
 from autoshard.search.problem.problem import Problem
-from autoshard.search.solve.recompute import fill
+from autoshard.search.solve.recompute import choose_recompute
 from autoshard.search.solve.refit_params import refit
-from autoshard.search.solve.solve_placements import Networks, Placed, place, placed_at
-from autoshard.search.solve.step_config import Setting
+from autoshard.search.solve.solve_placements import Networks, PlacementSolution, place, placed_at
+from autoshard.search.solve.step_config import StepConfig
 from autoshard.solver.network import Array, CostNetwork, InfeasibleNetwork, Limits
 from autoshard.solver.single_elimination import least_seconds
 
@@ -37,14 +37,14 @@ ROUGH = replace(QUICK, total=20_000_000)
 
 def tune(
     problem: Problem,
-    setting: Setting,
+    setting: StepConfig,
     budget: float | None,
     *,
     allowed: Sequence[Array | None] = (),
     recompute: bool = True,
     limits: Limits = FINAL,
     beat: float = inf,
-) -> Placed:
+) -> PlacementSolution:
     """The best placements with the best recomputation; raises InfeasibleNetwork if nothing fits.
 
     setting: its recomputation is only a start. recompute: whether anything may run again. beat: seconds; what
@@ -66,7 +66,7 @@ class _Tuning:
     def __init__(
         self,
         problem: Problem,
-        bare: Setting,
+        bare: StepConfig,
         budget: float,
         allowed: Sequence[Array | None],
         limits: Limits,
@@ -75,12 +75,12 @@ class _Tuning:
         self.beat = beat
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
-        self.found: list[Placed] = []
+        self.found: list[PlacementSolution] = []
         self.free: tuple[int, ...] = ()
         self.small = problem.choices <= _SMALL
         self.networks = Networks(problem, allowed)
 
-    def best(self, free: Placed, hint: Setting) -> Placed:
+    def best(self, free: PlacementSolution, hint: StepConfig) -> PlacementSolution:
         self.free = free.states
         self._attempt(self.bare)
         if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
@@ -94,15 +94,15 @@ class _Tuning:
             last = min(last, self._final(other), key=_order)
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
-    def _rivals(self, best: Placed) -> list[Placed]:
+    def _rivals(self, best: PlacementSolution) -> list[PlacementSolution]:
         """Placements that run other things again and are so near that more work may make them the best."""
-        found: dict[str, Placed] = {}
+        found: dict[str, PlacementSolution] = {}
         for placed in sorted(self.found, key=_order):
             if placed.setting.recompute != best.setting.recompute:
                 found.setdefault(str(placed.setting.recompute), placed)
         return [placed for placed in found.values() if placed.seconds <= (1 + _NEAR) * best.seconds]
 
-    def _with_recompute(self, free: Placed, hint: Setting) -> None:
+    def _with_recompute(self, free: PlacementSolution, hint: StepConfig) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
         extremes = [hint] if hint.recompute else []
         everything = self.bare.running_again("selective"), self.bare.running_again("full")
@@ -115,12 +115,12 @@ class _Tuning:
             self._attempt(min(self.found, key=lambda p: p.seconds).setting)
         starts = sorted(self.found, key=lambda p: p.seconds)
         for start in [free, *starts] if self.small else starts[:1]:
-            again = fill(start.taken, self.bare, self.budget)
+            again = choose_recompute(start.taken, self.bare, self.budget)
             if again is not None and all(again != p.setting for p in self.found):
                 self._at(again, start)
                 self._attempt(again, last=True)
 
-    def _at(self, setting: Setting, start: Placed) -> None:
+    def _at(self, setting: StepConfig, start: PlacementSolution) -> None:
         """The placements of ``start`` as they are, if they fit in another setting."""
         bound = setting.exposure(start.taken)
         network = self.networks.of(setting, bound)
@@ -128,9 +128,9 @@ class _Tuning:
         if placed.bytes <= self.budget:
             self.found.append(placed)
 
-    def _final(self, winner: Placed) -> Placed:
+    def _final(self, winner: PlacementSolution) -> PlacementSolution:
         """The winner once more with more work, and with less recomputation if that fits by now."""
-        less = fill(winner.taken, self.bare, self.budget)
+        less = choose_recompute(winner.taken, self.bare, self.budget)
         setting = winner.setting
         if less is not None and less.step(winner.taken).total < winner.seconds:
             setting = less
@@ -144,7 +144,7 @@ class _Tuning:
             return winner
         return min(winner, last, key=_order)
 
-    def _attempt(self, setting: Setting, *, last: bool = False) -> None:
+    def _attempt(self, setting: StepConfig, *, last: bool = False) -> None:
         """last: whether nothing else starts from it."""
         if self._is_hopeless(setting, last=last):
             return
@@ -153,7 +153,7 @@ class _Tuning:
         except InfeasibleNetwork:
             return
 
-    def _is_hopeless(self, setting: Setting, *, last: bool) -> bool:
+    def _is_hopeless(self, setting: StepConfig, *, last: bool) -> bool:
         """Whether nothing fits in a setting, or even without a budget no placements come near the best found:
         both are known in a moment where a solution is long in coming. last: whether to look at the price of
         a byte, too, at which nothing within the budget may come near."""
@@ -173,7 +173,7 @@ class _Tuning:
         found = least_seconds(network.at_price(price) if price else network, QUICK, self.problem.known.orders)
         return 0.0 if found is None else found - price * self.budget
 
-    def _refit(self, base: Placed, settings: Sequence[Setting]) -> None:
+    def _refit(self, base: PlacementSolution, settings: Sequence[StepConfig]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
         for chosen in settings:
             bound = chosen.exposure(base.taken)
@@ -183,7 +183,9 @@ class _Tuning:
             if placed is not None and placed.bytes <= self.budget:
                 self.found.append(placed)
 
-    def _place(self, setting: Setting, limits: Limits, near: Placed | None) -> Placed:
+    def _place(
+        self, setting: StepConfig, limits: Limits, near: PlacementSolution | None
+    ) -> PlacementSolution:
         """near: a solution whose exposure to begin with."""
         start = None if near is None else near.setting.exposure(near.taken)
         return place(
@@ -199,5 +201,5 @@ class _Tuning:
         )
 
 
-def _order(placed: Placed) -> tuple[float, float]:
+def _order(placed: PlacementSolution) -> tuple[float, float]:
     return placed.seconds, placed.bytes

@@ -55,7 +55,7 @@ def tensor_in(lease: memoryview, dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, order=True)
-class Block:
+class ArenaBlock:
     """Where a message lies, in bytes."""
 
     size: int
@@ -73,19 +73,19 @@ class Arena:
         os.pwrite(self.mapped.fd, self.name, 0)
         self._end = _PAGE
         #: the smallest first
-        self._free: list[Block] = []
+        self._free: list[ArenaBlock] = []
 
-    def free(self, nbytes: int) -> Block | None:
+    def free(self, nbytes: int) -> ArenaBlock | None:
         """A block that was given back and fits, or None."""
         size = _rounded(nbytes)
-        at = bisect_left(self._free, Block(size, 0))
+        at = bisect_left(self._free, ArenaBlock(size, 0))
         if at < len(self._free) and size >= _FILLED * self._free[at].size:
             return self._free.pop(at)
         return None
 
-    def new(self, nbytes: int) -> Block:
+    def new(self, nbytes: int) -> ArenaBlock:
         """More memory. Raises OSError if there is none."""
-        block = Block(_rounded(nbytes), self._end)
+        block = ArenaBlock(_rounded(nbytes), self._end)
         self._end += block.size
         if self._end > self._size:
             # twice as long, since all map it anew: pages that nobody has written to take no memory
@@ -93,7 +93,7 @@ class Arena:
             os.ftruncate(self.mapped.fd, self._size)
         return block
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: ArenaBlock) -> None:
         insort(self._free, block)
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from autoshard.program.messages import Message
+from autoshard.program.messages import StageSend
 from autoshard.runtime.checks.check_mode import collective
 from autoshard.runtime.checks.collective_watchdog import Watch
 from autoshard.runtime.transport.p2p import Describe
@@ -28,10 +28,10 @@ class MemoryChannels:
         """A new step, in which messages are numbered anew."""
         self.steps += 1
 
-    def ask(self, messages: Sequence[Message]) -> None:
+    def ask(self, messages: Sequence[StageSend]) -> None:
         """Nothing needs to be prepared: messages lie with their senders until they are read."""
 
-    def take(self, message: Message) -> torch.Tensor:
+    def take(self, message: StageSend) -> torch.Tensor:
         """The value of a message, waited for."""
         shape, dtype = self.describe(message.value)
         with collective(f"receiving {message.value} from rank {self.near.names[message.sender]}", self.watch):
@@ -40,7 +40,7 @@ class MemoryChannels:
         self.near.done(seen)
         return value
 
-    def send(self, messages: Sequence[tuple[Message, torch.Tensor]]) -> None:
+    def send(self, messages: Sequence[tuple[StageSend, torch.Tensor]]) -> None:
         """Send values, which may change afterwards."""
         for message, x in messages:
             where = f"sending {message.value} to rank {self.near.names[message.receiver]}"
@@ -52,5 +52,5 @@ class MemoryChannels:
     def end(self) -> None:
         """Everything has been sent."""
 
-    def _number(self, message: Message) -> int:
+    def _number(self, message: StageSend) -> int:
         return self.steps * _MOST + message.number

@@ -19,7 +19,7 @@ from math import ceil
 
 import torch
 
-from autoshard.runtime.transport.shared_memory.arena import Arena, Block, Mapped, tensor_in
+from autoshard.runtime.transport.shared_memory.arena import Arena, ArenaBlock, Mapped, tensor_in
 
 #: what, number of the message between the two ranks, block of the sender, its offset in bytes, its bytes
 _RECORD = struct.Struct("<5Q")
@@ -78,8 +78,8 @@ class Neighbours:
         #: (rank, number) -> (key, offset, bytes) of what was announced
         self._announced: dict[tuple[int, int], tuple[int, int, int]] = {}
         #: key -> a block of this rank, and how many have yet to let go of it, itself among them
-        self._blocks: dict[int, tuple[Block, int]] = {}
-        self._rooms: dict[int, tuple[Block, memoryview]] = {}
+        self._blocks: dict[int, tuple[ArenaBlock, int]] = {}
+        self._rooms: dict[int, tuple[ArenaBlock, memoryview]] = {}
         #: keys of what was kept and is gone: tensors may go in any thread, between any two lines
         self._dropped: deque[int] = deque()
         #: rank -> answers for which its pipe had no room
@@ -149,7 +149,7 @@ class Neighbours:
             del self._blocks[key]
             self._arena.give_back(block)
 
-    def _taken(self, nbytes: int) -> tuple[Block, memoryview]:
+    def _taken(self, nbytes: int) -> tuple[ArenaBlock, memoryview]:
         while self._dropped:
             self._let_go(self._dropped.popleft())
         found = self._arena.free(nbytes)
