@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from compiled_nets import Net, in_place, inside
 from gloo_api_worker import check, raises
 from leaving import leave
 from lockstep_check import relative_error
-from test_compiled_modules import Net, in_place, inside
 from torch import nn
 from torch.distributed.tensor import DTensor
 

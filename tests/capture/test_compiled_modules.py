@@ -6,24 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from compiled_nets import in_place, inside
 from ranks import HERE, run_ranks
+from step_losses import Net
 from torch import nn
 
 import autoshard
 from autoshard.verify.lockstep import verify
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def whole(model: Net) -> nn.Module:
@@ -32,19 +21,6 @@ def whole(model: Net) -> nn.Module:
 
 def layers(model: Net) -> nn.Module:
     model.layers = nn.ModuleList(torch.compile(layer) for layer in model.layers)  # type: ignore[misc]
-    return model
-
-
-def inside(model: Net) -> nn.Module:
-    for layer in model.layers:
-        layer[0] = torch.compile(layer[0])  # type: ignore[index]
-    return torch.compile(model)  # type: ignore[return-value]
-
-
-def in_place(model: Net) -> nn.Module:
-    for layer in model.layers:
-        layer.compile()
-    model.compile()
     return model
 
 

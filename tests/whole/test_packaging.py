@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Runs with -S: site-packages comes last and without its .pth files, so an editable autoshard that is
 # installed beside the tests cannot answer in place of the one under test.

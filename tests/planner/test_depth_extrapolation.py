@@ -10,7 +10,7 @@ from math import inf
 import pytest
 import torch
 from families import _gpt2, _llama, _tokens
-from test_shorten import _bart, _gemma2, _opt
+from test_truncate_layers import _bart, _gemma2, _opt
 
 import autoshard.planner.depth_extrapolation as deep
 from autoshard.capture.capture import capture

@@ -10,9 +10,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 from pipelines import analysed, model_and_batch, pipeline, planned
-from torch import nn
+from stage_run import StageRun
 from typer.testing import CliRunner
 
 from autoshard.api import compile_analysed
@@ -20,12 +19,10 @@ from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.cluster.cluster import Cluster, Level
 from autoshard.cost.kernel_time import traffic_seconds
-from autoshard.ir.boundaries import ends_of
 from autoshard.program.layers import layers_of_stages
 from autoshard.program.messages import moves_of
 from autoshard.program.program import Program
 from autoshard.program.store import save_program
-from autoshard.runtime.executor import RankProgram, Values
 from autoshard.schedules.check import in_flight_of_stages
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
@@ -236,7 +233,7 @@ def test_a_rank_holds_what_its_costs_say(case: str) -> None:
     """The storage alive after the forwards of a rank, and after its input gradients, run for real."""
     program = CASES[case]()
     prices = StagePrices(program, CPU)
-    run = _Run(program, prices, *model_and_batch(FAMILY.get(case, "llama-deep"), 1))
+    run = StageRun(program, prices, *model_and_batch(FAMILY.get(case, "llama-deep"), 1))
     run.all()
     for rank, stages in enumerate(prices.stages_of):
         kept = [prices.kept[s] for s in stages]
@@ -244,87 +241,6 @@ def test_a_rank_holds_what_its_costs_say(case: str) -> None:
         if len(stages) == 1 and rank in run.split:
             assert run.split[rank] == pytest.approx(kept[0].weight + kept[0].made), rank
     assert bool(run.split) == prices.schedule.splits_backward
-
-
-class _Run:
-    """One microbatch of a program whose stages have one rank each.
-
-    forward, split: bytes alive on a rank after its last forward, and after its (last) input gradient.
-    """
-
-    def __init__(
-        self, program: Program, prices: StagePrices, model: nn.Module, batch: dict[str, torch.Tensor]
-    ) -> None:
-        self.program, self.prices, self.moves = program, prices, moves_of(program)
-        lowered = program.lowered
-        self.ranks: list[RankProgram] = []
-        self.envs: list[Values] = []
-        self.given = _ports(program, model, batch)
-        for stages, moves in zip(prices.stages_of, self.moves, strict=True):
-            sent = [v for move in moves for v in dict.fromkeys(m.value for m in move.sends)]
-            made = RankProgram(program, 0, {}, torch.device("cpu"), stages, sent)
-            env = made.start()
-            uses = {v for p in lowered.parts if p.stage in stages for v in ends_of(lowered, p).uses}
-            env.update({n: x for n, x in self.given.items() if n in uses})
-            self.ranks.append(made)
-            self.envs.append(env)
-        self.results = {r.value for r in program.signature.results}
-        self.forward: dict[int, float] = {}
-        self.split: dict[int, float] = {}
-
-    def all(self) -> None:
-        sent: dict[Any, torch.Tensor] = {}
-        at = [0] * len(self.moves)
-        while any(k < len(moves) for k, moves in zip(at, self.moves, strict=True)):
-            before = list(at)
-            for rank, moves in enumerate(self.moves):
-                if at[rank] == len(moves) or any(m not in sent for m in moves[at[rank]].receives):
-                    continue
-                move, env = moves[at[rank]], self.envs[rank]
-                env.update({m.value: sent[m].clone() for m in move.receives})
-                for phase in move.phases:
-                    self.ranks[rank].run(env, (move.action.stage, phase, move.action.slice))
-                sent.update({m: env[m.value] for m in move.sends})
-                for value in dict.fromkeys(m.value for m in move.sends):
-                    env.used(value)
-                if move.action.kind == "F":
-                    self.forward[rank] = self._alive(rank, ("backward", "weight"))
-                elif move.action.kind == "I":
-                    self.split[rank] = self._alive(rank, ("weight",))
-                at[rank] += 1
-            assert at != before
-
-    def _alive(self, rank: int, phases: tuple[str, ...]) -> float:
-        """Bytes of all that a rank has but ports, and results that are only handed over."""
-        lowered, stages = self.program.lowered, self.prices.stages_of[rank]
-        parts = [p for p in lowered.parts if p.stage in stages and p.phase in phases]
-        uses = {v for p in parts for v in ends_of(lowered, p).uses}
-        ports = {x.untyped_storage().data_ptr() for x in self.given.values()}
-        found = {
-            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-            for value, x in self.envs[rank].items()
-            if value in uses or (value not in self.results and not value.endswith("_partial"))
-        }
-        return float(sum(n for at, n in found.items() if at not in ports))
-
-
-def _ports(program: Program, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    leaves = list(batch.values())
-    found: dict[str, torch.Tensor] = {}
-    for p in program.signature.ports:
-        match p.kind:
-            case "const":
-                value = program.constants[p.target]
-                assert isinstance(value, torch.Tensor)
-                found[p.name] = value
-            case "input":
-                found[p.name] = leaves[int(p.target)]
-            case "tangent":
-                found[p.name] = torch.ones(p.type.shape)
-            case _:
-                found[p.name] = state[p.target].detach()
-    return found
 
 
 def test_peaks_count_what_backward_makes_for_the_weights() -> None:

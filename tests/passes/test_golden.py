@@ -1,6 +1,6 @@
 """What every pass makes of one small model, as text in ``tests/golden/``.
 
-``pytest tests/test_golden.py --update-golden`` writes the files anew, after a look at the differences. The
+``pytest tests/passes/test_golden.py --update-golden`` writes the files anew, after a look at the differences. The
 plans and the cluster stand there, too, so that other prices change nothing.
 """
 
@@ -26,7 +26,7 @@ from autoshard.search.plan.plan import Cut, Pipeline, Plan, Recompute
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
 from autoshard.verify.lockstep import verify
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 #: program -> (mesh of a stage, passes that are shown of it)
 PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "one-stage": (
@@ -53,14 +53,14 @@ PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {
 SWITCHED: dict[str, dict[str, bool]] = {"beside-messages": {"kernels": True}}
 #: passes that only some clusters and wishes need, shown and tested with those
 ELSEWHERE = {
-    "059b_ring_products": "test_ring.py",
-    "071_keep_part": "test_hierarchy.py",
-    "072_hierarchy": "test_hierarchy.py",
-    "074_secondary_shards": "test_hierarchy.py",
-    "075_quantise_collectives": "test_quantised.py",
-    "091_quantise_norms": "test_quantised_activations.py",
-    "092b_early_reductions": "test_early_reductions.py",
-    "093_offload": "test_offload.py",
+    "059b_ring_products": "passes/test_ring_products.py",
+    "071_keep_part": "passes/test_hierarchy.py",
+    "072_hierarchy": "passes/test_hierarchy.py",
+    "074_secondary_shards": "passes/test_hierarchy.py",
+    "075_quantise_collectives": "passes/test_quantized_collectives.py",
+    "091_quantise_norms": "passes/test_quantized_activations.py",
+    "092b_early_reductions": "passes/test_overlap_grad_reduce.py",
+    "093_offload": "passes/test_offload.py",
 }
 OF = {each: name for name, (_, passes) in PROGRAMS.items() for each in passes}
 
@@ -119,8 +119,10 @@ def _normal(text: str) -> str:
 def _compare(file: Path, text: str, update: bool) -> None:
     if update:
         file.write_text(text)
-    assert file.is_file(), f"{file.name} is missing: pytest tests/test_golden.py --update-golden"
-    assert text == file.read_text(), "see what differs, then: pytest tests/test_golden.py --update-golden"
+    assert file.is_file(), f"{file.name} is missing: pytest tests/passes/test_golden.py --update-golden"
+    assert text == file.read_text(), (
+        "see what differs, then: pytest tests/passes/test_golden.py --update-golden"
+    )
 
 
 @pytest.mark.parametrize("name", OF)

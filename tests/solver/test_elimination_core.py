@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_search import SHAPES, few, layered, network_of
+from test_solve import SHAPES, few, layered, network_of
 
 from autoshard.solver.diving import widen
 from autoshard.solver.eliminate import Elimination

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipelines import PIECE, cuts_of
 from ranks import HERE, run_ranks
 from sliced import SEQ, model_and_batch, planned, program_of
-from test_timeline import _Run
+from stage_run import StageRun
 from typer.testing import CliRunner
 
 import autoshard
@@ -247,7 +247,7 @@ def test_a_rank_keeps_what_its_costs_say() -> None:
     program = compile_analysed(replace(found, plan=plan))
     prices = StagePrices(program, load_cluster("cpu-gloo"))
     model, batch = model_and_batch("llama-deep", 1)
-    run = _Run(program, prices, model, batch)
+    run = StageRun(program, prices, model, batch)
     run.all()
     assert run.forward == {s: pytest.approx(prices.kept[s].held) for s in (0, 1)}
     assert sum(prices.costs.held[:4]) == pytest.approx(prices.kept[0].held)

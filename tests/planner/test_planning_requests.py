@@ -159,7 +159,7 @@ def test_megatron_keeps_what_travels_between_layers_whole() -> None:
 
 FRESH = """
 import sys
-from test_planner_wishes import limited_plan
+from test_planning_requests import limited_plan
 sys.stdout.write(limited_plan())
 """
 
@@ -178,7 +178,11 @@ def test_plans_are_the_same_byte_for_byte() -> None:
     text = limited_plan()
     assert limited_plan() == text
     here = Path(__file__).parent
-    env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(here)}
+    env = {
+        **os.environ,
+        "PYTHONHASHSEED": "12345",
+        "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run([sys.executable, "-c", FRESH], env=env, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == text
