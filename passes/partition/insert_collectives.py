@@ -254,8 +254,11 @@ class _Inserter:
     def _keeps_at(self, source: Place, target: Place) -> bool:
         """Whether a parameter that backward uses is kept from this input on, its first forward use."""
         state = self.plan.params.get(source)
-        kept = state is not None and state.keep and source in self.for_backward
-        return kept and self.first_use[source] == target
+        if state is None or not state.keep or self.first_use[source] != target:
+            return False
+        recompute = self.plan.recompute.get(target[0])
+        # full recomputation uses whatever forward does
+        return source in self.for_backward or (recompute is not None and recompute.policy == "full")
 
     # -- main --------------------------------------------------------------------------------------
 

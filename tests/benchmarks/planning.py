@@ -126,7 +126,8 @@ def compile_package() -> None:
     """
     package = Path(autoshard.__file__).resolve().parent
     # compile_dir passes over folders that are links, as `passes` and `kernels` are in a checkout
-    folders = (package, *(entry for entry in package.iterdir() if entry.is_symlink()))
+    links = (entry for entry in package.iterdir() if entry.is_symlink())
+    folders = (package, *links, Path(__file__).parent)
     if not all([compileall.compile_dir(folder, quiet=2) for folder in folders]):
         raise RuntimeError(f"the bytecode of {package} cannot be written")
 

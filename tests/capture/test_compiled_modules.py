@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compiled_nets import in_place, inside
+from compiled_nets import Net, in_place, inside
 from ranks import HERE, run_ranks
-from step_losses import Net
 from torch import nn
 
 import autoshard

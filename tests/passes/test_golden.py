@@ -1,7 +1,7 @@
 """What every pass makes of one small model, as text in ``tests/golden/``.
 
-``pytest tests/passes/test_golden.py --update-golden`` writes the files anew, after a look at the differences. The
-plans and the cluster stand there, too, so that other prices change nothing.
+``pytest tests/passes/test_golden.py --update-golden`` writes the files anew, after a look at the
+differences. The plans and the cluster stand there, too, so that other prices change nothing.
 """
 
 from __future__ import annotations

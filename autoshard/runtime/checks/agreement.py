@@ -80,8 +80,13 @@ def check_first_call(runner: Runner, module: nn.Module, built: WeightHashes, lea
 
 def gives_parts(runner: Runner, leaves: Sequence[Any]) -> bool:
     """Whether a call gives this rank's part of the batch, not the global one."""
-    given = ((leaves[int(p.target)], p) for p in runner.inputs)
-    return any(_plain(x) and tuple(x.shape) != runner.step_shape(p) for x, p in given)
+
+    def is_part(x: object, whole: tuple[int, ...]) -> bool:
+        return _plain(x) and x.dim() > 0 and x.shape[0] < whole[0] and tuple(x.shape[1:]) == whole[1:]
+
+    batched = runner.program.signature.batch_inputs
+    ports = (p for p in runner.inputs if p.target in batched)
+    return any(is_part(leaves[int(p.target)], runner.step_shape(p)) for p in ports)
 
 
 def check_parts_differ(runner: Runner, leaves: Sequence[Any]) -> None:
