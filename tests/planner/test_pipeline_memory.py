@@ -112,6 +112,6 @@ def test_no_two_cuts_end_up_at_one_place(mesh: str) -> None:
     cutting = cutting_of(planned)
     cuts = [cutting.slots.cut_behind(slot) for slot in cutting.slots.places]
     assert planned.settled is not None
-    whole = places_apart(cutting.uncut, planned.settled.posed.model.folded.joint).uncut.whole
+    whole = places_apart(cutting.uncut, planned.settled.formulated.model.folded.joint).uncut.whole
     ends = stage_ends(whole, cuts, cutting.how.mesh)
     assert len(set(ends)) == len(cuts) > 8

@@ -289,8 +289,8 @@ def test_search_keeps_the_cap_and_beats_the_named(
     assert found.seconds >= found.bound * (1 - 1e-9)
     assert found.schedule.owner in owners
     assert split or not found.schedule.splits_backward
-    for rival in named_that_fit(ranks, microbatches, chunks, costs, cap, split):
-        assert found.seconds <= makespan(rival, costs) * (1 + 1e-9)
+    for baseline in named_that_fit(ranks, microbatches, chunks, costs, cap, split):
+        assert found.seconds <= makespan(baseline, costs) * (1 + 1e-9)
 
 
 def needed(owner: tuple[int, ...], costs: StageCosts) -> list[float]:
