@@ -191,8 +191,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
         yield (
             "step",
             f"{seconds_text(step.seconds)} predicted: compute {seconds_text(step.compute)} + exposed "
-            f"communication {seconds_text(step.exposed)} ({seconds_text(step.hidden)} overlapped) + optimizer "
-            f"{seconds_text(step.update)}; MFU {step.mfu:.1%}",
+            f"communication {seconds_text(step.exposed)} ({seconds_text(step.hidden)} overlapped) + "
+            f"optimizer {seconds_text(step.update)}; MFU {step.mfu:.1%}",
         )
         if summary.simulated is not None:
             yield (
