@@ -154,7 +154,7 @@ def document(result: Any) -> dict[str, Any]:
 def test_plan_prints_what_was_decided_and_why(invoke: Invoke, place: Path) -> None:
     result = invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "-o", "planned")
     assert result.exit_code == 0, result.output
-    for words in ("dp=2,tp=2  4 ranks", "lower bound", "optimizer", "up.weight", "next best"):
+    for words in ("dp=2,tp=2  4 ranks", "dual bound", "optimizer", "up.weight", "next best"):
         assert words in result.stdout
     assert "capturing" in result.stderr and "capturing" not in result.stdout
     assert sorted(p.name for p in (place / "planned").iterdir()) == ["plan.json", "request.json"]
