@@ -20,7 +20,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """What a checkout planned. step, simulated: seconds. memory: bytes of the fullest rank. reason: if none."""
+    """What a checkout planned. step, simulated: seconds. memory: bytes of a rank. reason: of no plan."""
 
     mesh: str = ""
     microbatches: int = 0
