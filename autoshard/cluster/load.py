@@ -21,7 +21,7 @@ from autoshard.errors import UsageError, nearest
 from autoshard.ir.decode import Number, decoded
 
 
-class _Group(msgspec.Struct):
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
     """A ``[[group]]``, as large as ``devices``, or as ``nodes`` of the innermost level."""
 
     name: str
@@ -31,14 +31,14 @@ class _Group(msgspec.Struct):
     level: tuple[Level, ...] = ()
 
 
-class _Links(msgspec.Struct):
+class _Links(msgspec.Struct, forbid_unknown_fields=True):
     """``[links]``: rows, or the path of a file with them."""
 
     matrix: str | list[list[float]]
     latency: str | list[list[float]] | None = None
 
 
-class _File(msgspec.Struct):
+class _File(msgspec.Struct, forbid_unknown_fields=True):
     """A cluster file without its sources."""
 
     name: str

@@ -14,7 +14,7 @@ from autoshard.errors import UsageError, nearest
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
-class CollectiveTimings(msgspec.Struct, frozen=True):
+class CollectiveTimings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timings of one kind of collective among so many ranks of a level, all groups of it at once.
 
     nbytes: as `autoshard.cost.collective.seconds` counts them, rising; seconds: of each.

@@ -24,6 +24,8 @@ Factor: TypeAlias = Annotated[float, Meta(ge=1, le=_LARGEST)]
 Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
+#: what there is to know about a type, however it is written
+_form: Callable[[Any], inspect.Type] = cache(inspect.type_info)
 _TABLES = (inspect.StructType, inspect.DataclassType)
 _NUMBERS = (inspect.IntType, inspect.FloatType, inspect.NoneType)
 
@@ -52,9 +54,9 @@ def decoded(raw: object, kind: type[T], where: str, *, fail: Fail = UsageError, 
     return made
 
 
-def check_fields(value: object, where: str) -> None:
+def check_fields(value: Any, where: str) -> None:
     """UsageError if a number of a dataclass is not within the constraints of its type."""
-    for name, kind in _numbers(type(value)).items():
+    for name, kind in _numbers(value.__class__).items():
         given = getattr(value, name)
         try:
             msgspec.convert(float(given) if isinstance(given, float) else given, kind)
@@ -74,15 +76,12 @@ def _check_keys(raw: object, form: inspect.Type, where: str, fail: Fail, hint: s
     known = {f.encode_name: f for f in form.fields}
     for key, entry in raw.items():
         if key not in known:
+            if not getattr(form, "forbid_unknown_fields", True):
+                continue
             raise fail(f"unknown key {key[:40]!r}", where=where, hint=nearest(key, known))
         _check_keys(entry, known[key].type, f"{where}, {key}", fail, hint)
     if missing := [key for key, f in known.items() if f.required and key not in raw]:
         raise fail(f"missing: {', '.join(missing)}", where=where, hint=hint)
-
-
-@cache
-def _form(kind: Any) -> inspect.Type:
-    return inspect.type_info(kind)
 
 
 @cache
