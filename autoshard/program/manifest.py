@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NoReturn, TypeAlias
+from typing import Annotated, Literal, NoReturn, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,9 @@ MAX_ENTRIES, MAX_TEXT = 1 << 20, 100_000
 RECOMPILE = "compile the program again"
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Texts: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=MAX_ENTRIES)]
+#: arguments and outputs of the model: a kind and, of a static one, its value
+_Leaf: TypeAlias = tuple[Literal["tensor", "static"], Annotated[str, Meta(max_length=10_000)]]
+_Leaves: TypeAlias = Annotated[tuple[_Leaf, ...], Meta(max_length=MAX_ENTRIES)]
 _Pairs: TypeAlias = Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_ENTRIES)]
 
 
@@ -29,9 +32,9 @@ class StoredSignature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     results: Annotated[tuple[tuple[Text, ResultKind, Text], ...], Meta(max_length=MAX_ENTRIES)]
     in_tree: Text
-    in_leaves: _Pairs
+    in_leaves: _Leaves
     out_tree: Text
-    out_leaves: _Pairs
+    out_leaves: _Leaves
     input_names: _Texts
     tied: _Pairs
     frozen: _Texts
