@@ -79,13 +79,13 @@ def parse_cluster(text: str, *, where: str, folder: Path | None = None) -> Clust
     folder: what the paths of measured links are relative to; without it, links must be written out.
     """
     try:
-        table = tomllib.loads(text)
+        table = _without_sources(tomllib.loads(text), where)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
         raise UsageError("the cluster file is not valid TOML", where=where, why=str(error)) from error
     if "group" in table and "device" in table:
         hint = "each [[group]] has its own device; its figures stand under [group.device]"
         raise UsageError("a cluster of groups has no device of its own", where=where, hint=hint)
-    file = decoded(_without_sources(table, where), _File, where)
+    file = decoded(table, _File, where)
     links = None if file.links is None else _links(file.links, f"{where}, links", folder)
     if file.group is None:
         if file.device is None:

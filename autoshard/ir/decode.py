@@ -43,13 +43,14 @@ def decoded(raw: object, kind: type[T], where: str, *, fail: Fail = UsageError, 
         why, _, path = str(error).partition(" - at ")
         value, name = raw, ""
         for key, number in re.findall(r"\.(\w+)|\[(\d+)\]", path.partition("[...]")[0]):
-            where, name = (
-                (f"{where}, {key}", key)
-                if key
-                else (f"{where} {int(number) + 1}", f"{name} {int(number) + 1}".strip())
-            )
+            at = key or str(int(number) + 1)
+            where, name = (f"{where}, {at}", at) if key else (f"{where} {at}", f"{name} {at}")
             value = value[key or int(number)]  # type: ignore[index]
-        what = f"{name or 'all of it'} is {_shown(value)}"
+        if "[...]" in path and isinstance(value, dict):  # the first entry that is of the type that is wrong
+            wrong = [key for key in value if f"got `{type(value[key]).__name__}`" in why]
+            for name in wrong[:1]:
+                where, value = f"{where}, {name}", value[name]
+        what = f"{name.strip() or 'all of it'} is {_shown(value)}"
         raise fail(what, where=where, why=_in_words(why), hint=hint) from None
     return made
 
