@@ -179,7 +179,7 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
 
 def _run(raw: Mapping[str, Any], number: int) -> Run | Unsupported:
     name = f"row {raw.get('id') or f'number {number}'}"
-    told = decoded({key: value for key, value in raw.items() if value is not None}, _Row, name)
+    told = decoded({key: value for key, value in raw.items() if value not in (None, "")}, _Row, name)
     row = _filled(replace(told, id=told.id or f"row {number}"))
     reason = _reason(row)
     if not reason:
