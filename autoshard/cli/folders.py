@@ -26,8 +26,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     target: str
     inputs: dict[str, int]
-    options: PlanOptions = msgspec.field(default_factory=PlanOptions)
-    rules: str = ""
+    options: PlanOptions
+    rules: str
 
 
 def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
@@ -63,8 +63,8 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
         ) from None
     try:
         raw = json.loads(request_text)
-        if raw.pop("schema", None) != _SCHEMA:
-            raise ValueError(f"another schema; this version reads {_SCHEMA}")
+        if (found := raw.pop("schema", None)) != _SCHEMA:
+            raise ValueError(f"schema {found}, this version reads {_SCHEMA}")
         request = decoded(raw, Request, "request.json")
     except (ValueError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise VerificationError(

@@ -61,11 +61,12 @@ class Opener:
 
     def _program(self, folder: Path) -> Opened:
         from autoshard.cli.folders import Request
+        from autoshard.options import PlanOptions
         from autoshard.program.store import load_program
 
         program = load_program(folder, only_read=True)
         options = {key: int(value) for key, value in program.options}
-        return Opened(folder, program, Request(program.target, options), False)
+        return Opened(folder, program, Request(program.target, options, PlanOptions(), ""), False)
 
     def _plan(self, folder: Path) -> Opened:
         from autoshard.api import compile_analysed, with_options

@@ -170,7 +170,7 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of measurements, unchecked. Raises UsageError if it is not a list of them."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError("cannot read the measurements", where=str(path), why=str(error)) from error
     if not isinstance(raw, list) or not all(isinstance(r, dict) for r in raw):
         raise UsageError("the measurements are not a list of objects", where=str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from operator import methodcaller
 from typing import TypeAlias
 
 import msgspec
@@ -27,7 +28,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     schema: int
     mesh: str
     cluster: str
-    budget: int | None = msgspec.field(name="budget_bytes")
+    budget: int | float | None = msgspec.field(name="budget_bytes")
     fingerprint: str
     target: str
     nodes: list[tuple[str, int, list[_Words], list[_Words | None], int]]
@@ -67,7 +68,8 @@ def plan_to_json(plan: Plan) -> str:
         results=[(number, _out(layout)) for number, layout in plan.results.items()],
         **{name: getattr(plan, name) for name in _SAME},
     )
-    return json.dumps(msgspec.to_builtins(file), separators=(",", ":")) + "\n"
+    plain = msgspec.to_builtins(file, enc_hook=methodcaller("item"))  # of numbers of numpy
+    return json.dumps(plain, separators=(",", ":")) + "\n"
 
 
 def plan_from_json(text: str) -> Plan:
@@ -78,6 +80,7 @@ def plan_from_json(text: str) -> Plan:
             what = f"the plan has schema {raw.get('schema')}, this version reads {SCHEMA}"
             raise VerificationError(what, hint="plan again")
         file = decoded(raw, _PlanFile, "the plan", fail=VerificationError, hint="plan again")
+        file.budget = None if file.budget is None else int(file.budget)
         file.offload = str(Offload.parse(file.offload))
         return Plan(
             nodes={
