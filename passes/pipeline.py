@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.cost.reshard import ReshardCost
 from autoshard.ir import Folded, Joint
@@ -49,8 +49,8 @@ from autoshard.rules.core import RuleFn
 from autoshard.rules.local import MeshShape
 from autoshard.search.plan.plan import Plan
 
-G = TypeVar("G", Folded, Lowered)
-#: told of every graph as it is made: (pass name, graph)
+T = TypeVar("T")
+#: told of every graph as it is made: (name of the pass with its number, graph)
 Watch = Callable[[str, "Folded | Lowered"], None]
 
 
@@ -104,32 +104,291 @@ class LoweringOptions:
         return mesh
 
 
+@dataclass(frozen=True)
+class PassContext:
+    """What passes ask for besides the graph. unpartitioned: of a model that `place` made, if there is one."""
+
+    folded: Folded
+    options: LoweringOptions
+    unpartitioned: Unpartitioned | None = None
+
+    @property
+    def slices(self) -> int:
+        """Parts of the sequence of a microbatch."""
+        pipeline = self.options.plan.pipeline
+        return pipeline.slices if pipeline else 1
+
+    @property
+    def once_a_step(self) -> bool:
+        """Whether the program runs once in a step."""
+        return self.options.plan.microbatches * self.slices == 1
+
+    def ports(self, *kinds: str) -> set[str]:
+        """Inputs of these kinds; all without any."""
+        return {p.name for p in self.folded.joint.ports if not kinds or p.kind in kinds}
+
+    def gradients(self, lowered: Lowered) -> set[str]:
+        """Values that are gradients of parameters."""
+        results = zip(self.folded.joint.results, lowered.results, strict=True)
+        return {value for result, value in results if result.kind == "grad"}
+
+    def late_gradients(self, lowered: Lowered) -> set[str]:
+        """Gradients that the plan keeps unreduced until the end of a step of several microbatches."""
+        if self.options.plan.microbatches == 1:
+            return set()
+        ports = late_ports(self.folded, self.options)
+        late = {p.target for p in self.folded.joint.ports if p.name in ports}
+        results = zip(self.folded.joint.results, lowered.results, strict=True)
+        return {value for result, value in results if result.kind == "grad" and result.target in late}
+
+
+def _always(context: PassContext) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of lowering.
+
+    run: (graph, context) -> graph. when: whether it runs. needs, gives: what must be so of a graph before
+    it, and is so after it.
+    """
+
+    name: str
+    run: Callable[[Any, PassContext], Any]
+    when: Callable[[PassContext], bool] = _always
+    needs: frozenset[str] = frozenset()
+    gives: frozenset[str] = frozenset()
+
+
+def _pass(
+    name: str,
+    run: Callable[[Any, PassContext], Any],
+    when: Callable[[PassContext], bool] = _always,
+    needs: str = "",
+    gives: str = "",
+) -> Pass:
+    return Pass(name, run, when, frozenset(needs.split()), frozenset(gives.split()))
+
+
+def _set(option: T | None) -> T:
+    """An option that ``when`` asks for."""
+    assert option is not None
+    return option
+
+
+def _insert(folded: Folded, context: PassContext) -> Lowered:
+    options = context.options
+    return insert_collectives(folded, options.flow, options.plan, options.mesh, options.reshard)
+
+
+def _cut(lowered: Lowered, context: PassContext) -> Lowered:
+    pipeline, options = context.options.plan.pipeline, context.options
+    cuts = pipeline.cuts if pipeline else ()
+    return cut_pipeline(lowered, context.folded.joint, cuts, options.mesh, context.unpartitioned)
+
+
+def _localize(lowered: Lowered, context: PassContext) -> Lowered:
+    return localize(lowered, context.options.rules, context.options.mesh, context.options.known)
+
+
+def _ring(lowered: Lowered, context: PassContext) -> Lowered:
+    options = context.options
+    apart = frozenset(each.levels.axis for each in options.hierarchy)
+    rings = Rings(options.mesh, _set(options.ring), apart, moving=options.seconds is not None)
+    return ring_products(lowered, context.ports("param"), context.gradients(lowered), rings, options.known)
+
+
+def _by_level(lowered: Lowered, context: PassContext) -> Lowered:
+    mesh = context.options.mesh
+    for each in context.options.hierarchy:
+        lowered, mesh = by_level(lowered, mesh, each), each.levels.refined(mesh)
+    return lowered
+
+
+def _defer(lowered: Lowered, context: PassContext) -> Lowered:
+    late, size = context.late_gradients(lowered), BUCKET_BYTES if context.options.bucket else 0
+    return defer_reductions(lowered, context.gradients(lowered), late, size)
+
+
+def _quantize(lowered: Lowered, context: PassContext) -> Lowered:
+    options = context.options
+    sent = Sent(
+        context.ports("param"), context.gradients(lowered), context.ports("input"), context.ports("tangent")
+    )
+    return quantise_collectives(lowered, sent, options.last_mesh, _set(options.quantise))
+
+
+def _offload(lowered: Lowered, context: PassContext) -> Lowered:
+    params, grads = context.ports("param"), context.gradients(lowered)
+    return offload(lowered, params, grads, _set(context.options.hosting), summed=not context.once_a_step)
+
+
+def _stores(context: PassContext) -> bool:
+    hosting = context.options.hosting
+    return hosting is not None and (hosting.kinds.activations or hosting.kinds.parameters)
+
+
+def _wants_norms(context: PassContext) -> bool:
+    quantise = context.options.quantise
+    return context.options.kernels and quantise is not None and bool(quantise.precision.activations)
+
+
+#: before the search, on what a capture gives
+SIMPLIFYING = (
+    _pass("fold", lambda joint, c: fold_repeats(joint), gives="segments"),
+    _pass("decompose", lambda folded, c: decompose(folded), needs="segments"),
+    _pass("normalize", lambda folded, c: normalize(folded), needs="segments", gives="canonical"),
+)
+#: up to ops on global tensors with their collectives
+PARTITIONING = (
+    _pass("insert_collectives", _insert, needs="segments canonical", gives="layouts"),
+    _pass(
+        "scale_terms",
+        lambda g, c: scale_terms(g, c.options.terms, len(c.options.mesh.names)),
+        lambda c: bool(c.options.terms),
+        needs="layouts",
+    ),
+    _pass(
+        "recompute",
+        lambda g, c: recompute(g, c.options.plan.recompute, c.options.rules, c.options.mesh),
+        needs="layouts",
+    ),
+)
+#: what a rank computes of it, which of a sliced sequence is only said once it is sliced
+LOCALIZING = (_pass("localize", _localize, lambda c: c.slices == 1, needs="layouts", gives="local"),)
+#: from the program of all stages to that of a rank
+FINISHING = (
+    _pass("cut_pipeline", _cut, needs="layouts", gives="stages"),
+    _pass(
+        "count_once",
+        lambda g, c: count_once(g, c.ports("input", "buffer", "const")),
+        lambda c: bool(c.options.terms),
+        needs="stages",
+    ),
+    _pass(
+        "scatter_sends",
+        lambda g, c: scatter_sends(g, c.ports(), c.options.mesh, _set(c.options.saving)),
+        lambda c: c.options.plan.pipeline is not None and c.options.saving is not None,
+        needs="stages",
+    ),
+    _pass(
+        "gather_once",
+        lambda g, c: gather_once(g, kept_ports(c.folded, c.options)),
+        lambda c: c.options.plan.microbatches > 1 and bool(kept_ports(c.folded, c.options)),
+        needs="stages",
+    ),
+    _pass(
+        "split_backward",
+        lambda g, c: split_backward(g),
+        lambda c: c.options.split_backward,
+        needs="stages",
+    ),
+    _pass(
+        "slice_sequence",
+        lambda g, c: slice_sequence(g, c.folded.joint, c.slices, c.options.rules, c.options.mesh),
+        lambda c: c.slices > 1,
+        needs="stages",
+    ),
+    _pass("localize_slices", _localize, lambda c: c.slices > 1, needs="layouts", gives="local"),
+    _pass("ring_products", _ring, lambda c: c.options.ring is not None, needs="local"),
+    _pass(
+        "bucket",
+        lambda g, c: bucket_collectives(g, apart=c.options.beside),
+        lambda c: c.options.bucket,
+        needs="local",
+    ),
+    _pass("defer_reductions", _defer, needs="local", gives="once"),
+    _pass(
+        "allreduce_to_reduce_scatter",
+        lambda g, c: keep_part(g),
+        lambda c: bool(c.options.hierarchy) or c.options.quantise is not None,
+        needs="local",
+    ),
+    _pass(
+        "hierarchy",
+        _by_level,
+        lambda c: bool(c.options.hierarchy),
+        needs="once",
+        gives="refined",
+    ),
+    _pass(
+        "hpz_secondary_shards",
+        lambda g, c: secondary_shards(g, c.ports("param"), c.gradients(g), c.options.secondary),
+        lambda c: c.options.secondary != NO_SECONDARY,
+        needs="refined",
+    ),
+    _pass("quantize_collectives", _quantize, lambda c: c.options.quantise is not None, needs="once"),
+    _pass("fuse_bias", lambda g, c: fuse_bias(g), needs="local"),
+    _pass(
+        "fuse_kernels",
+        lambda g, c: fuse_kernels(g, c.options.last_mesh, c.options.reshard.memory_bandwidth),
+        lambda c: c.options.kernels,
+        needs="local",
+        gives="kernels",
+    ),
+    _pass(
+        "quantize_norms", lambda g, c: quantise_norms(g, c.options.last_mesh), _wants_norms, needs="kernels"
+    ),
+    _pass(
+        "prefetch",
+        lambda g, c: prefetch(g, c.ports("param"), c.options.seconds if c.options.beside else None),
+        lambda c: c.options.seconds is not None,
+        needs="once",
+    ),
+    _pass(
+        "overlap_grad_reduce",
+        lambda g, c: early_reductions(g, _set(c.options.seconds)),
+        lambda c: c.options.seconds is not None and c.once_a_step and c.options.plan.pipeline is None,
+        needs="once",
+    ),
+    _pass("offload", _offload, _stores, needs="once"),
+    _pass(
+        "coalesce_layers",
+        lambda g, c: join_messages(g, c.options.last_mesh, c.options.join),
+        lambda c: bool(c.options.join),
+        needs="once",
+    ),
+    _pass(
+        "schedule_ops",
+        lambda g, c: overlap(g, _set(c.options.seconds), c.options.known),
+        lambda c: c.options.seconds is not None,
+        needs="once",
+    ),
+)
+PASSES = (*SIMPLIFYING, *PARTITIONING, *LOCALIZING, *FINISHING)
+#: names with their place in the order, as dumps and ``inspect --after`` have them
+NUMBERED = {each.name: f"{number:02}_{each.name}" for number, each in enumerate(PASSES, 1)}
+#: the first pass whose result is on a mesh whose axes may have been taken apart
+REFINES = NUMBERED["hierarchy"]
+
+
+def run_passes(passes: Sequence[Pass], graph: Any, context: PassContext | None, watch: Watch | None) -> Any:
+    """The graph after all of these passes that apply."""
+    for each in passes:
+        if context is None or each.when(context):
+            graph = each.run(graph, context)  # type: ignore[arg-type]  # those before the search ask for nothing
+            if watch is not None:
+                watch(NUMBERED[each.name], graph)
+    return graph
+
+
 def simplify(joint: Joint, watch: Watch | None = None) -> Folded:
     """The passes before the search, on what `capture` gives."""
-    folded = _watched("010_fold", fold_repeats(joint), watch)
-    folded = _watched("020_decompose", decompose(folded), watch)
-    return _watched("030_normalize", normalize(folded), watch)
+    folded: Folded = run_passes(SIMPLIFYING, joint, None, watch)
+    return folded
 
 
-def place(folded: Folded, how: LoweringOptions, watch: Watch | None = None) -> Lowered:
+def place(folded: Folded, how: LoweringOptions) -> Lowered:
     """The passes after the search up to what every rank of an uncut model computes."""
-    lowered = _moved(folded, how, watch)
-    return _watched("050_localize", localize(lowered, how.rules, how.mesh, how.known), watch)
-
-
-def _moved(folded: Folded, how: LoweringOptions, watch: Watch | None) -> Lowered:
-    """The graph with collectives, its ops still on whole tensors."""
-    lowered = insert_collectives(folded, how.flow, how.plan, how.mesh, how.reshard)
-    _watched("040_insert_collectives", lowered, watch)
-    if how.terms:
-        lowered = _watched("042_scale_terms", scale_terms(lowered, how.terms, len(how.mesh.names)), watch)
-    lowered = recompute(lowered, how.plan.recompute, how.rules, how.mesh)
-    return _watched("045_recompute", lowered, watch)
+    context = PassContext(folded, how)
+    return _localize(run_passes(PARTITIONING, folded, context, None), context)
 
 
 def check_slices(folded: Folded, how: LoweringOptions, slices: int) -> None:
     """UsageError, naming the op and the user's line, unless microbatches can be divided into slices."""
-    places_of(statements_of(_moved(folded, how, None)), folded.joint, how.rules, slices)
+    lowered: Lowered = run_passes(PARTITIONING, folded, PassContext(folded, how), None)
+    places_of(statements_of(lowered), folded.joint, how.rules, slices)
 
 
 def lower(
@@ -139,95 +398,12 @@ def lower(
 
     uncut: what `place` makes of the model, if that is known and microbatches are not divided into slices.
     """
-    pipeline = how.plan.pipeline
-    slices = pipeline.slices if pipeline else 1
-    if uncut is not None:
-        assert slices == 1
-        lowered = uncut.whole.lowered
-    else:
-        # a slice of an op is cut out of the whole op: what a rank runs of it is said afterwards
-        lowered = place(folded, how, watch) if slices == 1 else _moved(folded, how, watch)
-    lowered = cut_pipeline(lowered, folded.joint, pipeline.cuts if pipeline else (), how.mesh, uncut)
-    _watched("052_cut_pipeline", lowered, watch)
-    if how.terms:
-        given = {p.name for p in folded.joint.ports if p.kind in ("input", "buffer", "const")}
-        lowered = _watched("053_count_once", count_once(lowered, given), watch)
-    if pipeline and how.saving is not None:
-        ports = {p.name for p in folded.joint.ports}
-        lowered = scatter_sends(lowered, ports, how.mesh, how.saving)
-        _watched("054_scatter_sends", lowered, watch)
-    kept = kept_ports(folded, how)
-    if kept and how.plan.microbatches > 1:
-        lowered = gather_once(lowered, kept)
-        _watched("056_gather_once", lowered, watch)
-    if how.split_backward:
-        lowered = split_backward(lowered)
-        _watched("057_split_backward", lowered, watch)
-    if slices > 1:
-        lowered = slice_sequence(lowered, folded.joint, slices, how.rules, how.mesh)
-        _watched("058_slice_sequence", lowered, watch)
-        lowered = _watched("059_localize", localize(lowered, how.rules, how.mesh, how.known), watch)
-    if how.ring is not None:
-        ports, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
-        apart = {each.levels.axis for each in how.hierarchy}
-        how_to = Rings(how.mesh, how.ring, frozenset(apart), moving=how.seconds is not None)
-        lowered = _watched(
-            "059b_ring_products", ring_products(lowered, ports, grads, how_to, how.known), watch
-        )
-    if how.bucket:
-        lowered = _watched("060_bucket", bucket_collectives(lowered, apart=how.beside), watch)
-    grads = _results(folded, lowered, "grad")
-    late = _late(folded, how, lowered)
-    message = BUCKET_BYTES if how.bucket else 0
-    lowered = _watched("070_defer_reductions", defer_reductions(lowered, grads, late, message), watch)
-    params, grads = _ports(folded, "param"), _results(folded, lowered, "grad")
-    if how.hierarchy or how.quantise is not None:
-        lowered = _watched("071_keep_part", keep_part(lowered), watch)
-    if how.hierarchy:
-        mesh = how.mesh
-        for each in how.hierarchy:
-            lowered, mesh = by_level(lowered, mesh, each), each.levels.refined(mesh)
-        _watched("072_hierarchy", lowered, watch)
-    if how.secondary != NO_SECONDARY:
-        lowered = secondary_shards(lowered, params, grads, how.secondary)
-        _watched("074_secondary_shards", lowered, watch)
-    if how.quantise is not None:
-        sent = Sent(params, grads, _ports(folded, "input"), _ports(folded, "tangent"))
-        lowered = quantise_collectives(lowered, sent, how.last_mesh, how.quantise)
-        _watched("075_quantise_collectives", lowered, watch)
-    lowered = _watched("080_fuse_bias", fuse_bias(lowered), watch)
-    if how.kernels:
-        fused = fuse_kernels(lowered, how.last_mesh, how.reshard.memory_bandwidth)
-        lowered = _watched("090_fuse_kernels", fused, watch)
-        if how.quantise is not None and how.quantise.precision.activations:
-            lowered = _watched("091_quantise_norms", quantise_norms(lowered, how.last_mesh), watch)
-    if how.seconds is not None:
-        lowered = _watched(
-            "092_prefetch", prefetch(lowered, params, how.seconds if how.beside else None), watch
-        )
-        if how.plan.microbatches * slices == 1 and pipeline is None:
-            lowered = _watched("092b_early_reductions", early_reductions(lowered, how.seconds), watch)
-    if how.hosting is not None and (how.hosting.kinds.activations or how.hosting.kinds.parameters):
-        grads, summed = _results(folded, lowered, "grad"), how.plan.microbatches * slices > 1
-        lowered = offload(lowered, params, grads, how.hosting, summed=summed)
-        _watched("093_offload", lowered, watch)
-    if how.join:
-        lowered = join_messages(lowered, how.last_mesh, how.join)
-        _watched("093b_join_messages", lowered, watch)
-    if how.seconds is not None:
-        lowered = _watched("094_overlap", overlap(lowered, how.seconds, how.known), watch)
+    context = PassContext(folded, how, uncut)
+    assert uncut is None or context.slices == 1
+    graph = folded if uncut is None else uncut.whole.lowered
+    passes = FINISHING if uncut is not None else (*PARTITIONING, *LOCALIZING, *FINISHING)
+    lowered: Lowered = run_passes(passes, graph, context, watch)
     return lowered
-
-
-def _results(folded: Folded, lowered: Lowered, kind: str) -> set[str]:
-    """Values that are results of a kind."""
-    results = zip(folded.joint.results, lowered.results, strict=True)
-    return {value for result, value in results if result.kind == kind}
-
-
-def _ports(folded: Folded, kind: str) -> set[str]:
-    """Inputs of a kind."""
-    return {p.name for p in folded.joint.ports if p.kind == kind}
 
 
 def kept_ports(folded: Folded, how: LoweringOptions) -> set[str]:
@@ -242,55 +418,3 @@ def late_ports(folded: Folded, how: LoweringOptions) -> set[str]:
     states = how.plan.params
     ports = [p.name for p in folded.joint.ports if p.kind == "param"]
     return {n for n in ports if (s := states.get(how.flow.class_of[n])) is not None and s.late}
-
-
-def _late(folded: Folded, how: LoweringOptions, lowered: Lowered) -> set[str]:
-    """Gradients that the plan keeps whole until the end of a step of several microbatches."""
-    if how.plan.microbatches == 1:
-        return set()
-    ports = late_ports(folded, how)
-    late = {p.target for p in folded.joint.ports if p.name in ports}
-    results = zip(folded.joint.results, lowered.results, strict=True)
-    return {value for result, value in results if result.kind == "grad" and result.target in late}
-
-
-#: the first pass whose result is on a mesh whose axes may have been taken apart
-REFINES = "072_hierarchy"
-#: names of the passes, for ``inspect --after``
-PASSES = (
-    "010_fold",
-    "020_decompose",
-    "030_normalize",
-    "040_insert_collectives",
-    "042_scale_terms",
-    "045_recompute",
-    "050_localize",
-    "052_cut_pipeline",
-    "053_count_once",
-    "054_scatter_sends",
-    "056_gather_once",
-    "057_split_backward",
-    "058_slice_sequence",
-    "059_localize",
-    "059b_ring_products",
-    "060_bucket",
-    "070_defer_reductions",
-    "071_keep_part",
-    "072_hierarchy",
-    "074_secondary_shards",
-    "075_quantise_collectives",
-    "080_fuse_bias",
-    "090_fuse_kernels",
-    "091_quantise_norms",
-    "092_prefetch",
-    "092b_early_reductions",
-    "093_offload",
-    "093b_join_messages",
-    "094_overlap",
-)
-
-
-def _watched(name: str, graph: G, watch: Watch | None) -> G:
-    if watch is not None:
-        watch(name, graph)
-    return graph

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autoshard.report.summary import Decision, PlanSummary
 
 _MOST_PARAMETERS = 16
-_LIVES = {"whole": "whole on every data rank", "divided": "each data rank its own part"}
+_STRATEGIES = {"whole": "replicated over data ranks", "divided": "each data rank trains its shard"}
 #: choices this close differ by nothing that a clock could show
 TIE_SECONDS = 5e-8
 
@@ -145,17 +145,17 @@ def print_summary(summary: PlanSummary) -> None:
     console = stdout()
     console.print(
         f"[bold]{summary.mesh}[/]  {summary.ranks} rank{'s' * (summary.ranks > 1)}, "
-        f"prices of {summary.cluster}, {_budget(summary.budget_bytes)}"
+        f"cost model of {summary.cluster}, {_budget(summary.budget_bytes)}"
     )
     for name, text in summary_lines(summary):
-        console.print(f"{name:<8}", end="")
+        console.print(f"{name:<11}", end="")
         console.print(text, markup=False)
     for warning in summary.warnings:
         console.print("[yellow]warning[/] ", end="")
         console.print(warning, markup=False)
     _print_pipeline(summary)
     _print_stages(summary)
-    _print_rivals(summary)
+    _print_baselines(summary)
     _print_decisions("parameters", summary.parameters, _MOST_PARAMETERS)
     if summary.ops:
         _print_decisions("ops that matter most", summary.ops, len(summary.ops))
@@ -170,47 +170,48 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     if summary.rank_order:
         yield "ranks", f"on devices {summary.rank_order}, by measured links"
     if summary.microbatch:
-        pieces = f"{summary.microbatches} microbatches of " if summary.microbatches > 1 else ""
+        plural = "es" if summary.microbatches > 1 else ""
         yield (
             "batch",
-            f"{summary.microbatches * summary.microbatch} sequences a step: {pieces}{summary.microbatch}",
+            f"{summary.microbatches * summary.microbatch} sequences per step: {summary.microbatches} "
+            f"microbatch{plural} of {summary.microbatch}",
         )
     if summary.pipeline is not None:
         yield "stages", _pipeline_text(summary)
     stages = ", ".join(
-        f"{_LIVES.get(z.life, z.life)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
+        f"{_STRATEGIES.get(z.life, z.life)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
         for z in summary.zero
     )
     if stages:
         yield "zero", stages
-    again = ", ".join(f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute)
-    yield "again", again or "nothing is computed again"
+    recomputed = ", ".join(f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute)
+    yield "recompute", recomputed or "nothing"
     step = summary.step
     if step is not None:
         yield (
             "step",
-            f"{seconds_text(step.seconds)} predicted: computing {seconds_text(step.compute)} + communication "
-            f"{seconds_text(step.exposed)} (another {seconds_text(step.hidden)} hidden) + optimizer "
-            f"{seconds_text(step.update)}; MFU {step.mfu:.1%}",
+            f"{seconds_text(step.seconds)} predicted: compute {seconds_text(step.compute)} + exposed "
+            f"communication {seconds_text(step.exposed)} ({seconds_text(step.hidden)} overlapped) + "
+            f"optimizer {seconds_text(step.update)}; MFU {step.mfu:.1%}",
         )
         if summary.simulated is not None:
             yield (
-                "program",
-                f"{seconds_text(summary.simulated)} simulated, every message at its place; MFU "
+                "simulated",
+                f"{seconds_text(summary.simulated)} with every collective at its place in the program; MFU "
                 f"{step.mfu * step.seconds / summary.simulated:.1%}",
             )
-    gap = "proven best" if summary.gap <= 1e-9 else f"at most {summary.gap:.2%} from the best"
+    gap = "optimal" if summary.gap <= 1e-9 else f"gap at most {summary.gap:.2%}"
     if summary.gap > 1e-9 and summary.own_gap < summary.gap:
-        of = "the best" if summary.own_gap <= 1e-9 else f"within {summary.own_gap:.2%} of any"
-        gap = f"{of} placement of this configuration; all configurations: {gap}"
+        of = "optimal" if summary.own_gap <= 1e-9 else f"gap at most {summary.own_gap:.2%}"
+        gap = f"{of} for this configuration, {gap} over all"
     yield (
-        "proof",
-        f"{gap} for these prices: lower bound {seconds_text(summary.lower_bound)}, gap {summary.gap:.2%} "
-        f"({summary.method}, {summary.variables} decisions, {summary.states} choices)",
+        "optimality",
+        f"{gap}, by this cost model: dual bound {seconds_text(summary.lower_bound)} "
+        f"({summary.method}, {summary.variables} decisions, {summary.states} states)",
     )
     share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
     yield (
-        "rank",
+        "per rank",
         f"parameters {bytes_text(summary.parameter_bytes)} ({share:.0%} of the model's "
         f"{summary.parameter_count:,}) + gradients {bytes_text(summary.gradient_bytes)} "
         f"+ optimizer {bytes_text(summary.optimizer_bytes)}",
@@ -221,14 +222,14 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
             "memory",
             f"{bytes_text(peak.bytes)} at the simulated peak of the fullest rank: parameters with gathered "
             f"copies {bytes_text(peak.parameters)} + gradients {bytes_text(peak.gradients)} + optimizer "
-            f"{bytes_text(peak.optimizer)} + activations {bytes_text(peak.activations)} + inside a part "
+            f"{bytes_text(peak.optimizer)} + saved for backward {bytes_text(peak.activations)} + temporaries "
             f"{bytes_text(peak.inside)}",
         )
     elif summary.memory is not None:
         yield (
             "memory",
-            f"{bytes_text(summary.memory.total)} at the peak: parameters and what belongs to them, with "
-            f"gathered copies, {bytes_text(summary.memory.state)} + activations "
+            f"{bytes_text(summary.memory.total)} at the peak: parameters with gathered copies, gradients and "
+            f"optimizer {bytes_text(summary.memory.state)} + saved for backward "
             f"{bytes_text(summary.memory.activations)}",
         )
     if summary.offload:
@@ -259,13 +260,13 @@ def _pipeline_text(summary: PlanSummary) -> str:
     times = [s.forward + s.backward for s in row.stages]
     text = (
         f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} a microbatch, "
-        f"{row.schedule}{chunks}: ranks wait {row.bubble:.1%} of the step, the fullest holds "
-        f"{bytes_text(row.peak_bytes)}"
+        f"{row.schedule}{chunks}: bubble {row.bubble:.1%}, at most "
+        f"{bytes_text(row.peak_bytes)} on a rank"
     )
     if row.equal is not None and summary.step is not None:
         cut = summary.step.seconds
         equal = cut + row.equal - min(x for x in row.tried.values() if x is not None)
-        text += f"; equally many layers per stage: {equal / cut:.3f} x"
+        text += f"; equal layers per stage would take {equal / cut:.3f} x"
     return text
 
 
@@ -277,7 +278,7 @@ def _print_pipeline(summary: PlanSummary) -> None:
         return
     stdout().print()
     made = table(
-        "stage", "rank", "ends behind", "forward", "backward", "kept per microbatch", right=(1, 3, 4, 5)
+        "stage", "rank", "ends after", "forward", "backward", "saved per microbatch", right=(1, 3, 4, 5)
     )
     for number, stage in enumerate(row.stages):
         made.add_row(
@@ -292,7 +293,7 @@ def _print_pipeline(summary: PlanSummary) -> None:
     others = [(n, s) for n, s in row.tried.items()]
     if len(others) > 1:
         stdout().print()
-        made = table("schedule, at its best cuts", "pipeline's part of the step", right=(1,))
+        made = table("schedule, best stages", "pipeline's part of the step", right=(1,))
         for name, seconds in sorted(others, key=lambda o: (o[1] is None, o[1] or 0.0)):
             made.add_row(name, "does not fit" if seconds is None else seconds_text(seconds))
         print_table(made)
@@ -310,14 +311,14 @@ def _print_stages(summary: PlanSummary) -> None:
     print_table(made)
 
 
-def _print_rivals(summary: PlanSummary) -> None:
+def _print_baselines(summary: PlanSummary) -> None:
     from autoshard.ir.units import seconds_text
 
-    if not summary.rivals:
+    if not summary.baselines:
         return
     stdout().print()
-    made = table("by hand, at its best", "mesh", "microbatches", "step", "against this plan", right=(2, 3, 4))
-    for r in summary.rivals:
+    made = table("baseline, tuned", "mesh", "microbatches", "step", "relative to the plan", right=(2, 3, 4))
+    for r in summary.baselines:
         if r.seconds is None or r.ratio is None:
             made.add_row(r.name, r.mesh, "", "", r.why)
         else:
@@ -335,7 +336,7 @@ def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:
     from autoshard.ir.units import seconds_text
 
     stdout().print()
-    made = table(title, "count", "placement", "next best", "would cost", right=(1, 4))
+    made = table(title, "count", "placement", "next best", "adds", right=(1, 4))
     for row in rows[:most]:
         tie = "the same" if row.alternative else ""
         cost = f"+{seconds_text(row.margin)}" if row.margin >= TIE_SECONDS else tie

@@ -305,7 +305,7 @@ class MemoryFitter:
                 f"{bytes_up(made.peak.bytes)} at its simulated peak",
                 why=f"parameters {bytes_up(held.parameters)}, gradients {bytes_up(held.gradients)}, "
                 f"optimizer {bytes_up(held.optimizer)}, activations {bytes_up(held.activations)}, "
-                f"inside a part {bytes_up(inside)}, on pipeline rank {made.peak.rank}",
+                f"temporaries {bytes_up(inside)}, on pipeline rank {made.peak.rank}",
                 hint="use more ranks on fsdp or tp, smaller microbatches, or a larger --memory",
             )
             failure.smallest_bytes = made.peak.bytes
@@ -316,7 +316,9 @@ class MemoryFitter:
         self.progress("simulating its memory")
         plan, how = self.lowering(settled)
         if staging is None and not self.offload and self.ask.budget is not None:
-            deep = extrapolate_depth(settled.posed.model.folded, how, self._look(settled), self.ask.budget)
+            deep = extrapolate_depth(
+                settled.formulated.model.folded, how, self._look(settled), self.ask.budget
+            )
             if deep is not None:
                 return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.ask.budget)
         schedule = uncut = None
@@ -328,7 +330,7 @@ class MemoryFitter:
             splits = schedule is not None and schedule.splits_backward
             saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
             how = replace(how, plan=plan, split_backward=splits, saving=saving)
-        folded = settled.posed.model.folded
+        folded = settled.formulated.model.folded
 
         def build(share: float) -> Program:
             hosting = how.hosting and replace(how.hosting, share=share)
@@ -361,7 +363,7 @@ class MemoryFitter:
 
     def _pricing(self, settled: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""
-        machine, known = self.cluster.laid(settled.posed.order), OfSegments()
+        machine, known = self.cluster.laid(settled.formulated.order), OfSegments()
         behaviour = Behaviour(recipe=self.ask.recipe)
         return lambda program: StagePrices(program, machine, behaviour=behaviour, known=known)
 
@@ -391,9 +393,9 @@ class MemoryFitter:
             if _same(other, settled):
                 return cutting
         made = StagePartition(
-            settled.posed.model.folded,
+            settled.formulated.model.folded,
             self.lowering(settled)[1],
-            self.cluster.laid(settled.posed.order),
+            self.cluster.laid(settled.formulated.order),
             hosted(self.ask.recipe, self.offload, self.cluster.device),
             # what activations take of a device is only known once some of them are stored
             None if self.offload.activations else self.ask.budget,
@@ -408,7 +410,7 @@ class MemoryFitter:
         budget, print_ = self.ask.budget, self.analysis.fingerprint
         plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
         wanted = PassOptions(offload=str(self.offload))
-        return plan, lowering_of(plan, settled.posed.model.flow, self.analysis, self.cluster, wanted)
+        return plan, lowering_of(plan, settled.formulated.model.flow, self.analysis, self.cluster, wanted)
 
 
 def _kind_of(found: CandidateSolution) -> Hashable:
@@ -424,4 +426,4 @@ def _kind(where: Configuration, setting: StepConfig) -> Hashable:
 def _same(a: CandidateSolution, b: CandidateSolution) -> bool:
     """Whether two solutions place and run everything alike."""
     states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
-    return a.posed is b.posed and a.configuration == b.configuration and states
+    return a.formulated is b.formulated and a.configuration == b.configuration and states

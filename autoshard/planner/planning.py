@@ -123,7 +123,7 @@ class PlanningRequest:
             batch=options.global_batch,
             recipe=recipe_named(options.optimizer),
             recompute=options.recompute,
-            rivals=options.baselines,
+            baselines=options.baselines,
             pins=tuple(map(Pin.parse, options.pins)),
             tactics=_tactics(options.tactics, self.where),
         )
@@ -155,7 +155,7 @@ class PlanningRequest:
         # a graph of one sequence is not quite one of more of them: the program's own graph is placed
         self.progress("capturing again, with one sequence")
         alone = source.with_batch(analysis, 1).analysed(self.progress)
-        ask = replace(self.ask, batch=found.plan.microbatches, rivals=False)
+        ask = replace(self.ask, batch=found.plan.microbatches, baselines=False)
         try:
             return self._searched(source, alone, _alone(meshes, found), ask, found.settled)
         except InfeasibleError:
@@ -226,7 +226,7 @@ def _among(again: CandidateSolution, all_: CandidateSolution) -> CandidateSoluti
         again,
         bound=min(all_.bound, again.bound),
         rejected=all_.rejected,
-        rivals=all_.rivals,
+        baselines=all_.baselines,
         interrupted=all_.interrupted or again.interrupted,
         spent=all_.spent or again.spent,
     )
@@ -261,7 +261,7 @@ def plan_analysed(
     settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
     slices = settled.configuration.pipe.slices
     if slices > 1:
-        check_slices(settled.posed.model.folded, fitter.lowering(settled)[1], slices)
+        check_slices(settled.formulated.model.folded, fitter.lowering(settled)[1], slices)
     fitted = fitter.fitted(settled)
     settled, staging = fitted.settled, fitted.staging
     if among is not None:
@@ -304,9 +304,9 @@ def _chosen(
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
     for times in wider:
-        # nobody stores activations by hand: rivals are only looked for in the room that there is
-        rivals = ask.rivals and times == 1
-        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, rivals=rivals)
+        # nobody stores activations by hand: baselines are only looked for in the room that there is
+        baselines = ask.baselines and times == 1
+        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, baselines=baselines)
         try:
             found = choose(analysis.model, meshes, cluster, wide, say, fitter)
         except InfeasibleError as error:
@@ -317,7 +317,7 @@ def _chosen(
         if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
             break
         # what others do by hand is only told where it was looked for
-        best = found if best is None else replace(found, rivals=best.rivals)
+        best = found if best is None else replace(found, baselines=best.baselines)
     if best is not None:
         return best
     assert failure is not None

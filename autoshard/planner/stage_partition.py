@@ -21,7 +21,7 @@ from autoshard.passes.stages.unpartitioned import Unpartitioned
 from autoshard.planner.slot_costs import slots_of
 from autoshard.planner.stage_slots import Trial
 from autoshard.schedules.check import in_flight_of_stages
-from autoshard.schedules.registry import make
+from autoshard.schedules.registry import make, tried
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.timeline import (
     StageCosts,
@@ -32,13 +32,9 @@ from autoshard.schedules.timeline import (
 from autoshard.search.plan.plan import Pipeline
 from autoshard.search.solve.formulate import layer_calls
 from autoshard.search.solve.memory_text import bytes_up
-from autoshard.search.solve.pipeline_model import TRIED
 from autoshard.search.solve.solve_placements import PlacementSolution as Placement
 from autoshard.search.solve.stage_cuts import CutRequest
 
-#: schedule -> chunks, also tried where some ranks are joined by a slower link than others: their microbatches
-#: are under way before anyone waits for one, at the price of memory
-AHEAD: dict[str, tuple[int, ...]] = {"gpipe": (1,), "breadth-first": (2,)}
 #: by more than this share a simulated step never differs from another for rounding alone
 _ROUNDING = 1e-9
 
@@ -168,8 +164,8 @@ class StagePartition:
     def _kinds(self) -> list[tuple[str, int]]:
         """(schedule, chunks) that may be tried."""
         ranks = self.pipeline.ranks
-        tried = {**TRIED, **AHEAD} if self.slots.of else TRIED
-        kinds = [(n, v) for n, vs in tried.items() for v in vs if ranks * v <= max(self._layers, ranks)]
+        options = tried(ahead=bool(self.slots.of))
+        kinds = [(n, v) for n, vs in options.items() for v in vs if ranks * v <= max(self._layers, ranks)]
         return list(dict.fromkeys([(self.pipeline.schedule, self.pipeline.chunks), *kinds]))
 
     def best(self, *, fixed: bool) -> Staging:

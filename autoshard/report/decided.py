@@ -11,6 +11,7 @@ from functools import cached_property
 from autoshard.cluster.mesh import Mesh
 from autoshard.errors import UsageError
 from autoshard.ir import Call, Port
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.program.program import Program
 from autoshard.program.text import axis_names, layout_text
 from autoshard.search.plan.plan import Plan, Why, why_key
@@ -18,7 +19,7 @@ from autoshard.search.plan.plan_json import plan_from_json
 from autoshard.search.reasons.explain import life_text
 
 #: the last pass before the search: its segments and the order of their ops are what a plan is about
-_SEARCHED = "030_normalize"
+_SEARCHED = NUMBERED["normalize"]
 _LAST_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 

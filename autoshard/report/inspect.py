@@ -15,7 +15,7 @@ from autoshard.ir.comm import is_message
 from autoshard.ir.lowered import LoweredSegment, PlacedValue
 from autoshard.ir.placement import Layout, local_shape
 from autoshard.ir.units import bytes_text, seconds_text
-from autoshard.passes.pipeline import PASSES
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.program.program import NodeNote, Program
 from autoshard.program.text import axis_names, main_lines, numbered_notes, segment_lines
 from autoshard.report.stage_table import (
@@ -85,9 +85,9 @@ def _place(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
 
 
 def pass_name(program: Program, wanted: str) -> str:
-    """The pass that a name, its number or an unambiguous part of it means (``060``, ``bucket``)."""
-    known = [p for p in PASSES if p in program.dumps] or list(program.dumps)
-    found = [p for p in known if p == wanted] or [p for p in known if wanted in p]
+    """The pass that a name, its number or an unambiguous part of it means (``16``, ``bucket``)."""
+    known = [p for p in NUMBERED.values() if p in program.dumps] or list(program.dumps)
+    found = [p for p in known if wanted in (p, p.partition("_")[2])] or [p for p in known if wanted in p]
     if len(found) != 1:
         raise UsageError(
             f"no pass is called {wanted!r}" if not found else f"{wanted!r} could be {', '.join(found)}",

@@ -75,7 +75,7 @@ def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
         ("gradients", held.gradients),
         ("optimizer", held.optimizer),
         ("activations", held.activations),
-        ("inside a part", row.peak - held.total),
+        ("temporaries", row.peak - held.total),
     ]
 
 

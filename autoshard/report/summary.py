@@ -110,7 +110,7 @@ class PipelineRow:
 
 
 @dataclass(frozen=True)
-class RivalRow:
+class BaselineRow:
     """A strategy that a user would have picked. ratio: its step over ours, None if it cannot be used."""
 
     name: str
@@ -195,7 +195,7 @@ class PlanSummary:
     recompute: tuple[RecomputeRow, ...] = ()
     step: PredictedStep | None = None
     memory: RankBytes | None = None
-    rivals: tuple[RivalRow, ...] = ()
+    baselines: tuple[BaselineRow, ...] = ()
     stages: tuple[TacticRow, ...] = ()
     own_bound: float = 0.0
     own_gap: float = 0.0
@@ -259,7 +259,7 @@ def summarise(
         _recompute(plan, analysis),
         None if settled is None else _step(settled, staging),
         None if settled is None else settled.placed.setting.held(settled.placed.taken),
-        () if settled is None else _rivals(settled, staging),
+        () if settled is None else _baselines(settled, staging),
         ()
         if settled is None
         else tuple(TacticRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
@@ -303,7 +303,7 @@ def _seconds(settled: CandidateSolution, staging: Staging | None) -> float:
 
 def _step(settled: CandidateSolution, staging: Staging | None) -> PredictedStep:
     step, m = settled.placed.step, settled.configuration.microbatches
-    flop, dtype = model_flop(settled.posed.model)
+    flop, dtype = model_flop(settled.formulated.model)
     total = _seconds(settled, staging)
     ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks
     possible = total * settled.cluster.peak(dtype, ranks)
@@ -338,10 +338,10 @@ def _cut_name(cut: Cut) -> str:
     return f"{where}, {cut.value}" if cut.value else f"the end of {where}"
 
 
-def _rivals(settled: CandidateSolution, staging: Staging | None) -> tuple[RivalRow, ...]:
+def _baselines(settled: CandidateSolution, staging: Staging | None) -> tuple[BaselineRow, ...]:
     own = _seconds(settled, staging)
     return tuple(
-        RivalRow(
+        BaselineRow(
             r.name,
             r.mesh,
             r.microbatches,
@@ -349,7 +349,7 @@ def _rivals(settled: CandidateSolution, staging: Staging | None) -> tuple[RivalR
             None if r.seconds is None or not own else r.seconds / own,
             r.why,
         )
-        for r in settled.rivals
+        for r in settled.baselines
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from autoshard.schedules.interleaved import interleaved_bubble, interleaved_filling
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.spec import ScheduleSpec
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -20,3 +22,14 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
         row = [Action("F", s, m) for s in mine for m in every]
         rows.append(tuple(row + [Action("B", s, m) for s in reversed(mine) for m in every]))
     return Schedule("breadth-first", microbatches, looped(ranks, chunks), tuple(rows))
+
+
+BREADTH_FIRST = ScheduleSpec(
+    "breadth-first",
+    lambda ranks, microbatches, chunks, slices: breadth_first(ranks, microbatches, chunks),
+    default_chunks=2,
+    bubble=interleaved_bubble,
+    filling=interleaved_filling,
+    in_flight=lambda size: float(size.microbatches),
+    tried_ahead=(2,),
+)

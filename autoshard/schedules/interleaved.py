@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -45,3 +46,34 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     size, more = divmod(microbatches, count)
     starts = [g * size + min(g, more) for g in range(count + 1)]
     return [range(a, b) for a, b in pairwise(starts)]
+
+
+def interleaved_bubble(size: PipeSize, times: StepTimes) -> float | None:
+    """Megatron SC'21, section 2.2.2; with at least as many microbatches as ranks."""
+    enough = size.microbatches >= size.ranks or size.chunks == 1
+    return size.waits * times.total / size.chunks if enough else None
+
+
+def interleaved_filling(size: PipeSize) -> float:
+    """With few microbatches the first has to come down through all stages."""
+    few = size.ranks - size.microbatches
+    return max(size.waits / size.chunks, few + (size.microbatches - 1) / size.chunks)
+
+
+def _in_flight(size: PipeSize) -> float:
+    # groups no smaller than the pipeline, the largest of them ahead
+    group = -(-size.microbatches // max(1, size.microbatches // size.ranks))
+    most = group + (2 * size.ranks - 1 - group) / size.chunks
+    return min(float(size.microbatches), most)
+
+
+INTERLEAVED = ScheduleSpec(
+    "interleaved",
+    lambda ranks, microbatches, chunks, slices: interleaved(ranks, microbatches, chunks),
+    default_chunks=2,
+    bubble=interleaved_bubble,
+    filling=interleaved_filling,
+    in_flight=_in_flight,
+    tried=(2, 4),
+    also=("1f1b-i",),
+)

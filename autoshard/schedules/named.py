@@ -1,36 +1,12 @@
-"""The schedules that have a name and an order of their own."""
+"""The schedules that have an order of their own; what is searched starts from these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from autoshard.schedules.breadth_first import BREADTH_FIRST
+from autoshard.schedules.gpipe import GPIPE
+from autoshard.schedules.interleaved import INTERLEAVED
+from autoshard.schedules.one_f_one_b import ONE_F_ONE_B
+from autoshard.schedules.zb_h1 import ZB_H1
+from autoshard.schedules.zb_v import ZB_V
 
-from autoshard.schedules.breadth_first import breadth_first
-from autoshard.schedules.gpipe import gpipe
-from autoshard.schedules.interleaved import interleaved
-from autoshard.schedules.one_f_one_b import one_f_one_b
-from autoshard.schedules.schedule import Schedule
-from autoshard.schedules.zb_h1 import zb_h1
-from autoshard.schedules.zb_v import zb_v
-
-
-@dataclass(frozen=True)
-class Named:
-    """make: (ranks, microbatches, chunks) to schedule. chunks: stages per rank that it takes; None: any.
-
-    sliced: (ranks, microbatches, chunks, slices) to schedule, for those that divide the sequence.
-    """
-
-    make: Callable[[int, int, int], Schedule]
-    chunks: int | None = None
-    sliced: Callable[[int, int, int, int], Schedule] | None = None
-
-
-NAMED = {
-    "gpipe": Named(gpipe, chunks=1),
-    "1f1b": Named(one_f_one_b, chunks=1),
-    "interleaved": Named(interleaved),
-    "breadth-first": Named(breadth_first),
-    "zb-h1": Named(zb_h1, chunks=1),
-    "zb-v": Named(zb_v, chunks=2),
-}
+NAMED = {spec.name: spec for spec in (GPIPE, ONE_F_ONE_B, INTERLEAVED, BREADTH_FIRST, ZB_H1, ZB_V)}

@@ -5,16 +5,14 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from autoshard.errors import UsageError
-from autoshard.schedules.named import NAMED, Named
+from autoshard.schedules.named import NAMED
 from autoshard.schedules.schedule import Schedule
-from autoshard.schedules.searched import search_schedule
-from autoshard.schedules.seq1f1b import seq1f1b
+from autoshard.schedules.searched import SEARCHED
+from autoshard.schedules.seq1f1b import SEQ1F1B
+from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
 
-SCHEDULES = {
-    **NAMED,
-    "searched": Named(search_schedule),
-    "seq1f1b": Named(seq1f1b, chunks=1, sliced=seq1f1b),
-}
+#: a schedule is its file and its name here
+SCHEDULES = {**NAMED, SEARCHED.name: SEARCHED, SEQ1F1B.name: SEQ1F1B}
 
 
 def names() -> tuple[str, ...]:
@@ -24,13 +22,24 @@ def names() -> tuple[str, ...]:
 def default_chunks(name: str) -> int:
     """Stages per rank where nobody says: what the schedule needs, or the fewest that make it differ from
     a schedule with one stage per rank. Raises UsageError for an unknown name."""
-    found = lookup(name)
-    if found.chunks is not None:
-        return found.chunks
-    return 2 if name in ("interleaved", "breadth-first") else 1
+    return lookup(name).default_chunks
 
 
-def lookup(name: str) -> Named:
+def tried(*, ahead: bool = False) -> dict[str, tuple[int, ...]]:
+    """Schedule -> chunks that the planner tries. ahead: also those whose microbatches are under way before
+    anyone waits for one, at the price of memory: for ranks that are joined by unlike links."""
+    found = {name: spec.tried for name, spec in SCHEDULES.items() if spec.tried}
+    if ahead:
+        found |= {name: spec.tried_ahead for name, spec in SCHEDULES.items() if spec.tried_ahead}
+    return found
+
+
+def of_published(name: str) -> str | None:
+    """The schedule that a published run calls so, None if there is none."""
+    return next((n for n, spec in SCHEDULES.items() if name == n or name in spec.also), None)
+
+
+def lookup(name: str) -> ScheduleSpec:
     """Raises UsageError for an unknown name, with the nearest one."""
     if name not in SCHEDULES:
         near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.4)
@@ -44,7 +53,7 @@ def lookup(name: str) -> Named:
 
 def check_slices(name: str, slices: int) -> None:
     """Raises UsageError for an unknown name, or more than one slice where the schedule has no slices."""
-    if lookup(name).sliced is None and slices != 1:
+    if slices != 1 and not lookup(name).sliced:
         able = ", ".join(n for n, found in SCHEDULES.items() if found.sliced)
         raise UsageError(
             f"{name} does not divide sequences, and slices={slices} was asked for",
@@ -55,7 +64,7 @@ def check_slices(name: str, slices: int) -> None:
 
 def default_slices(name: str) -> int:
     """Slices of a sequence where nobody says. Raises UsageError for an unknown name."""
-    return 1 if lookup(name).sliced is None else 2
+    return 2 if lookup(name).sliced else 1
 
 
 def make(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
@@ -63,8 +72,21 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int 
 
     Raises UsageError for an unknown name, a size below 1, or chunks or slices that the schedule cannot have.
     """
-    check_slices(name, slices)
     found = lookup(name)
-    if found.sliced is not None:
-        return found.sliced(ranks, microbatches, chunks, slices)
-    return found.make(ranks, microbatches, chunks)
+    check_slices(name, slices)
+    return found.make(ranks, microbatches, chunks, slices)
+
+
+def ideal_bubble(name: str, size: PipeSize, times: StepTimes | None = None) -> float | None:
+    """Idle seconds per rank, from a step's global beginning to its global end, as `Timeline` counts.
+
+    For equal stages and sends that take no time; None where there is no formula.
+    """
+    return lookup(name).bubble(size, times or StepTimes())
+
+
+def ideal_bubble_fraction(name: str, size: PipeSize, times: StepTimes | None = None) -> float | None:
+    """`ideal_bubble` as a share of the step; None where there is no formula."""
+    each = times or StepTimes()
+    idle = ideal_bubble(name, size, each)
+    return None if idle is None else idle / (idle + size.microbatches * each.total)

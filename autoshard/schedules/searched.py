@@ -11,6 +11,7 @@ from autoshard.schedules.list_scheduling import ROUNDING, ListScheduler, Rule
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import check_sizes, looped, v_shaped
 from autoshard.schedules.schedule import Schedule
+from autoshard.schedules.spec import ScheduleSpec
 from autoshard.schedules.timeline import StageCosts, makespan, peak_bytes
 
 PATIENCE = (0.0, 0.1, 0.5)
@@ -168,7 +169,7 @@ def _candidates(
     for name, named in NAMED.items():
         if rest or named.chunks not in (None, chunks):
             continue
-        schedule = named.make(ranks, scheduler.microbatches, chunks)
+        schedule = named.make(ranks, scheduler.microbatches, chunks, 1)
         fits = schedule.owner == owner and _fits(peak_bytes(schedule, costs), caps)
         if fits and (split or not schedule.splits_backward):
             yield name, schedule, makespan(schedule, costs)
@@ -185,3 +186,9 @@ def _candidates(
     for (origin, schedule), patience in product(refillable, PATIENCE):
         again, seconds = scheduler.refilled(schedule, patience)
         yield f"{origin}; refilled, patience {patience:g}", again, seconds
+
+
+SEARCHED = ScheduleSpec(
+    "searched",
+    lambda ranks, microbatches, chunks, slices: search_schedule(ranks, microbatches, chunks),
+)

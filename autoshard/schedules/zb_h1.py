@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
+from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
 
 
 def zb_h1(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -28,3 +29,25 @@ def _row(rank: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
             row.append(Action("F", rank, m + warm_up))
     row += [Action("W", rank, m) for m in range(microbatches - late, microbatches)]
     return tuple(row)
+
+
+def _bubble(size: PipeSize, times: StepTimes) -> float | None:
+    """(p - 1) (F + I - W), sections 2.1 and 2.3, with at least p microbatches.
+
+    The paper's figures have W <= F, I. In general the last rank starts (p - 1) F late, and the first one gets
+    its last input gradient (p - 1) I after the last one has had it.
+    """
+    f, i, w = times.forward, times.backward_input, times.backward_weight
+    return size.waits * max(f, i, f + i - w) if size.microbatches >= size.ranks else None
+
+
+ZB_H1 = ScheduleSpec(
+    "zb-h1",
+    lambda ranks, microbatches, chunks, slices: zb_h1(ranks, microbatches, chunks),
+    chunks=1,
+    bubble=_bubble,
+    filling=lambda size: max(size.waits, size.waits + size.ranks - size.microbatches) / 3,
+    tried=(1,),
+    splits_backward=True,
+    also=("zb-1p",),
+)

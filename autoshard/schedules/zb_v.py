@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard.schedules.placement import check_sizes, v_shaped
 from autoshard.schedules.schedule import Action, Kind, Schedule
+from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
 
 
 def zb_v(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -63,3 +64,26 @@ def _row(ranks: int, rank: int, microbatches: int) -> list[Action]:
         while done["W", stage] < microbatches:
             next_of(("W",), stage)
     return row
+
+
+def _bubble(size: PipeSize, times: StepTimes) -> float | None:
+    """None inside a rank with F = I = W and at least 2 p - 1 microbatches (section 6).
+
+    What is left in the makespan is that the last rank starts, or the first one ends, (p - 1) F / 2 apart.
+    """
+    enough = size.microbatches >= 2 * size.ranks - 1
+    return size.waits * times.forward / 2 if times.equal and enough else None
+
+
+ZB_V = ScheduleSpec(
+    "zb-v",
+    lambda ranks, microbatches, chunks, slices: zb_v(ranks, microbatches, chunks),
+    chunks=2,
+    default_chunks=2,
+    bubble=_bubble,
+    filling=lambda size: max(size.waits / 2, size.waits + size.ranks - size.microbatches) / 3,
+    tried=(2,),
+    v_shaped=True,
+    splits_backward=True,
+    also=("zbv",),
+)

@@ -78,15 +78,15 @@ class Masks:
     notes: tuple[str, ...]
 
 
-def masks_of(posed: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> Masks:
+def masks_of(formulated: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> Masks:
     """The states that a run's code may be in, on a mesh whose axes the search sees one by one."""
-    return _Masks(posed, shape, wanted).run()
+    return _Masks(formulated, shape, wanted).run()
 
 
 class _Masks:
-    def __init__(self, posed: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> None:
-        self.posed, self.wanted = posed, wanted
-        self.model: Model = posed.model
+    def __init__(self, formulated: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> None:
+        self.formulated, self.wanted = formulated, wanted
+        self.model: Model = formulated.model
         self.digits = self.model.digits.values
         self.batch = self.model.digits.batch
         self.columns = {
@@ -100,7 +100,7 @@ class _Masks:
         self.ends = self._ends()
 
     def run(self) -> Masks:
-        allowed = tuple(self.posed.problem.masks(self._variable))
+        allowed = tuple(self.formulated.problem.masks(self._variable))
         return Masks(allowed, tuple(dict.fromkeys(self.notes)))
 
     # -- classes of dims ---------------------------------------------------------------------------

@@ -138,10 +138,10 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
     mesh, prices = mesh_of(run), CostModels(cluster)
     stages = stages_of(run, scaled.model.folded)
     setting = _setting(run, scaled, cluster, stages)
-    posed = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
-    masks = masks_of(posed, told.known.shape, _wanted(run, mesh))
+    formulated = formulate(scaled.model, mesh, prices, setting, recipe=behaviour.recipe)
+    masks = masks_of(formulated, told.known.shape, _wanted(run, mesh))
     try:
-        placed = place(posed.problem, setting, None, allowed=masks.allowed)
+        placed = place(formulated.problem, setting, None, allowed=masks.allowed)
     except NoFiniteAssignment:
         raise UsageError(
             f"no program has the placements of {told.framework.name} on {mesh}",
@@ -149,9 +149,11 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
             why="some op of the model cannot run with them",
         ) from None
     where = Configuration(mesh, run.micro * run.data, run.microbatches, setting.pipe)
-    settled = CandidateSolution(posed, placed, where, cluster, placed.lower_bound)
+    settled = CandidateSolution(formulated, placed, where, cluster, placed.lower_bound)
     plan = explain(settled, cluster, scaled.analysis.fingerprint, reasons=False)
-    program = _program(scaled, posed, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices))
+    program = _program(
+        scaled, formulated, plan, prices, stages, _saving(run, behaviour, cluster, mesh, prices)
+    )
     return Rebuilt(run, program, cluster, behaviour, _notes(told, stages, masks.notes))
 
 
@@ -175,13 +177,13 @@ def _wanted(run: Run, mesh: Mesh) -> RunPlacement:
 
 def _program(
     scaled: Scaled,
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     plan: Plan,
     prices: CostModels,
     stages: RebuiltStages | None,
     saving: Saving | None,
 ) -> Program:
-    model, mesh = scaled.model, posed.mesh
+    model, mesh = scaled.model, formulated.mesh
     if stages is not None:
         plan = replace(plan, pipeline=stages.pipeline)
     how = LoweringOptions(

@@ -7,27 +7,12 @@ from dataclasses import dataclass
 
 from autoshard.errors import UsageError
 from autoshard.ir import Folded
-from autoshard.schedules.registry import lookup, make
+from autoshard.schedules.registry import SCHEDULES, lookup, make, of_published
 from autoshard.schedules.schedule import Schedule
 from autoshard.schedules.zb_h2 import zb_h2
 from autoshard.search.plan.plan import Cut, Pipeline
 from autoshard.validate.rows import Run
 
-#: words of a row's schedule, in small letters -> the schedule's name here
-_NAMES = {
-    "1f1b": "1f1b",
-    "none": "1f1b",
-    "1f1b-i": "interleaved",
-    "interleaved": "interleaved",
-    "gpipe": "gpipe",
-    "zb-1p": "zb-h1",
-    "zb-h1": "zb-h1",
-    "zb-2p": "zb-2p",
-    "zb-h2": "zb-h2",
-    "zb-v": "zb-v",
-    "zbv": "zb-v",
-    "breadth-first": "breadth-first",
-}
 #: schedules with up to twice the memory of 1F1B -> forwards that they start with beside those of ZB-H2: an
 #: input gradient takes longer than a forward, so that one more fits before the first (Qi et al., Zero Bubble
 #: Pipeline Parallelism, section 3.1: as many as the limit of 2 p microbatches allows)
@@ -50,7 +35,7 @@ def stages_of(run: Run, folded: Folded) -> RebuiltStages | None:
     name, notes = _schedule(run)
     own = 1 if name in _TWICE else lookup(name).chunks or 1
     chunks = run.chunks if run.chunks > 1 else own
-    if name in ("interleaved", "breadth-first") and chunks == 1:
+    if name not in _TWICE and lookup(name).default_chunks > 1 and chunks == 1:
         raise UsageError(
             f"its schedule is {run.schedule}, and v says one stage per rank",
             where=run.id,
@@ -96,13 +81,13 @@ def _schedule(run: Run) -> tuple[str, tuple[str, ...]]:
     told = re.sub(r"[\s_]+", "-", run.schedule.lower())
     if "interleav" in told:
         told = "interleaved"
-    if told not in _NAMES:
+    name = told if told in _TWICE else of_published(told)
+    if name is None:
         raise UsageError(
             f"there is no pipeline schedule {run.schedule!r}",
             where=run.id,
-            hint=f"write one of {', '.join(sorted(_NAMES))}",
+            hint=f"write one of {', '.join(sorted((*SCHEDULES, *_TWICE)))}",
         )
-    name = _NAMES[told]
     if name in _TWICE:
         # its gain is that steps overlap: the optimizer of one rank runs while another still computes
         return name, (

@@ -156,9 +156,9 @@ class _Segments:
         names.sort(key=lambda n: at[self.made[n].base if n in self.made else n])
         final = {n: n for n in names}
         for base in self.base:
-            rivals = [n for n in names if n == base or (n in self.made and self._stands_for(n, base))]
-            if len(rivals) == 1:
-                final[rivals[0]] = base
+            baselines = [n for n in names if n == base or (n in self.made and self._stands_for(n, base))]
+            if len(baselines) == 1:
+                final[baselines[0]] = base
         found = {n: self.made[n].segment if n in self.made else self.base[n] for n in names}
         return {final[n]: replace(s, graph=replace(s.graph, name=final[n])) for n, s in found.items()}, final
 

@@ -170,7 +170,7 @@ def _interleaving(analysis: Analysis, run: Published) -> Interleaving:
     cluster = load_cluster(run.cluster).used_by(run.devices)
     settled, _ = settle(analysis.model, run, cluster, None)
     plan = explain(settled, cluster, analysis.fingerprint)
-    mesh, model = settled.configuration.mesh, settled.posed.model
+    mesh, model = settled.configuration.mesh, settled.formulated.model
     reshard = cost_model(cluster, mesh).reshard
 
     def cut(schedule: str, chunks: int) -> Staging:

@@ -27,9 +27,9 @@ class PlanningRow:
     """What a process took and found.
 
     process_s: its whole life, seconds, imports of torch and transformers and building the model among it.
-    capture_s: of the trace; search_s: from there to the plan, rivals among it. peak_gib: of its resident
-    memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. rival: the best one by hand with its mesh,
-    "" if none can be used, and then rivals_why says why; rival_ratio: its step over the plan's.
+    capture_s: of the trace; search_s: from there to the plan, baselines among it. peak_gib: of its resident
+    memory, GiB. step_s: predicted, seconds. mfu, gap: shares of 1. baseline: the best one by hand with its
+    mesh, "" if none can be used, and then baselines_why says why; baseline_ratio: its step over the plan's.
     """
 
     process_s: float
@@ -41,9 +41,9 @@ class PlanningRow:
     step_s: float
     mfu: float
     gap: float
-    rival: str = ""
-    rival_ratio: float = 0.0
-    rivals_why: str = ""
+    baseline: str = ""
+    baseline_ratio: float = 0.0
+    baselines_why: str = ""
 
     @property
     def planning_s(self) -> float:
@@ -84,8 +84,8 @@ def plan_case(case: Case) -> PlanningRow:
     end = time.perf_counter()
     summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
     assert summary.step is not None
-    usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.rivals if r.ratio is not None]
-    ratio, rival = min(usable, default=(0.0, ""))
+    usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.baselines if r.ratio is not None]
+    ratio, baseline = min(usable, default=(0.0, ""))
     return PlanningRow(
         0.0,
         captured - start,
@@ -96,9 +96,9 @@ def plan_case(case: Case) -> PlanningRow:
         summary.step.seconds,
         summary.step.mfu,
         summary.gap,
-        rival,
+        baseline,
         ratio,
-        "" if usable else "; ".join(f"{r.name} {r.mesh}: {r.why}" for r in summary.rivals),
+        "" if usable else "; ".join(f"{r.name} {r.mesh}: {r.why}" for r in summary.baselines),
     )
 
 

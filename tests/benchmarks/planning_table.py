@@ -50,7 +50,7 @@ def print_planning(console: Console, run: Measure = median_of, cases: Sequence[C
             seconds_text(row.step_s),
             f"{row.mfu:.1%}",
             f"{row.gap:.1%}",
-            _rival(case, row),
+            _baseline(case, row),
             goals_text(case, row),
         )
     console.print(table)
@@ -58,10 +58,10 @@ def print_planning(console: Console, run: Measure = median_of, cases: Sequence[C
         "s: from a model that was built to its plan, which the goals are for; process s: with imports of "
         "torch and transformers and building the model"
     )
-    console.print("best by hand: the fastest rival at its best, its step over the plan's; x: microbatches")
+    console.print("best by hand: the fastest baseline at its best, its step over the plan's; x: microbatches")
     for case, row in measured:
-        if row.rivals_why:
-            console.print(f"no rival of {case.name} on {case.devices:,} GPUs: {row.rivals_why}")
+        if row.baselines_why:
+            console.print(f"no baseline of {case.name} on {case.devices:,} GPUs: {row.baselines_why}")
 
 
 def print_scaling(console: Console, run: Measure = measure) -> None:
@@ -100,10 +100,10 @@ def goals_text(case: Case, row: PlanningRow) -> str:
     )
 
 
-def _rival(case: Case, row: PlanningRow) -> str:
+def _baseline(case: Case, row: PlanningRow) -> str:
     if case.mesh:
         return ""
-    return f"{row.rival} {row.rival_ratio:.2f} x" if row.rival else "none can be used"
+    return f"{row.baseline} {row.baseline_ratio:.2f} x" if row.baseline else "none can be used"
 
 
 def _verdict(good: bool) -> str:

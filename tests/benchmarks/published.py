@@ -152,7 +152,7 @@ def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparis
 
 def _seconds(found: CandidateSolution) -> float:
     """Of a step; a pipeline is not cut, but its stages are no more alike than they can be."""
-    return imbalance_seconds(found.posed, found.placed, found.configuration.pipe)
+    return imbalance_seconds(found.formulated, found.placed, found.configuration.pipe)
 
 
 def name_of(found: Configuration) -> str:
@@ -181,14 +181,14 @@ def settle(
         layer_calls(model.folded), row.batch // row.micro, row.recompute, cluster.device.overlap
     )
     setting = replace(bare, pipe=published_pipe(row, mesh, cluster))
-    posed = formulate(model, mesh, cluster, setting, recipe=MIXED)
+    formulated = formulate(model, mesh, cluster, setting, recipe=MIXED)
     fits = True
     try:
-        placed = place(posed.problem, setting, budget)
+        placed = place(formulated.problem, setting, budget)
     except InfeasibleNetwork:
-        placed, fits = place(posed.problem, setting, None), False
+        placed, fits = place(formulated.problem, setting, None), False
     where = Configuration(mesh, row.micro, setting.microbatches, setting.pipe)
-    return CandidateSolution(posed, placed, where, cluster, placed.lower_bound), fits
+    return CandidateSolution(formulated, placed, where, cluster, placed.lower_bound), fits
 
 
 def published_setting(

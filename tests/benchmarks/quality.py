@@ -120,7 +120,7 @@ class _Open:
     bound: seconds that it takes at least: computing again and a budget only add to what the mesh takes free.
     """
 
-    posed: ShardingProblem
+    formulated: ShardingProblem
     setting: StepConfig
     bound: float
 
@@ -133,11 +133,11 @@ def _space(case: Small, analysis: Analysis) -> Iterator[_Open]:
         for batch in (b for b in _microbatches(mesh, case.batch) if b > 1):
             bare = StepConfig(case.batch // batch, calls, overlap=cluster.device.overlap)
             try:
-                posed = formulate(with_batch(analysis.model, batch), mesh, cluster, bare, recipe=MIXED)
+                formulated = formulate(with_batch(analysis.model, batch), mesh, cluster, bare, recipe=MIXED)
             except UsageError:
                 continue  # what the search cannot use either
             for again in recomputations(calls):
-                yield _Open(posed, replace(bare, recompute=again), posed.free.lower_bound)
+                yield _Open(formulated, replace(bare, recompute=again), formulated.free.lower_bound)
 
 
 def _microbatches(mesh: Mesh, total: int) -> list[int]:
@@ -167,9 +167,9 @@ def _exhaustive(space: Sequence[_Open], budget: int) -> tuple[float | None, str,
             break
         tried += 1
         try:
-            placed = place(entry.posed.problem, entry.setting, budget)
+            placed = place(entry.formulated.problem, entry.setting, budget)
         except InfeasibleNetwork:
             continue
         if best is None or placed.seconds < best[0]:
-            best = (placed.seconds, f"{entry.posed.mesh} x{entry.setting.microbatches}")
+            best = (placed.seconds, f"{entry.formulated.mesh} x{entry.setting.microbatches}")
     return (None, "", tried) if best is None else (*best, tried)

@@ -9,8 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard.schedules.check import check, in_flight
-from autoshard.schedules.formulas import ideal_bubble_fraction
-from autoshard.schedules.registry import default_chunks, default_slices, make, names
+from autoshard.schedules.registry import (
+    SCHEDULES,
+    default_chunks,
+    default_slices,
+    ideal_bubble_fraction,
+    make,
+    names,
+)
+from autoshard.schedules.spec import PipeSize
 from autoshard.schedules.timeline import StageCosts, simulate
 
 RANKS, MICROBATCHES = 8, (8, 16, 32, 64)
@@ -37,7 +44,7 @@ class ScheduleRow:
 
 def rows(ranks: int = RANKS, microbatches: Sequence[int] = MICROBATCHES) -> list[ScheduleRow]:
     """Every named schedule; those that may have one stage per rank or more, with two and four."""
-    several = ("interleaved", "breadth-first")
+    several = [n for n, spec in SCHEDULES.items() if spec.chunks is None and spec.default_chunks > 1]
     kinds = [(n, c) for n in names() for c in ((2, 4) if n in several else (default_chunks(n),))]
     kinds.append(("searched", 2))
     return [_row(name, ranks, m, chunks) for name, chunks in kinds for m in microbatches]
@@ -54,7 +61,7 @@ def _row(name: str, ranks: int, microbatches: int, chunks: int) -> ScheduleRow:
         chunks,
         microbatches,
         bubble=timeline.bubble,
-        ideal=ideal_bubble_fraction(name, ranks, microbatches, chunks, slices=slices),
+        ideal=ideal_bubble_fraction(name, PipeSize(ranks, microbatches, chunks, slices)),
         inside=max(timeline.gaps) / timeline.makespan,
         held=tuple(n / (chunks * slices) for n in in_flight(schedule)),
     )

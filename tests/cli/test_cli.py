@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import autoshard
 from autoshard.cli.main import app
 from autoshard.ir.units import bytes_text, parse_bytes, seconds_text
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.program.store import load_program
 
 TARGETS = """
@@ -266,8 +267,8 @@ def test_inspect_one_rank(invoke: Invoke, program: str) -> None:
 
 def test_inspect_after_a_pass(invoke: Invoke, program: str) -> None:
     assert invoke("inspect", program, "--after", "030").stdout.startswith("# autoshard | after 030_normalize")
-    found = document(invoke("inspect", program, "--after", "060_bucket", "--json"))
-    assert found["after"] == "060_bucket" and "dp:S(0)" in found["text"]
+    found = document(invoke("inspect", program, "--after", NUMBERED["bucket"], "--json"))
+    assert found["after"] == NUMBERED["bucket"] and "dp:S(0)" in found["text"]
     name = document(invoke("inspect", program, "--json"))["segments"][0]["name"]
     assert f"def {name}(" in invoke("inspect", program, "--segment", name).stdout
 

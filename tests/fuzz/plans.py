@@ -57,11 +57,11 @@ def random_plan(analysis: Analysis, mesh: Mesh, cluster: Cluster, rng: random.Ra
         again = _recomputed(analysis, rng)
         setting = StepConfig(microbatches, layer_calls(analysis.folded), again)
         placed = placed_at(problem, setting, network, states)
-        posed = ShardingProblem(
+        formulated = ShardingProblem(
             analysis.model, inner, prices, problem, strict, replace(setting, microbatches=1)
         )
         where = Configuration(inner, batch_of(analysis.folded), microbatches)
-        settled = CandidateSolution(posed, placed, where, cluster, 0.0)
+        settled = CandidateSolution(formulated, placed, where, cluster, 0.0)
         plan = explain(settled, cluster, analysis.fingerprint, reasons=False)
         if ranks > 1:
             plan = replace(plan, pipeline=_pipeline(analysis, ranks, microbatches, rng))

@@ -25,6 +25,7 @@ from autoshard.ir.placement import Layout, Partial, R, Shard
 from autoshard.passes.partition.allreduce_to_reduce_scatter import keep_part
 from autoshard.passes.partition.hierarchy import AxisLevels, check_levels
 from autoshard.passes.partition.hpz_secondary_shards import NO_SECONDARY, Secondary
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.hierarchy_choice import HierarchyOption, hierarchy_options
 from autoshard.planner.lowering import lay_out
 from autoshard.planner.planning import Planned
@@ -167,7 +168,7 @@ def test_the_network_goes_first_in_gathers_and_last_in_reductions() -> None:
     assert made.mesh == f"{NETWORK}=2,{NODE}=2,{PAIR}=2"
     assert axes_of(made, "all_gather", "forward") == [NETWORK, NODE, PAIR]
     assert axes_of(made, "reduce_scatter", "backward") == [PAIR, NODE, NETWORK]
-    assert "by level: " in made.dumps["072_hierarchy"]
+    assert "by level: " in made.dumps[NUMBERED["hierarchy"]]
 
 
 def test_parameters_lie_where_they_lay() -> None:
@@ -401,7 +402,7 @@ def test_the_shortest_step_wins() -> None:
     steps = {way: estimate_step(program(way), three_levels()).seconds for way in ("off", *HIERARCHIES)}
     assert estimate_step(made, three_levels()).seconds <= min(steps.values())
     assert made.mesh != "fsdp=8"
-    head = made.dumps["072_hierarchy"].splitlines()
+    head = made.dumps[NUMBERED["hierarchy"]].splitlines()
     assert head[0].startswith("# off") and "step " in head[0]
 
 

@@ -33,6 +33,7 @@ from autoshard.ir import Call, Ref
 from autoshard.ir.graph import substitute
 from autoshard.ir.lowered import Instruction
 from autoshard.ir.offload import LOAD, STORE, Offload
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.analysis import Analysis, analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
@@ -181,7 +182,7 @@ def test_training_equals_eager(results: dict[str, dict[str, float]], name: str) 
 
 def test_nothing_changes_without_it() -> None:
     plain = program("llama", "fsdp=4")
-    assert "093_offload" not in plain.dumps and "host" not in program_text(plain)
+    assert NUMBERED["offload"] not in plain.dumps and "host" not in program_text(plain)
     # the state of the optimizer is nothing that a program names
     made = offloaded("llama", "fsdp=4", "optimizer")
     text = program_text(made).replace("# in host memory: optimizer\n", "")
@@ -194,7 +195,7 @@ def test_a_folder_keeps_it(tmp_path: Path) -> None:
     again = load_program(tmp_path / "program")
     assert again.offload == Offload(True, True, True)
     assert program_text(again) == program_text(made)
-    assert "host.store" in made.dumps["093_offload"]
+    assert "host.store" in made.dumps[NUMBERED["offload"]]
     manifest = tmp_path / "program" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(f'"offload": "{ALL}"', '"offload": "disk"'))
     with pytest.raises(VerificationError, match="disk"):

@@ -23,6 +23,7 @@ from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import R, Shard
 from autoshard.passes import pipeline
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.passes.simplify.activations import Activations
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -80,7 +81,7 @@ def segment_with(made: Program, op: str) -> tuple[str, LoweredSegment, Node]:
 def test_only_where_it_is_allowed() -> None:
     assert not count(program(allow=""), GATHER_Q, GATHER_WIRE)
     assert not count(program(allow="int8-gradients"), GATHER_Q, GATHER_WIRE)
-    assert "091_quantise_norms" not in program(allow="int8-gradients").dumps
+    assert NUMBERED["quantize_norms"] not in program(allow="int8-gradients").dumps
 
 
 def test_rows_of_norms_are_gathered_with_8_bits_and_gradients_are_not() -> None:
@@ -89,7 +90,7 @@ def test_rows_of_norms_are_gathered_with_8_bits_and_gradients_are_not() -> None:
     assert len(found) == 2  # of the second norm of each layer
     assert all(n.args[3:] == ((8,), 128) and not n.backward for n in found)
     assert [n for c, n in calls_of(made) if c.backward and n.op == "comm.all_gather.default"]
-    assert "int8 activations: " in made.dumps["075_quantise_collectives"]
+    assert "int8 activations: " in made.dumps[NUMBERED["quantize_collectives"]]
 
 
 def test_fast_links_keep_all_bits() -> None:
@@ -152,7 +153,7 @@ def test_norms_give_wires(again: str, ops: dict[str, int]) -> None:
     for name in ("add_rms_norm_quantise", "rms_norm_quantise"):
         assert count(made, f"autoshard.{name}.default") == ops.get(name, 0)
     assert count(made, GATHER_WIRE) == sum(ops.values()) and not count(made, GATHER_Q)
-    assert "its rows leave as int8" in made.dumps["091_quantise_norms"]
+    assert "its rows leave as int8" in made.dumps[NUMBERED["quantize_norms"]]
     without = program(kernels=False, again=again)
     assert not count(without, GATHER_WIRE, *NORMS)
     assert count(without, GATHER_Q) == count(made, GATHER_WIRE)

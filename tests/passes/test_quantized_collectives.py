@@ -18,6 +18,7 @@ from autoshard.api import compile_analysed, plan
 from autoshard.ir import Node, refs_of
 from autoshard.ir.quantized import packed_bytes
 from autoshard.passes.partition.quantize_collectives import Precision
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.planning import Planned
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -94,14 +95,16 @@ def nodes_of(made: Program) -> list[Node]:
 
 def test_nothing_is_rounded_unless_allowed() -> None:
     assert not [n for n in nodes_of(program("")) if "_q_" in n.op]
-    assert "075_quantise_collectives" not in program("").dumps
+    assert NUMBERED["quantize_collectives"] not in program("").dumps
 
 
 @pytest.mark.parametrize(("allow", "ops"), [("int8-weights", {GATHER}), ("int4-gradients", {SCATTER})])
 def test_only_what_is_allowed_is_rounded(allow: str, ops: set[str]) -> None:
     made = program(allow)
     assert {n.op for n in nodes_of(made) if "_q_" in n.op} == ops
-    assert allow.partition("-")[0] + " " in made.dumps["075_quantise_collectives"]  # int8 weights: 12 us, ...
+    assert (
+        allow.partition("-")[0] + " " in made.dumps[NUMBERED["quantize_collectives"]]
+    )  # int8 weights: 12 us, ...
 
 
 def test_matrices_are_rounded_and_vectors_are_not() -> None:

@@ -25,6 +25,7 @@ from autoshard.cluster import Mesh, load_cluster
 from autoshard.ir import Call, Node, Ref, refs_of
 from autoshard.ir.comm import GATHER_Q, GATHER_WIRE
 from autoshard.passes import pipeline
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.analysis import analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
@@ -63,7 +64,7 @@ def test_norms_give_wires(again: str, bias: bool) -> None:
     ops = ops_of(made)
     assert {op: n for op, n in ops.items() if op in NORMS} == MADE[again]
     assert ops[GATHER_WIRE] == sum(MADE[again].values()) and not ops[GATHER_Q]
-    assert "its rows leave as int8" in made.dumps["091_quantise_norms"]
+    assert "its rows leave as int8" in made.dumps[NUMBERED["quantize_norms"]]
     for segment in made.lowered.segments.values():
         for node in segment.graph.nodes:
             if node.op in NORMS:

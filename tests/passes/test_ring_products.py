@@ -31,6 +31,7 @@ from autoshard.ir.lowered import Lowered, PlacedValue
 from autoshard.ir.placement import P, R, Shard
 from autoshard.ir.rings import ring_flop, ring_of
 from autoshard.passes.partition.ring_products import Rings, ring_products
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.passes.simplify.segment_cache import SegmentCache
 from autoshard.program.program import Program
 from autoshard.program.store import load_program, save_program
@@ -149,14 +150,14 @@ def test_every_ring_says_what_it_saves() -> None:
     program = ringed("gpt2", "tp=2")
     notes = [program.notes[name][number].why for name, number, _ in ring_sites(program)]
     assert notes and all("chunks go round tp beside" in n and " us, now " in n for n in notes)
-    assert "059b_ring_products" in program.dumps
-    assert "chunks go round tp" in program.dumps["059b_ring_products"]
+    assert NUMBERED["ring_products"] in program.dumps
+    assert "chunks go round tp" in program.dumps[NUMBERED["ring_products"]]
 
 
 def test_rings_can_be_switched_off() -> None:
     found = planned("llama", "tp=2")
     off = compile_analysed(found, ring=False)
-    assert "059b_ring_products" not in off.dumps and not rings_in(off)
+    assert NUMBERED["ring_products"] not in off.dumps and not rings_in(off)
     assert compile_analysed(found).lowered == compile_analysed(found, ring=True).lowered
 
 
@@ -523,7 +524,7 @@ def test_the_command_line_switches_rings_off(tmp_path: Path) -> None:
         folder = tmp_path / "-".join(["p", *more])
         result = CliRunner().invoke(app, [*call, *more, "-o", str(folder)], catch_exceptions=False)
         assert result.exit_code == 0, result.output
-        assert ("059b_ring_products" in load_program(folder).dumps) == made
+        assert (NUMBERED["ring_products"] in load_program(folder).dumps) == made
 
 
 def test_reports_read_rings(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ from autoshard.program.schedule_json import schedule_from_json, schedule_to_json
 from autoshard.program.store import load_program, save_program
 from autoshard.program.text import program_text
 from autoshard.schedules.check import check, in_flight
-from autoshard.schedules.formulas import ideal_bubble_fraction
 from autoshard.schedules.one_f_one_b import one_f_one_b
-from autoshard.schedules.registry import make
+from autoshard.schedules.registry import ideal_bubble_fraction, make
 from autoshard.schedules.schedule import Action, Schedule
 from autoshard.schedules.seq1f1b import seq1f1b
+from autoshard.schedules.spec import PipeSize, StepTimes
 from autoshard.schedules.timeline import StageCosts, simulate
 from autoshard.search.plan.plan import Cut, Pipeline, Recompute
 from autoshard.simulate.slices import in_slices
@@ -68,10 +68,8 @@ def test_bubble_is_that_of_the_formula(ranks: int, microbatches: int, slices: in
     costs = StageCosts.uniform(ranks, slices=slices, forward=1.0, backward_input=1.3, backward_weight=0.9)
     found = simulate(schedule, costs).bubble
     assert found == pytest.approx((ranks - 1) / (slices * microbatches + ranks - 1))
-    times = {"forward": 1.0, "backward_input": 1.3, "backward_weight": 0.9}
-    assert found == pytest.approx(
-        ideal_bubble_fraction("seq1f1b", ranks, microbatches, slices=slices, **times)
-    )
+    size = PipeSize(ranks, microbatches, slices=slices)
+    assert found == pytest.approx(ideal_bubble_fraction("seq1f1b", size, StepTimes(1.0, 1.3, 0.9)))
 
 
 @some

@@ -60,7 +60,7 @@ def _case(
     assert planned.settled is not None
     fitter = MemoryFitter(analysis, machine, SearchRequest(), fixed=False, progress=lambda _: None)
     how = fitter.lowering(planned.settled)[1]
-    folded = planned.settled.posed.model.folded
+    folded = planned.settled.formulated.model.folded
     chosen = {s: Recompute(again, int(share * c)) for s, c in layer_calls(folded).items()} if again else {}
     plan = replace(how.plan, recompute=chosen, microbatches=microbatches)
     return folded, replace(how, plan=plan), fitter._look(planned.settled)

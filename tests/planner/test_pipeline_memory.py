@@ -15,10 +15,10 @@ from autoshard.planner.memory_fit import MemoryFitter
 from autoshard.planner.planning import Planned
 from autoshard.planner.stage_partition import StagePartition
 from autoshard.schedules.check import in_flight
-from autoshard.schedules.registry import make
+from autoshard.schedules.registry import make, tried
 from autoshard.schedules.timeline import peak_bytes
 from autoshard.search.select.request import SearchRequest
-from autoshard.search.solve.pipeline_model import TRIED, Pipe
+from autoshard.search.solve.pipeline_model import Pipe
 from autoshard.simulate.behaviour import Behaviour
 from autoshard.simulate.stage_costs import StagePrices
 from autoshard.validate.models import Architecture, on_meta
@@ -26,7 +26,7 @@ from autoshard.validate.models import Architecture, on_meta
 SIZES = [(2, 2), (2, 3), (2, 8), (4, 2), (4, 4), (4, 5), (4, 6), (4, 7), (4, 8), (4, 10), (8, 12), (8, 20)]
 
 
-@pytest.mark.parametrize(("name", "chunks"), [(n, c) for n, cs in TRIED.items() for c in cs])
+@pytest.mark.parametrize(("name", "chunks"), [(n, c) for n, cs in tried().items() for c in cs])
 def test_microbatches_in_flight_are_those_of_the_schedule(name: str, chunks: int) -> None:
     for ranks, microbatches in SIZES:
         schedule = make(name, ranks, microbatches, chunks)
@@ -36,7 +36,7 @@ def test_microbatches_in_flight_are_those_of_the_schedule(name: str, chunks: int
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_gradients_that_wait_are_those_of_the_schedule(name: str) -> None:
-    (chunks,) = TRIED[name]
+    (chunks,) = tried()[name]
     for ranks, microbatches in SIZES:
         most = (0, 0)
         for row in make(name, ranks, microbatches, chunks).actions:
@@ -112,6 +112,6 @@ def test_no_two_cuts_end_up_at_one_place(mesh: str) -> None:
     cutting = cutting_of(planned)
     cuts = [cutting.slots.cut_behind(slot) for slot in cutting.slots.places]
     assert planned.settled is not None
-    whole = places_apart(cutting.uncut, planned.settled.posed.model.folded.joint).uncut.whole
+    whole = places_apart(cutting.uncut, planned.settled.formulated.model.folded.joint).uncut.whole
     ends = stage_ends(whole, cuts, cutting.how.mesh)
     assert len(set(ends)) == len(cuts) > 8

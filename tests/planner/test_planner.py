@@ -316,7 +316,7 @@ def test_forbidden_pairs_stay_forbidden_whatever_the_weights() -> None:
 class _Candidate:
     """A configuration. least: seconds that it does not go below, in any memory and with any recomputation."""
 
-    posed: ShardingProblem
+    formulated: ShardingProblem
     setting: StepConfig
     least: float
 
@@ -327,11 +327,11 @@ def _candidates(name: str, cluster: str, ranks: int) -> tuple[_Candidate, ...]:
     found = []
     for mesh in mesh_candidates(load_cluster(cluster), ranks):
         for batch in (b for b in microbatch_sizes(mesh, BATCH) if b >= 2):
-            posed = _posed(name, str(mesh), batch, cluster)
+            formulated = _posed(name, str(mesh), batch, cluster)
             bare = _setting(name, BATCH // batch, cluster)
             # what runs again only adds work, and a step never gets shorter by more work
-            least = place(posed.problem, bare, None).lower_bound
-            found += [_Candidate(posed, replace(bare, recompute=p), least) for p in _policies(name)]
+            least = place(formulated.problem, bare, None).lower_bound
+            found += [_Candidate(formulated, replace(bare, recompute=p), least) for p in _policies(name)]
     return tuple(sorted(found, key=lambda c: c.least))
 
 
@@ -343,7 +343,7 @@ def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> PlacementSo
         if best is not None and candidate.least >= best.seconds:
             break
         try:
-            placed = place(candidate.posed.problem, candidate.setting, budget, limits=QUICK, rounds=2)
+            placed = place(candidate.formulated.problem, candidate.setting, budget, limits=QUICK, rounds=2)
         except InfeasibleNetwork:
             continue
         open_.append((placed.lower_bound, candidate))
@@ -352,7 +352,7 @@ def _exhaustive(name: str, cluster: str, ranks: int, budget: int) -> PlacementSo
     assert best is not None
     for least, candidate in sorted(open_, key=lambda pair: pair[0]):
         if least < best.seconds:
-            placed = place(candidate.posed.problem, candidate.setting, budget)
+            placed = place(candidate.formulated.problem, candidate.setting, budget)
             best = placed if placed.seconds < best.seconds else best
     return best
 
@@ -388,13 +388,13 @@ def test_nothing_is_faster(name: str, cluster: str, ranks: int, share: float) ->
 
 def test_gradients_that_wait_are_as_small_as_the_parameter_in_use() -> None:
     """No more is counted for them; what backward makes in full for every rank of tp is reduced at once."""
-    posed = _posed("llama", "fsdp=2,tp=2", 4, "h100-dgx")
-    problem, sizes = posed.problem, posed.mesh.sizes
+    formulated = _posed("llama", "fsdp=2,tp=2", 4, "h100-dgx")
+    problem, sizes = formulated.problem, formulated.mesh.sizes
     seen = 0
-    for key, group in posed.model.flow.classes.items():
+    for key, group in formulated.model.flow.classes.items():
         target = problem.index[key]
         for segment, value in group.grads:
-            nodes = posed.model.folded.segments[segment].nodes
+            nodes = formulated.model.folded.segments[segment].nodes
             at = [(k, n.outs.index(value)) for k, n in enumerate(nodes) if value in n.outs]
             if not at or ("node", segment, at[0][0]) not in problem.index:
                 continue
@@ -437,21 +437,21 @@ def _sharded() -> ShardingProblem:
     return formulate(found.model, mesh, cluster, setting, merge=True)
 
 
-def _lives(posed: ShardingProblem, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
+def _lives(formulated: ShardingProblem, states: Sequence[int]) -> list[tuple[ParamState, bool, float]]:
     """Of trained parameters: (life, whether anything is gathered, bytes)."""
     found = []
-    for variable, state in zip(posed.problem.variables, states, strict=True):
-        if isinstance(variable, ParamVar) and posed.model.flow.classes[variable.place].grads:
-            group, life = posed.model.flow.classes[variable.place], variable.states[state]
-            gathered = life.stored != posed.problem.axes.to_mesh(life.use)
+    for variable, state in zip(formulated.problem.variables, states, strict=True):
+        if isinstance(variable, ParamVar) and formulated.model.flow.classes[variable.place].grads:
+            group, life = formulated.model.flow.classes[variable.place], variable.states[state]
+            gathered = life.stored != formulated.problem.axes.to_mesh(life.use)
             found.append((life, gathered, float(len(group.ports) * group.first.type.nbytes)))
     return found
 
 
-def _stages(posed: ShardingProblem, states: Sequence[int]) -> dict[int, float]:
+def _stages(formulated: ShardingProblem, states: Sequence[int]) -> dict[int, float]:
     """ZeRO stage -> bytes of the parameters in it."""
     found = dict.fromkeys((1, 2, 3), 0.0)
-    for life, gathered, size in _lives(posed, states):
+    for life, gathered, size in _lives(formulated, states):
         if gathered:
             found[(1 if life.late else 2) if life.keep else 3] += size
     return found
@@ -459,20 +459,20 @@ def _stages(posed: ShardingProblem, states: Sequence[int]) -> dict[int, float]:
 
 def test_less_memory_means_a_later_stage() -> None:
     """From ZeRO-1, which reduces and gathers once a step, to ZeRO-3, which holds least."""
-    posed = _sharded()
-    setting = StepConfig(4, layer_calls(posed.model.folded), overlap=0.0)
-    free = tune(posed.problem, setting, None)
+    formulated = _sharded()
+    setting = StepConfig(4, layer_calls(formulated.model.folded), overlap=0.0)
+    free = tune(formulated.problem, setting, None)
     with pytest.raises(InfeasibleNetwork) as none:
-        tune(posed.problem, setting, 1.0, recompute=False)
+        tune(formulated.problem, setting, 1.0, recompute=False)
     least, most = none.value.smallest_bytes, free.bytes
     found = [free]
     for share in (0.75, 0.5, 0.25, 0.0):
         budget = least + share * (most - least)
-        placed = tune(posed.problem, setting, budget, recompute=False)
+        placed = tune(formulated.problem, setting, budget, recompute=False)
         assert placed.bytes <= budget and not placed.setting.recompute
         assert setting.held(placed.taken).total == pytest.approx(placed.bytes, rel=1e-12)
         found.append(placed)
-    stages = [_stages(posed, p.states) for p in found]
+    stages = [_stages(formulated, p.states) for p in found]
     assert all(a.seconds <= b.seconds for a, b in pairwise(found))
     assert stages[0][1] > 0 and stages[0][2] == stages[0][3] == 0
     assert stages[2][2] > 0 and stages[2][3] == 0
@@ -483,7 +483,7 @@ def test_less_memory_means_a_later_stage() -> None:
     for placed in found:
         # a gradient waits for the last microbatch only beside its whole parameter
         assert all(
-            life.keep or not gathered for life, gathered, _ in _lives(posed, placed.states) if life.late
+            life.keep or not gathered for life, gathered, _ in _lives(formulated, placed.states) if life.late
         )
 
 

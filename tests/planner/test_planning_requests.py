@@ -41,28 +41,29 @@ CLUSTER = "cpu-gloo"
 MESH = "dp=2,tp=2"
 
 
-# -- rivals ------------------------------------------------------------------------------------------------
+# -- baselines
+# ------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _against(name: str, cluster: str) -> CandidateSolution:
     machine = load_cluster(cluster)
     return choose(
-        analysed(name).model, mesh_candidates(machine, 4), machine, SearchRequest(batch=BATCH, rivals=True)
+        analysed(name).model, mesh_candidates(machine, 4), machine, SearchRequest(batch=BATCH, baselines=True)
     )
 
 
 @pytest.mark.parametrize(
     ("name", "cluster"), [("llama", "cpu-gloo"), ("gpt2", "h100-dgx"), ("vit", "h100-dgx")]
 )
-def test_no_rival_is_faster(name: str, cluster: str) -> None:
+def test_no_baseline_is_faster(name: str, cluster: str) -> None:
     found = _against(name, cluster)
-    assert [r.name for r in found.rivals] == ["data parallel", "FSDP2", "Megatron-LM (SC'21)"]
-    assert [r.mesh for r in found.rivals] == ["dp=4", "fsdp=4", "dp=4"]
-    for rival in found.rivals:
-        assert rival.seconds is not None
-        assert rival.seconds / found.placed.seconds >= 1 - 1e-9
-        assert rival.seconds >= found.bound
+    assert [r.name for r in found.baselines] == ["data parallel", "FSDP2", "Megatron-LM (SC'21)"]
+    assert [r.mesh for r in found.baselines] == ["dp=4", "fsdp=4", "dp=4"]
+    for baseline in found.baselines:
+        assert baseline.seconds is not None
+        assert baseline.seconds / found.placed.seconds >= 1 - 1e-9
+        assert baseline.seconds >= found.bound
 
 
 class _Large:
@@ -86,70 +87,70 @@ class _Large:
         return None
 
 
-def test_a_rival_that_seems_faster_has_to_fit() -> None:
+def test_a_baseline_that_seems_faster_has_to_fit() -> None:
     """What the plan had to give up for its program to fit is asked of others, too."""
     machine = load_cluster("h100-dgx")
-    meshes, ask = mesh_candidates(machine, 4), SearchRequest(batch=BATCH, rivals=True)
+    meshes, ask = mesh_candidates(machine, 4), SearchRequest(batch=BATCH, baselines=True)
     judge = _Large("tp=4")
     found = choose(analysed("gpt2").model, meshes, machine, ask, judge=judge)
     assert found.configuration.name == "tp=4"
     assert _against("gpt2", "h100-dgx").placed.seconds < found.placed.seconds
     assert {"dp=4", "fsdp=4"} <= set(judge.asked)
     # at another microbatch, or not at all
-    for rival in found.rivals:
-        assert rival.seconds is None or rival.seconds >= found.placed.seconds
+    for baseline in found.baselines:
+        assert baseline.seconds is None or baseline.seconds >= found.placed.seconds
 
 
-def test_a_plan_on_the_mesh_of_a_rival_may_be_the_better_one() -> None:
+def test_a_plan_on_the_mesh_of_a_baseline_may_be_the_better_one() -> None:
     """One that the search did not look at is taken if it was given, fits and is faster."""
-    machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH, rivals=True)
+    machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH, baselines=True)
     looked_at = [Staged(Mesh.parse("tp=4")), Staged(Mesh.parse("fsdp=2,tp=2"))]
     search = _Search(analysed("gpt2").model, machine.used_by(4), ask, lambda _: None, None)
     alone = search.many(looked_at)
-    told = search.rivals(4, alone)
+    told = search.baselines(4, alone)
     found = search.better(alone, [*looked_at, *(Staged(m) for m in mesh_candidates(machine, 4))])
     assert found.configuration.name in ("dp=4", "fsdp=4")
     assert found.placed.seconds < alone.placed.seconds
     assert found.bound <= found.placed.lower_bound <= found.placed.seconds
     former = found.rejected[0]
     assert former.solved and former.seconds == alone.placed.seconds
-    for rival in told:
-        assert rival.seconds is None or rival.seconds >= (1 - 1e-9) * found.placed.seconds
+    for baseline in told:
+        assert baseline.seconds is None or baseline.seconds >= (1 - 1e-9) * found.placed.seconds
     assert search.better(alone, looked_at) is alone
 
 
 @pytest.mark.parametrize("batch", [None, BATCH])
-def test_a_mesh_that_was_given_stays_however_fast_a_rival_is(batch: int | None) -> None:
+def test_a_mesh_that_was_given_stays_however_fast_a_baseline_is(batch: int | None) -> None:
     machine = load_cluster("h100-dgx")
     found = choose(
-        analysed("gpt2").model, [Mesh.parse("tp=4")], machine, SearchRequest(batch=batch, rivals=True)
+        analysed("gpt2").model, [Mesh.parse("tp=4")], machine, SearchRequest(batch=batch, baselines=True)
     )
     assert found.configuration.name == "tp=4"
-    assert any(r.seconds is not None and r.seconds < found.placed.seconds for r in found.rivals)
+    assert any(r.seconds is not None and r.seconds < found.placed.seconds for r in found.baselines)
 
 
 def test_megatron_keeps_what_travels_between_layers_whole() -> None:
     """Where the plan itself splits it: over the sequence."""
     model = analysed("llama").model
-    posed = formulate(
+    formulated = formulate(
         model,
         Mesh.parse("tp=4"),
         load_cluster(CLUSTER),
         StepConfig(1, layer_calls(model.folded)),
     )
-    allowed = _whole_between_layers(posed)
-    kept = place(posed.problem, posed.free.setting, None, allowed=allowed)
-    assert kept.seconds > posed.free.seconds
+    allowed = _whole_between_layers(formulated)
+    kept = place(formulated.problem, formulated.free.setting, None, allowed=allowed)
+    assert kept.seconds > formulated.free.seconds
 
     def between(states: tuple[int, ...]) -> list[Placement]:
-        backward = posed.model.folded.is_backward()
+        backward = formulated.model.folded.is_backward()
         found = []
-        for source, target in posed.model.flow.edges:
+        for source, target in formulated.model.flow.edges:
             both = {source[0], target[0]} == {"layers_fwd"}
             if both and not backward[target[0]]:
-                variable = posed.problem.variables[posed.problem.index[target]]
+                variable = formulated.problem.variables[formulated.problem.index[target]]
                 assert isinstance(variable, ValueVar)
-                found.append(variable.states[states[posed.problem.index[target]]][0])
+                found.append(variable.states[states[formulated.problem.index[target]]][0])
         return found
 
     assert between(kept.states) and all(not isinstance(p, Shard) for p in between(kept.states))
@@ -193,13 +194,13 @@ def test_megatron_has_a_pipeline_where_a_node_of_tensor_ranks_is_not_enough() ->
     machine, model = load_cluster("h100-dgx"), analysed("llama-deep").model
     meshes = candidate_meshes(machine, 16, 4, 16, PlanOptions())
     for budget, wanted in ((300_000, "dp=2,tp=8"), (180_000, "pp=2,tp=8")):
-        found = choose(model, meshes, machine, SearchRequest(batch=16, rivals=True, budget=budget))
-        megatron = found.rivals[-1]
+        found = choose(model, meshes, machine, SearchRequest(batch=16, baselines=True, budget=budget))
+        megatron = found.baselines[-1]
         assert megatron.mesh == wanted and megatron.seconds is not None
         assert megatron.seconds > found.placed.seconds
     alone = choose(
-        model, mesh_candidates(machine, 16), machine, SearchRequest(batch=16, rivals=True, budget=180_000)
-    ).rivals[-1]
+        model, mesh_candidates(machine, 16), machine, SearchRequest(batch=16, baselines=True, budget=180_000)
+    ).baselines[-1]
     assert alone.mesh == "dp=2,tp=8" and alone.seconds is None
 
 
@@ -219,7 +220,7 @@ def _interrupting(prefix: str, nth: int, seen: list[str]) -> Callable[[str], Non
 
 def _interrupted(nth: int) -> tuple[CandidateSolution, list[str]]:
     """At the nth shape of four ranks."""
-    machine, seen, ask = load_cluster(CLUSTER), list[str](), SearchRequest(batch=BATCH, rivals=True)
+    machine, seen, ask = load_cluster(CLUSTER), list[str](), SearchRequest(batch=BATCH, baselines=True)
     meshes = mesh_candidates(machine, 4)
     found = choose(analysed("llama").model, meshes, machine, ask, _interrupting("searching", nth, seen))
     return found, seen
@@ -228,7 +229,7 @@ def _interrupted(nth: int) -> tuple[CandidateSolution, list[str]]:
 def test_interrupted_after_the_first_shape() -> None:
     """The plan is the best of what was known by then."""
     found, seen = _interrupted(2)
-    assert found.interrupted and not found.rivals
+    assert found.interrupted and not found.baselines
     assert sum(t.startswith("solving") for t in seen) == 1
     whole = _against("llama", CLUSTER)
     assert not whole.interrupted and found.placed.seconds >= whole.placed.seconds

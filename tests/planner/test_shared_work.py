@@ -81,8 +81,8 @@ def test_what_pins_leave_fits_what_is_left() -> None:
 
 
 def _network(name: str, mesh: str) -> CostNetwork:
-    posed = formulate(analysed(name).model, Mesh.parse(mesh), load_cluster("h100-dgx"), _setting(name))
-    return _setting(name).network(posed.problem.terms, HIDDEN)
+    formulated = formulate(analysed(name).model, Mesh.parse(mesh), load_cluster("h100-dgx"), _setting(name))
+    return _setting(name).network(formulated.problem.terms, HIDDEN)
 
 
 def _least_bytes(network: CostNetwork) -> float:
@@ -188,10 +188,10 @@ def test_parameters_are_padded_where_they_are_stored() -> None:
         rows = group.first.type.shape[0] if group.first.type.shape else 0
         wanted = -(-rows // 64) * 64 if group.grads else rows
         assert (stored.flow.classes[key].first.type.shape or (0,))[0] == wanted
-    posed = formulate(
+    formulated = formulate(
         with_batch(stored, 64), Mesh.parse("fsdp=64"), load_cluster("h100-dgx"), _setting("llama"), merge=True
     )
-    lives = {v.place: v.states for v in posed.problem.variables if isinstance(v, ParamVar)}
+    lives = {v.place: v.states for v in formulated.problem.variables if isinstance(v, ParamVar)}
     for key, group in stored.flow.classes.items():
         if group.grads:
             assert any(life.stored == (Shard(0),) for life in lives[key]), group.first.target
@@ -206,12 +206,12 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
     with pytest.raises(InfeasibleNetwork):
         place(ours.problem, setting.running_again("full"), budget)
     meshes = [mesh, Mesh.parse("fsdp=32,tp=2")]
-    found = choose(model, meshes, machine, SearchRequest(batch=64, rivals=True, budget=budget))
+    found = choose(model, meshes, machine, SearchRequest(batch=64, baselines=True, budget=budget))
     assert str(found.configuration.mesh) == "fsdp=32,tp=2"
-    (rival,) = [r for r in found.rivals if r.name == "FSDP2"]
-    assert rival.mesh == "fsdp=64" and not rival.why
+    (baseline,) = [r for r in found.baselines if r.name == "FSDP2"]
+    assert baseline.mesh == "fsdp=64" and not baseline.why
     # padded rows travel layer by layer, of which not all is hidden; whole ones in one message a step
-    assert 1 <= rival.seconds / ours.free.lower_bound < 1.2
+    assert 1 <= baseline.seconds / ours.free.lower_bound < 1.2
 
 
 # -- what is said of what was not taken --------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _placed(analysis: Analysis, mesh: str) -> tuple[Folded, LoweringOptions, Mem
     planned = plan_analysed(analysis, [staged], cluster, ask=SearchRequest(batch=None), reasons=False)
     assert planned.settled is not None
     fitter = MemoryFitter(analysis, cluster, SearchRequest(), fixed=False, progress=lambda _: None)
-    return planned.settled.posed.model.folded, fitter.lowering(planned.settled)[1], fitter
+    return planned.settled.formulated.model.folded, fitter.lowering(planned.settled)[1], fitter
 
 
 def _again(folded: Folded, how: LoweringOptions, share: float) -> LoweringOptions:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.cluster import load_cluster
 from autoshard.errors import UsageError
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.program.program import NodeNote, Program
 from autoshard.program.store import save_program
 from autoshard.report.document import VERSION, document
@@ -348,17 +349,19 @@ def test_the_graph_of_a_module(browser: Browser, whole: dict[str, Any]) -> None:
 
 def test_the_slider_over_the_passes(browser: Browser, whole: dict[str, Any]) -> None:
     browser.show(whole, "tab=passes&module=model.layers.*&pass=030_normalize")
-    assert browser.text("#passes-bar .pass") == "030_normalize"
+    assert browser.text("#passes-bar .pass") == NUMBERED["normalize"]
     browser.press("]")
     browser.go("tab=passes&module=model.layers.*&pass=040_insert_collectives")
-    assert browser.text("#passes-bar .pass") == "040_insert_collectives"
+    assert browser.text("#passes-bar .pass") == NUMBERED["insert_collectives"]
     added = browser.js("[...document.querySelectorAll('#code .added .text')].map((x) => x.textContent)")
     assert any("comm." in line for line in added)
     changed = browser.js("[...document.querySelectorAll('#code .changed ins')].map((x) => x.textContent)")
     assert any("dp:" in text for text in changed)
     # what stays, changes and comes is the text of the pass
     segment = browser.js("document.querySelector('#passes-bar select').value")
-    numbers = next(p for p in whole["passes"] if p["name"] == "040_insert_collectives")["segments"][segment]
+    numbers = next(p for p in whole["passes"] if p["name"] == NUMBERED["insert_collectives"])["segments"][
+        segment
+    ]
     shown = browser.js(
         "[...document.querySelectorAll('#code .line:not(.removed) .text')].map((x) => { "
         "const y = x.cloneNode(true); y.querySelectorAll('del').forEach((d) => d.remove()); "

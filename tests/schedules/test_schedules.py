@@ -19,11 +19,18 @@ from autoshard.errors import InfeasibleError, UsageError, VerificationError
 from autoshard.report import gantt
 from autoshard.schedules import Action, Schedule
 from autoshard.schedules.check import check, in_flight
-from autoshard.schedules.formulas import ideal_bubble, ideal_bubble_fraction
 from autoshard.schedules.named import NAMED
 from autoshard.schedules.placement import looped, v_shaped
-from autoshard.schedules.registry import SCHEDULES, default_chunks, make, names
+from autoshard.schedules.registry import (
+    SCHEDULES,
+    default_chunks,
+    ideal_bubble,
+    ideal_bubble_fraction,
+    make,
+    names,
+)
 from autoshard.schedules.searched import SearchedSchedule, search
+from autoshard.schedules.spec import PipeSize, StepTimes
 from autoshard.schedules.timeline import StageCosts, least_makespan, makespan, peak_bytes, simulate
 from autoshard.search.solve.pipeline_model import Pipe
 from benchmarks.schedules_table import rows
@@ -225,8 +232,9 @@ def test_bubble_is_that_of_the_formula(
     chunks = SCHEDULES[name].chunks or chunks
     f, i, w = (times[0],) * 3 if equal or name == "zb-v" else times
     kinds = {"forward": f, "backward_input": i, "backward_weight": w}
-    ideal = ideal_bubble(name, ranks, microbatches, chunks, **kinds)
-    share = ideal_bubble_fraction(name, ranks, microbatches, chunks, **kinds)
+    size = PipeSize(ranks, microbatches, chunks)
+    ideal = ideal_bubble(name, size, StepTimes(**kinds))
+    share = ideal_bubble_fraction(name, size, StepTimes(**kinds))
     enough = {"interleaved": ranks, "breadth-first": ranks, "zb-h1": ranks, "zb-v": 2 * ranks - 1}
     assert (ideal is not None) == (microbatches >= enough.get(name, 1) or (chunks == 1 and name != "zb-h1"))
     assume(ideal is not None and share is not None)
@@ -289,8 +297,8 @@ def test_search_keeps_the_cap_and_beats_the_named(
     assert found.seconds >= found.bound * (1 - 1e-9)
     assert found.schedule.owner in owners
     assert split or not found.schedule.splits_backward
-    for rival in named_that_fit(ranks, microbatches, chunks, costs, cap, split):
-        assert found.seconds <= makespan(rival, costs) * (1 + 1e-9)
+    for baseline in named_that_fit(ranks, microbatches, chunks, costs, cap, split):
+        assert found.seconds <= makespan(baseline, costs) * (1 + 1e-9)
 
 
 def needed(owner: tuple[int, ...], costs: StageCosts) -> list[float]:
@@ -303,7 +311,7 @@ def needed(owner: tuple[int, ...], costs: StageCosts) -> list[float]:
 def named_that_fit(
     ranks: int, microbatches: int, chunks: int, costs: StageCosts, cap: float, split: bool
 ) -> list[Schedule]:
-    every = [n.make(ranks, microbatches, chunks) for n in NAMED.values() if n.chunks in (None, chunks)]
+    every = [n.make(ranks, microbatches, chunks, 1) for n in NAMED.values() if n.chunks in (None, chunks)]
     fit = [s for s in every if max(peak_bytes(s, costs)) <= cap]
     return [s for s in fit if split or not s.splits_backward]
 

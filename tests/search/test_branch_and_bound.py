@@ -157,10 +157,10 @@ def _solved(
 ) -> BranchAndBound:
     """A race in which one was solved and is a program."""
     made = BranchAndBound(one_kind=one_kind)
-    posed = SimpleNamespace(problem=SimpleNamespace(choices=choices))
+    formulated = SimpleNamespace(problem=SimpleNamespace(choices=choices))
     found = cast(
         CandidateSolution,
-        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed),
+        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), formulated=formulated),
     )
     made.enter(where)
     made.solve(Estimated(where, cast(StepConfig, None), estimated, 0.0), found, seconds)
@@ -192,8 +192,8 @@ def test_one_that_has_to_hold_less_says_little_of_others() -> None:
     where, other = Configuration(Mesh.parse("fsdp=4,tp=2"), 8, 1, Pipe()), _estimated("fsdp=8", 1.02)
     race = _solved(where, 1.0, 1.0)
     assert race.leaves_out(other)
-    posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
-    less = SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=1.1), posed=posed)
+    formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
+    less = SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=1.1), formulated=formulated)
     race.finish(cast(CandidateSolution, less), 1.1, 1.15)
     assert not race.leaves_out(other)
 
@@ -209,10 +209,10 @@ def test_what_divides_the_data_ranks_otherwise_errs_alike() -> None:
 
 def _finished(race: BranchAndBound, where: Configuration, seconds: float, measured: float | None) -> None:
     """One more was solved, and made a program where it is measured."""
-    posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
+    formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
     found = cast(
         CandidateSolution,
-        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), posed=posed),
+        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), formulated=formulated),
     )
     race.enter(where)
     race.solve(Estimated(where, cast(StepConfig, None), seconds, 0.0), found, seconds)
@@ -287,8 +287,10 @@ class _Told(CandidateSolver):
         where = estimated.configuration
         self.order.append(str(where.mesh))
         placed = SimpleNamespace(seconds=estimated.seconds)
-        posed = SimpleNamespace(problem=SimpleNamespace(choices=100))
-        return cast(CandidateSolution, SimpleNamespace(configuration=where, placed=placed, posed=posed))
+        formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
+        return cast(
+            CandidateSolution, SimpleNamespace(configuration=where, placed=placed, formulated=formulated)
+        )
 
 
 def test_what_waited_for_a_program_comes_before_what_is_slower() -> None:
@@ -327,7 +329,7 @@ class _Bounds:
             self.asked += 1
             yield bound
 
-    def of(self, posed: ShardingProblem) -> Iterator[float]:
+    def of(self, formulated: ShardingProblem) -> Iterator[float]:
         yield self.own
 
 

@@ -157,9 +157,9 @@ def test_what_cannot_fit_cannot_be_solved() -> None:
             where, how = last.configuration, last.setting
             if last.rough or not last.may_fit():
                 out += 1
-                posed = tight.poses.of(where.mesh, where.batch)
+                formulated = tight.poses.of(where.mesh, where.batch)
                 with pytest.raises(InfeasibleError):
-                    exact.tuned(posed, how)
+                    exact.tuned(formulated, how)
             elif isfinite(last.seconds) and where in free:
                 assert last.seconds >= free[where] * (1 - 1e-9)
     assert out > 3

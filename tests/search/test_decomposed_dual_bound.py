@@ -138,14 +138,14 @@ def test_a_price_is_told_where_fewer_are_looked_at_together(monkeypatch: pytest.
     model, cluster = analysed("llama").model, load_cluster("cpu-gloo")
     setting = StepConfig(1, layer_calls(model.folded))
     poses = ProblemCache(model, cluster.used_by(4), setting, ADAMW, lambda _: None)
-    posed, looks = poses.of(Mesh.parse("dp=2,tp=2"), poses.captured), []
+    formulated, looks = poses.of(Mesh.parse("dp=2,tp=2"), poses.captured), []
 
     def recorded(unary: list, edges: dict, order: Order) -> np.ndarray:
         looks.append((unary[0].shape[1], order.total))
         return least_of_each(unary, edges, order)
 
     def price() -> tuple[float, Exposure] | None:
-        return proving.best_price(posed, setting, (1e-9, 1e-8), (Exposure(0.5, 0.5, 0.5, 0.5),), 1e5)
+        return proving.best_price(formulated, setting, (1e-9, 1e-8), (Exposure(0.5, 0.5, 0.5, 0.5),), 1e5)
 
     monkeypatch.setattr(floor, "least_of_each", recorded)
     best = price()

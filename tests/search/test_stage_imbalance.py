@@ -54,17 +54,17 @@ def test_chunks_share_what_one_of_them_is_longer() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_the_parts_of_a_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """All its seconds, in as many parts as may be cut apart; with few places, at the ends of calls."""
-    posed = _posed(name)
+    formulated = _posed(name)
     work = sum(
         seconds
-        for key, seconds in posed.free.taken.seconds.items()
+        for key, seconds in formulated.free.taken.seconds.items()
         if key.kind == "work" and not key.backward
     )
-    every = chain_of(posed, posed.free)
+    every = chain_of(formulated, formulated.free)
     assert sum(every) == pytest.approx(work)
-    calls = [c for c in posed.model.folded.calls if not c.backward]
+    calls = [c for c in formulated.model.folded.calls if not c.backward]
     monkeypatch.setattr(cuts, "_PLACES", len(calls))
-    few = chain_of(posed, posed.free)
+    few = chain_of(formulated, formulated.free)
     assert sum(few) == pytest.approx(work)
     assert len(few) == len(calls) + 1 < len(every)
     assert few[-1] == 0.0

@@ -85,7 +85,7 @@ def made(name: str) -> tuple[nn.Module, torch.Tensor, Analysis]:
     return model, x, analyse(capture(model, (), {"x": x}))
 
 
-def posed_of(model: Model, mesh: str) -> tuple[ShardingProblem, StepConfig]:
+def formulated_of(model: Model, mesh: str) -> tuple[ShardingProblem, StepConfig]:
     setting = StepConfig(2, layer_calls(model.folded), overlap=0.8)
     return formulate(model, Mesh.parse(mesh), load_cluster("h100-dgx"), setting), setting
 
@@ -102,8 +102,8 @@ def apart(model: Model) -> Model:
 def test_costs_are_those_of_ops_that_decide_apart(name: str, mesh: str) -> None:
     """All kinds of seconds and bytes of the same choice, counted op by op."""
     model = made(name)[2].model
-    tied, setting = posed_of(model, mesh)
-    loose, _ = posed_of(apart(model), mesh)
+    tied, setting = formulated_of(model, mesh)
+    loose, _ = formulated_of(apart(model), mesh)
     assert len(tied.problem.variables) < 0.6 * len(loose.problem.variables)
     assert tied.problem.index.keys() == loose.problem.index.keys()
     assert tied.strict == loose.strict

@@ -205,7 +205,7 @@ def test_published_pipelines_are_priced_as_the_search_prices_them(tmp_path: Path
     assert fits and theirs.configuration.pipe.hop > 0
     assert theirs.configuration.pipe.hop == pytest.approx(ours.placed.setting.pipe.hop)
     assert theirs.placed.seconds == pytest.approx(ours.placed.seconds, rel=1e-6)
-    busy = busiest(chain_of(theirs.posed, theirs.placed), published.pipe)
+    busy = busiest(chain_of(theirs.formulated, theirs.placed), published.pipe)
     assert busy > 1
     assert result.published_s == pytest.approx(theirs.placed.seconds * busy, rel=1e-6)
 
@@ -266,9 +266,9 @@ def test_a_slower_plan_of_ours_is_named(tmp_path: Path) -> None:
 def test_planning_a_case() -> None:
     found = plan_case(CASE)
     assert found.step_s > 0 and 0 < found.mfu < 1 and found.peak_gib > 0 and found.microbatches >= 1
-    assert found.rival and found.rival_ratio >= 1 - 1e-9
+    assert found.baseline and found.baseline_ratio >= 1 - 1e-9
     given = plan_case(replace(CASE, mesh="tp=2"))
-    assert given.mesh == "tp=2" and not given.rival
+    assert given.mesh == "tp=2" and not given.baseline
 
 
 def test_what_is_timed_has_its_bytecode() -> None:

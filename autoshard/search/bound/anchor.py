@@ -32,12 +32,12 @@ class PlacementOption:
 class AnchorProblem:
     """A microbatch.
 
-    batch: sequences per data rank. posed: its problem. setting: of a step of one microbatch. recompute:
+    batch: sequences per data rank. formulated: its problem. setting: of a step of one microbatch. recompute:
     whether anything may run again. find_smallest: poses the smallest microbatch of more than one sequence.
     """
 
     batch: int
-    posed: ShardingProblem
+    formulated: ShardingProblem
     setting: StepConfig
     recompute: bool
     find_smallest: Callable[[], ShardingProblem]
@@ -45,21 +45,21 @@ class AnchorProblem:
     @cached_property
     def free(self) -> PlacementOption:
         """The fastest placements."""
-        return placement_option(self.posed, self.posed.free)
+        return placement_option(self.formulated, self.formulated.free)
 
     @cached_property
     def seconds(self) -> float:
         """That computing and talking take at least."""
-        return _least_seconds(self.posed)
+        return _least_seconds(self.formulated)
 
     @property
     def mesh(self) -> Mesh:
-        return self.posed.mesh
+        return self.formulated.mesh
 
     @property
     def proven(self) -> float:
         """Seconds that no step of a single microbatch on it goes below."""
-        return self.posed.free.lower_bound
+        return self.formulated.free.lower_bound
 
     @cached_property
     def shared(self) -> float:
@@ -69,7 +69,7 @@ class AnchorProblem:
     @cached_property
     def least(self) -> Parameters:
         """What parameters take at least, however they are used."""
-        return least_parameters(self.posed)
+        return least_parameters(self.formulated)
 
     @cached_property
     def lean(self) -> PlacementOption:
@@ -77,12 +77,12 @@ class AnchorProblem:
 
         What parameters hold depends on the data ranks, which the mesh that is solved need not have.
         """
-        posed, free = self.posed, self.posed.free
+        formulated, free = self.formulated, self.formulated.free
         setting = replace(self.setting, sending=True)
         held = replace(free.setting, sending=True).held(free.taken).activations
         price = free.seconds / held if held else 0.0
         return placement_option(
-            posed, priced(posed.problem, setting, price, allowed=posed.allowed, limits=ROUGH)
+            formulated, priced(formulated.problem, setting, price, allowed=formulated.allowed, limits=ROUGH)
         )
 
     @cached_property
@@ -94,31 +94,31 @@ class AnchorProblem:
         def weight(key: Bytes) -> float:
             return 0.0 if key.kind in OF_STATE else setting.bytes_weight(key)
 
-        problem = self.posed.problem
-        network = compose(problem.terms, lambda key: 0.0, weight, self.posed.allowed)
+        problem = self.formulated.problem
+        network = compose(problem.terms, lambda key: 0.0, weight, self.formulated.allowed)
         return least_cost(network.at_price(1.0), ROUGH, problem.known.orders)
 
     @cached_property
     def chain(self) -> tuple[float, ...]:
         """Seconds of the ops of forward, in order."""
-        return chain_of(self.posed, self.posed.free)
+        return chain_of(self.formulated, self.formulated.free)
 
     def floors(self, prices: Sequence[float], regimes: Sequence[DualRegime]) -> Array | None:
         """See `search.bound.dual_function.dual_values`."""
-        return dual_values(self.posed, self.setting, prices, regimes, recompute=self.recompute)
+        return dual_values(self.formulated, self.setting, prices, regimes, recompute=self.recompute)
 
 
-def placement_option(posed: ShardingProblem, placed: PlacementSolution) -> PlacementOption:
+def placement_option(formulated: ShardingProblem, placed: PlacementSolution) -> PlacementOption:
     """What is worth knowing of placements."""
-    return PlacementOption(placed.taken, parameters_of(posed, placed))
+    return PlacementOption(placed.taken, parameters_of(formulated, placed))
 
 
-def _least_seconds(posed: ShardingProblem) -> float:
+def _least_seconds(formulated: ShardingProblem) -> float:
     """Seconds of computing and talking that no placements go below, for one microbatch."""
     network = compose(
-        posed.problem.terms,
+        formulated.problem.terms,
         lambda key: float(key.kind in ("work", "talk")),
         lambda key: 0.0,
-        posed.allowed,
+        formulated.allowed,
     )
-    return least_cost(network, ROUGH, posed.problem.known.orders)
+    return least_cost(network, ROUGH, formulated.problem.known.orders)

@@ -24,7 +24,7 @@ _NONE = Exposure(0.0, 0.0, 0.0, 0.0)
 
 
 def with_best_bound(
-    posed: ShardingProblem, placed: PlacementSolution, budget: float | None
+    formulated: ShardingProblem, placed: PlacementSolution, budget: float | None
 ) -> PlacementSolution:
     """The same placements with the best lower bound over all placements and all recomputation."""
     prices = prices_of(placed)
@@ -32,15 +32,15 @@ def with_best_bound(
         return placed
     bare = replace(placed.setting, recompute={})
     shown = placed.setting.exposure(placed.taken)
-    best = best_price(posed, bare, prices, tuple(dict.fromkeys((shown, between(shown, _NONE)))), budget)
+    best = best_price(formulated, bare, prices, tuple(dict.fromkeys((shown, between(shown, _NONE)))), budget)
     price, exposure = best or (prices[1], shown)
     bound = dual_bound(
-        posed.problem,
+        formulated.problem,
         bare,
         budget,
         price,
         exposure,
-        allowed=posed.allowed,
+        allowed=formulated.allowed,
         limits=FINAL,
         moves=best is None,
     )
@@ -56,7 +56,7 @@ def prices_of(placed: PlacementSolution) -> tuple[float, float]:
 
 
 def best_price(
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     setting: StepConfig,
     near: tuple[float, float],
     exposures: Sequence[Exposure],
@@ -66,19 +66,19 @@ def best_price(
     where the network is too wide to look at many of them at once."""
     low, high = near
     prices = np.geomspace(low / _AROUND, high * _AROUND, _COARSE) if low else np.zeros(1)
-    best = _best(posed, setting, prices, exposures, budget)
+    best = _best(formulated, setting, prices, exposures, budget)
     if best is None or not low:
         return best and (float(prices[best[0]]), exposures[best[1]])
     at, which = best
     step = prices[1] / prices[0]
     prices = np.geomspace(prices[at] / step, prices[at] * step, _FINE)
     # more prices than before, and of fewer ties there may be no order as narrow: the middle is the one known
-    finer = _best(posed, setting, prices, exposures[which : which + 1], budget, in_parts=True)
+    finer = _best(formulated, setting, prices, exposures[which : which + 1], budget, in_parts=True)
     return float(prices[finer[0] if finer else _FINE // 2]), exposures[which]
 
 
 def _best(
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     setting: StepConfig,
     prices: Array,
     exposures: Sequence[Exposure],
@@ -88,7 +88,7 @@ def _best(
 ) -> tuple[int, int] | None:
     """Numbers of the best price and exposure; None where the network is too wide, see `floor.least_of`."""
     way = StepOption(setting, tuple(prices.tolist()))
-    made = joint_dual_values(posed, [way], exposures, recompute=True, in_parts=in_parts)
+    made = joint_dual_values(formulated, [way], exposures, recompute=True, in_parts=in_parts)
     if made is None:
         return None
     found = made[0] - prices * budget

@@ -79,7 +79,7 @@ class DualPoint:
 
 
 def dual_values(
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     setting: StepConfig,
     prices: Sequence[float],
     regimes: Sequence[DualRegime],
@@ -101,7 +101,7 @@ def dual_values(
         for policy in (late if regime.waits else again)
         for price in prices
     ]
-    found = least_of(posed, columns)
+    found = least_of(formulated, columns)
     if found is None:
         return None
     least = {(r, p): np.inf for r in regimes for p in prices}
@@ -111,15 +111,17 @@ def dual_values(
     return np.array([[least[r, p] for p in prices] for r in regimes])
 
 
-def least_of(posed: ShardingProblem, columns: Sequence[DualPoint], *, in_parts: bool = False) -> Array | None:
+def least_of(
+    formulated: ShardingProblem, columns: Sequence[DualPoint], *, in_parts: bool = False
+) -> Array | None:
     """Of every network, [columns]. in_parts: whether to look at a few after the others if they are too large
     together. None where they are, or if even one is."""
-    terms = posed.problem.terms
+    terms = formulated.problem.terms
     counted = {k: np.array([c.seconds(k) for c in columns]) for k in (*terms.alone, *terms.pairs)}
     pairs = tuple(
         dict.fromkeys((*terms.hard, *(p for k, t in terms.pairs.items() if counted[k].any() for p in t)))
     )
-    orders, states = posed.problem.known.orders, tuple(terms.states)
+    orders, states = formulated.problem.known.orders, tuple(terms.states)
     order = orders.along(states, pairs) or orders.along(states, pairs, _WIDE)
     if order is None:
         return None
@@ -127,22 +129,22 @@ def least_of(posed: ShardingProblem, columns: Sequence[DualPoint], *, in_parts: 
     if len(columns) > few:
         if not in_parts:
             return None
-        parts = [least_of(posed, columns[k : k + few]) for k in range(0, len(columns), few)]
+        parts = [least_of(formulated, columns[k : k + few]) for k in range(0, len(columns), few)]
         found = [part for part in parts if part is not None]
         return np.concatenate(found) if len(found) == len(parts) else None
-    added = added_by_use(posed) if any(c.regime.tied for c in columns) else {}
-    return least_of_each(*_networks(posed, columns, counted, pairs, added), order)
+    added = added_by_use(formulated) if any(c.regime.tied for c in columns) else {}
+    return least_of_each(*_networks(formulated, columns, counted, pairs, added), order)
 
 
 def _networks(
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     columns: Sequence[DualPoint],
     counted: Mapping[Time, Array],
     pairs: Sequence[tuple[int, int]],
     added: Mapping[int, ParamUseCosts],
 ) -> tuple[list[Array], dict[tuple[int, int], Array]]:
     """As `least_of_each` takes them. added: by what uses of parameters add, where they count."""
-    terms = posed.problem.terms
+    terms = formulated.problem.terms
     flat = np.zeros((sum(terms.states), len(columns)))
     for key, (at, costs) in terms.laid.alone.items():
         if counted[key].any():
@@ -162,7 +164,7 @@ def _networks(
             flat[a:b] += np.where(use.keep[:, None], kept, use.gathers[:, None]) * tied
     flat = flat.astype(SINGLE)
     unary = [flat[a:b] for a, b in terms.laid.ends]
-    walls = [*terms.walls.items(), *((v, m) for v, m in enumerate(posed.allowed) if m is not None)]
+    walls = [*terms.walls.items(), *((v, m) for v, m in enumerate(formulated.allowed) if m is not None)]
     for variable, wall in walls:
         unary[variable] = unary[variable] + wall[:, None].astype(SINGLE)
     edges: dict[tuple[int, int], Array] = {}

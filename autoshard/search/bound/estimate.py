@@ -49,9 +49,9 @@ class Estimated:
         """Bounds in seconds, each better than the one before, or as good; each takes longer to find."""
         return self._better(() if self.proof is None else self.proof.bounds())
 
-    def bounds_of(self, posed: ShardingProblem) -> Iterator[float]:
+    def bounds_of(self, formulated: ShardingProblem) -> Iterator[float]:
         """The same by the problem that is solved, as good as they get."""
-        return self._better(() if self.proof is None else self.proof.of(posed))
+        return self._better(() if self.proof is None else self.proof.of(formulated))
 
     def _better(self, bounds: Iterable[float]) -> Iterator[float]:
         best = self.bound
@@ -79,7 +79,7 @@ class BoundInputs(Protocol):
         """Seconds that no step which fits goes below; what takes longer to find comes later."""
         ...
 
-    def of(self, posed: ShardingProblem) -> Iterator[float]:
+    def of(self, formulated: ShardingProblem) -> Iterator[float]:
         """The same by its own problem."""
         ...
 

@@ -40,7 +40,7 @@ class StepOption:
 
 
 def joint_dual_values(
-    posed: ShardingProblem,
+    formulated: ShardingProblem,
     ways: Sequence[StepOption],
     exposures: Sequence[Exposure],
     *,
@@ -53,7 +53,7 @@ def joint_dual_values(
     the network is too wide to be eliminated for each of them.
     """
     columns = [_columns(way, exposures, recompute=recompute) for way in ways]
-    found = least_of(posed, [c for some in columns for c in some], in_parts=in_parts)
+    found = least_of(formulated, [c for some in columns for c in some], in_parts=in_parts)
     if found is None:
         return None
     parts = np.split(found, np.cumsum([len(some) for some in columns])[:-1])
@@ -88,7 +88,12 @@ def step_options(how: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
 
 
 def joint_dual_bounds(
-    posed: ShardingProblem, ways: Sequence[StepOption], budget: float, *, recompute: bool, share: float = 1.0
+    formulated: ShardingProblem,
+    ways: Sequence[StepOption],
+    budget: float,
+    *,
+    recompute: bool,
+    share: float = 1.0,
 ) -> Iterator[float]:
     """Seconds that no step which fits goes below, each as good as the one before or better.
 
@@ -103,7 +108,7 @@ def joint_dual_bounds(
             least[way.pipe] = max(least[way.pipe], bound)
         return min(least.values())
 
-    floors = joint_dual_values(posed, ways, EXPOSURES, recompute=recompute)
+    floors = joint_dual_values(formulated, ways, EXPOSURES, recompute=recompute)
     if floors is not None:
         yield better(ways, floors)
         return
@@ -111,7 +116,9 @@ def joint_dual_bounds(
         at = [replace(way, prices=way.prices[turn : turn + 1]) for way in ways if turn < len(way.prices)]
         # where bytes cost nothing, nothing is gained by what runs again
         again = recompute and any(any(way.prices) for way in at)
-        floors = joint_dual_values(posed, at, EXPOSURES[:1], recompute=again, in_parts=True) if at else None
+        floors = (
+            joint_dual_values(formulated, at, EXPOSURES[:1], recompute=again, in_parts=True) if at else None
+        )
         if floors is not None:
             yield better(at, floors)
 

@@ -140,14 +140,14 @@ class MeshFamily:
             self._floors[end, regime] = np.concatenate(([end.seconds], row))
         return self._floors[end, wanted]
 
-    def posed_on(self, mesh: Mesh, batch: int, look: int) -> tuple[ShardingProblem, float] | None:
+    def formulated_on(self, mesh: Mesh, batch: int, look: int) -> tuple[ShardingProblem, float] | None:
         """(the problem of a step on it, the share of what that takes which counts), of one end; None for
         another mesh than the one that was solved.
 
         look: number of the end among those that `floors` looks at.
         """
         k, share = self._below(batch)[look]
-        return (self.ends[k].posed, share) if self.ends[k].mesh == mesh else None
+        return (self.ends[k].formulated, share) if self.ends[k].mesh == mesh else None
 
     def floors_of(self, mesh: Mesh, batch: int) -> Callable[[DualRegime], Array] | None:
         """The same of exactly so many sequences, with as many data ranks as were solved, or with a single one

@@ -146,9 +146,9 @@ class _Bare:
             self._floors[key] = self._shape.floors(self.each, regime, looks)
         return self._floors[key]
 
-    def posed_on(self, mesh: Mesh, look: int) -> tuple[ShardingProblem, float] | None:
+    def formulated_on(self, mesh: Mesh, look: int) -> tuple[ShardingProblem, float] | None:
         """See `MeshFamily`."""
-        return self._shape.posed_on(mesh, self.each, look)
+        return self._shape.formulated_on(mesh, self.each, look)
 
     def floors_of(self, mesh: Mesh) -> Callable[[DualRegime], Array] | None:
         """The same by regime, solved anew; None if it cannot be."""
@@ -303,22 +303,22 @@ class _Bounded:
             if own is not None:
                 yield max(known, self._least(self.budget, own, known))
 
-    def of(self, posed: ShardingProblem) -> Iterator[float]:
+    def of(self, formulated: ShardingProblem) -> Iterator[float]:
         """The same by its own problem."""
         yield self.proven
         if self.budget is not None and not self.ways[0].pipe.speeds:
-            yield from self._whole(posed, self.budget, 1.0)
+            yield from self._whole(formulated, self.budget, 1.0)
 
-    def _whole(self, posed: ShardingProblem, budget: float, share: float) -> Iterator[float]:
+    def _whole(self, formulated: ShardingProblem, budget: float, share: float) -> Iterator[float]:
         """Parameters and activations together; share: see `joint_dual_bounds`."""
         ways = [
             way for k in range(len(self.uneven)) for way in step_options(self.ways[k], self.bare.prices, k)
         ]
-        return joint_dual_bounds(posed, ways, budget, recompute=self.bare.recompute, share=share)
+        return joint_dual_bounds(formulated, ways, budget, recompute=self.bare.recompute, share=share)
 
     def _looked(self, budget: float, looks: int, known: float) -> Iterator[float]:
         """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
-        own = self.bare.posed_on(self.mesh, looks - 1)
+        own = self.bare.formulated_on(self.mesh, looks - 1)
         found = None
         if own is not None:
             for found in self._whole(own[0], budget, own[1]):

@@ -22,31 +22,31 @@ from autoshard.search.solve.stage_cuts import places_of
 _STEPS = 10
 
 
-def imbalance_seconds(posed: ShardingProblem, placed: PlacementSolution, pipe: Pipe) -> float:
+def imbalance_seconds(formulated: ShardingProblem, placed: PlacementSolution, pipe: Pipe) -> float:
     """Of a step whose stages are no more alike than they can be."""
-    return placed.seconds * busiest(chain_of(posed, placed), pipe)
+    return placed.seconds * busiest(chain_of(formulated, placed), pipe)
 
 
-def chain_of(posed: ShardingProblem, placed: PlacementSolution) -> tuple[float, ...]:
+def chain_of(formulated: ShardingProblem, placed: PlacementSolution) -> tuple[float, ...]:
     """Seconds of the parts of one forward between which it may be cut, in order (as `staging` chooses them).
 
     Backward is taken to follow forward part by part, which is enough to compare stages.
     """
-    folded = posed.model.folded
+    folded = formulated.model.folded
     work: dict[int, float] = {}
-    for key, table in posed.problem.terms.alone.items():
+    for key, table in formulated.problem.terms.alone.items():
         if key.kind == "work" and not key.backward:
             for variable, costs in table.items():
                 work[variable] = work.get(variable, 0.0) + float(costs[placed.states[variable]])
     counts = folded.counts()
     seconds: dict[tuple[str, int], float] = {}
     for number, seconds_of_all in work.items():
-        nodes = [v for v in posed.problem.together(number) if isinstance(v, NodeVar)]
+        nodes = [v for v in formulated.problem.together(number) if isinstance(v, NodeVar)]
         calls_of_all = sum(counts[node.segment] for node in nodes)
         for node in nodes:
             seconds[node.segment, node.number] = seconds_of_all / calls_of_all
     calls = [c.segment for c in folded.calls if not c.backward]
-    crossing = {name: _crossing(posed.model, name) for name in dict.fromkeys(calls)}
+    crossing = {name: _crossing(formulated.model, name) for name in dict.fromkeys(calls)}
     chosen = set(places_of([crossing[name] for name in calls]))
     parts: list[float] = []
     so_far = 0.0

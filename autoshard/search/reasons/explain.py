@@ -42,7 +42,7 @@ def explain(
 
     reasons: False for the decisions alone.
     """
-    placed, problem = settled.placed, settled.posed.problem
+    placed, problem = settled.placed, settled.formulated.problem
     mesh, where = settled.configuration.mesh, settled.configuration
     proof = OptimalityGap(
         placed.seconds,
@@ -70,7 +70,7 @@ def explain(
         replicated=tuple(replicated),
         microbatches=where.microbatches,
         batch=where.batch,
-        order=() if settled.posed.order is None else settled.posed.order.devices,
+        order=() if settled.formulated.order is None else settled.formulated.order.devices,
         recompute=dict(placed.setting.recompute),
         pipeline=_pipeline(where.pipe),
     )
@@ -110,8 +110,8 @@ def _warnings(
         warnings.append("the search was interrupted: this is the best plan found until then")
     if settled.spent:
         warnings.append("the search did all the work that it may: this is the best plan found until then")
-    if not settled.posed.strict:
-        warnings.append(f"not all work could be divided as the axes of {settled.posed.mesh} mean")
+    if not settled.formulated.strict:
+        warnings.append(f"not all work could be divided as the axes of {settled.formulated.mesh} mean")
     room = usable_memory(cluster.device)
     if budget is None and settled.placed.bytes > room:
         held = bytes_up(settled.placed.bytes)

@@ -107,27 +107,27 @@ class _Solver:
             return Baseline(name, mesh, 1, None, error.what)
         for estimated in configurations.nearest(2):
             where = estimated.configuration
-            posed = self.prices.pose(where)
-            allowed = _whole_between_layers(posed) if between_layers_whole else ()
+            formulated = self.prices.pose(where)
+            allowed = _whole_between_layers(formulated) if between_layers_whole else ()
             room = MemoryCheck(replace(estimated.setting, microbatches=where.microbatches), self.budget)
-            placed = self._place(posed, room, allowed)
-            if placed is not None and self._seconds(posed, placed, where) < self.reached:
+            placed = self._place(formulated, room, allowed)
+            if placed is not None and self._seconds(formulated, placed, where) < self.reached:
                 fits = self.rooms(where, room.setting)
-                placed = None if fits is None else self._place(posed, fits, allowed)
+                placed = None if fits is None else self._place(formulated, fits, allowed)
             if placed is not None:
-                return Baseline(name, mesh, where.microbatches, self._seconds(posed, placed, where))
+                return Baseline(name, mesh, where.microbatches, self._seconds(formulated, placed, where))
         return Baseline(name, mesh, 1, None, "does not fit the memory")
 
-    def _seconds(self, posed: ShardingProblem, placed: PlacementSolution, where: Configuration) -> float:
+    def _seconds(self, formulated: ShardingProblem, placed: PlacementSolution, where: Configuration) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
-        return placed.seconds if where.pipe.ranks == 1 else imbalance_seconds(posed, placed, where.pipe)
+        return placed.seconds if where.pipe.ranks == 1 else imbalance_seconds(formulated, placed, where.pipe)
 
     def _place(
-        self, posed: ShardingProblem, room: MemoryCheck, allowed: Sequence[Array | None]
+        self, formulated: ShardingProblem, room: MemoryCheck, allowed: Sequence[Array | None]
     ) -> PlacementSolution | None:
         for trial in (room.setting, room.setting.running_again("full")):
             try:
-                return place(posed.problem, trial, room.bytes, allowed=allowed, limits=QUICK, rounds=2)
+                return place(formulated.problem, trial, room.bytes, allowed=allowed, limits=QUICK, rounds=2)
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None
@@ -162,9 +162,9 @@ def _axes(dp: int, tp: int) -> tuple[Axis, ...]:
     return axes or (Axis("dp", 1),)
 
 
-def _whole_between_layers(posed: ShardingProblem) -> list[Array | None]:
+def _whole_between_layers(formulated: ShardingProblem) -> list[Array | None]:
     """Per variable the states that do not split what travels between layers over a tensor axis."""
-    model, axes = posed.model, posed.problem.axes
+    model, axes = formulated.model, formulated.problem.axes
     residual = _classes_between_layers(model)
     split = [k for k, m in enumerate(axes.meanings) if _inside_layers(m)]
 
@@ -193,7 +193,7 @@ def _whole_between_layers(posed: ShardingProblem) -> list[Array | None]:
             return None
         return None if all(ok) or not any(ok) else np.where(ok, 0.0, np.inf)
 
-    return posed.problem.masks(mask)
+    return formulated.problem.masks(mask)
 
 
 def _inside_layers(meaning: AxisMeaning) -> bool:

@@ -184,7 +184,7 @@ class BranchAndBound:
 
     def solve(self, estimated: Estimated, found: CandidateSolution, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
-        where, choices = found.configuration, found.posed.problem.choices
+        where, choices = found.configuration, found.formulated.problem.choices
         self.seconds[where] = judged
         self._standing[where] = _Known(where, estimated.seconds, found.placed.seconds, judged, choices)
         self._waiting.append(_Waiting(found, judged))

@@ -62,13 +62,13 @@ def choose(
         found = search.one(given[0].mesh)
     else:
         found = search.many(given)
-    if not ask.rivals or found.interrupted or found.spent:
+    if not ask.baselines or found.interrupted or found.spent:
         return found
     try:
-        told = search.rivals(world, found)
+        told = search.baselines(world, found)
     except KeyboardInterrupt:
         return replace(found, interrupted=True)
-    return replace(search.better(found, given), rivals=told)
+    return replace(search.better(found, given), baselines=told)
 
 
 def retuned(
@@ -80,14 +80,14 @@ def retuned(
     """
     if ask.budget is None:
         return None
-    posed = settled.posed
+    formulated = settled.formulated
     try:
         placed = tune(
-            posed.problem,
+            formulated.problem,
             settled.placed.setting,
             int(room * ask.budget),
             recompute=ask.recompute,
-            allowed=posed.allowed,
+            allowed=formulated.allowed,
             limits=QUICK if quick else FINAL,
         )
     except InfeasibleNetwork:
@@ -118,10 +118,10 @@ class _Search:
     def one(self, mesh: Mesh) -> CandidateSolution:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        posed = self.poses.of(mesh, self.poses.captured, self.ask.pins, merge=False)
-        placed = self.exact.proven(posed, self.exact.tuned(posed, self.setting))
+        formulated = self.poses.of(mesh, self.poses.captured, self.ask.pins, merge=False)
+        placed = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
         where = Configuration(mesh, self.poses.captured, 1)
-        return CandidateSolution(posed, placed, where, self.cluster, placed.lower_bound)
+        return CandidateSolution(formulated, placed, where, self.cluster, placed.lower_bound)
 
     def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:
         """Axis by axis on a mesh that was given, the batch in one piece."""
@@ -132,13 +132,13 @@ class _Search:
             )
         mesh = meshes[0]
 
-        def solve(posed: ShardingProblem, last: bool) -> PlacementSolution:
-            self.progress(f"searching {posed.mesh}")
+        def solve(formulated: ShardingProblem, last: bool) -> PlacementSolution:
+            self.progress(f"searching {formulated.mesh}")
             if last:
-                return self.exact.tuned(posed, self.setting)
-            return place(posed.problem, self.setting, None, allowed=posed.allowed)
+                return self.exact.tuned(formulated, self.setting)
+            return place(formulated.problem, self.setting, None, allowed=formulated.allowed)
 
-        posed, placed, stages = run_tactics(
+        formulated, placed, stages = run_tactics(
             self.model,
             mesh,
             CostModels(self.cluster),
@@ -150,7 +150,7 @@ class _Search:
             order=self.poses.order(mesh),
         )
         where = Configuration(mesh, self.poses.captured, 1)
-        return CandidateSolution(posed, placed, where, self.cluster, placed.lower_bound, stages=stages)
+        return CandidateSolution(formulated, placed, where, self.cluster, placed.lower_bound, stages=stages)
 
     def many(self, given: Sequence[Staged]) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
@@ -202,9 +202,9 @@ class _Search:
         self.solved.append(shape)
         return self.shapes.ranked(shape)
 
-    def rivals(self, devices: int, found: CandidateSolution) -> tuple[Baseline, ...]:
+    def baselines(self, devices: int, found: CandidateSolution) -> tuple[Baseline, ...]:
         """What a user would have picked on as many devices, beside what was found."""
-        self.progress("pricing the rivals")
+        self.progress("pricing the baselines")
         # by hand nothing is pinned
         ask, setting = replace(self.ask, pins=()), self.setting
         known = [] if self.ask.pins else self.solved
@@ -232,16 +232,16 @@ class _Search:
         )
 
     def _room(self, where: Configuration, setting: StepConfig) -> MemoryCheck | None:
-        """What a plan of ours holds on the mesh of a rival if it is to fit; that plan is kept.
+        """What a plan of ours holds on the mesh of a baseline if it is to fit; that plan is kept.
 
         Where the search finds none, that says nothing of what others store in another way.
         """
         try:
-            posed = self.poses.of(where.mesh, where.batch)
-            tuned = self.exact.tuned(posed, setting)
+            formulated = self.poses.of(where.mesh, where.batch)
+            tuned = self.exact.tuned(formulated, setting)
         except (InfeasibleError, UsageError):
             return MemoryCheck(setting, self.ask.budget)
-        fits = CandidateSolution(posed, tuned, where, self.cluster, tuned.lower_bound)
+        fits = CandidateSolution(formulated, tuned, where, self.cluster, tuned.lower_bound)
         if self.exact.judge is not None:
             try:
                 fits = self.exact.judge.fit(fits, inf, self.exact.spent)
@@ -252,14 +252,14 @@ class _Search:
         return MemoryCheck(placed.setting, budget if placed is tuned else placed.bytes)
 
     def better(self, found: CandidateSolution, given: Sequence[Staged]) -> CandidateSolution:
-        """What was found, or a faster plan on a rival's mesh if that was given: estimates left it out."""
+        """What was found, or a faster plan on a baseline's mesh if that was given: estimates left it out."""
         seconds = self.exact.judged(found)
         asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
         first = min(asked, key=lambda s: s.placed.seconds, default=found)
         if self.ask.pins or first.placed.seconds >= seconds or self._simulated_slower(first, found):
             return found
         name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
-        proven = self.exact.proven(first.posed, first.placed)
+        proven = self.exact.proven(first.formulated, first.placed)
         others = tuple(r for r in found.rejected if r.name != name)
         return replace(
             first,

@@ -127,9 +127,9 @@ class MeshShapes:
         """each: sequences per data rank; least: of the smallest microbatch with more than one. bounds: what
         takes no more will do."""
         ways, pins = data_ways(mesh), self.ask.pins
-        posed = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
+        formulated = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
         smallest = partial(self.poses.of, mesh, least * ways, pins)
-        return AnchorProblem(each, posed, self.setting, self.ask.recompute, smallest)
+        return AnchorProblem(each, formulated, self.setting, self.ask.recompute, smallest)
 
     def _further(self, least: int) -> Callable[[Mesh, int], AnchorProblem | None]:
         """Solves other microbatches than those that were chosen; least: see `_end`."""

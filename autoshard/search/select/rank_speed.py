@@ -32,7 +32,7 @@ class RankSpeeds:
         for known, seconds in self._known:
             if known == device:
                 return seconds
-        posed = formulate(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
-        sums = self._setting.sums(posed.free.taken)
+        formulated = formulate(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
+        sums = self._setting.sums(formulated.free.taken)
         self._known.append((device, sums.work_forward + sums.work_backward))
         return self._known[-1][1]

@@ -247,7 +247,7 @@ class CandidateSolver:
         if found.configuration.pipe.ranks == 1 or self.interrupted:
             return found.placed.seconds
         if self.judge is None:
-            return imbalance_seconds(found.posed, found.placed, found.configuration.pipe)
+            return imbalance_seconds(found.formulated, found.placed, found.configuration.pipe)
         try:
             return self.judge.seconds(found)
         except KeyboardInterrupt:
@@ -267,41 +267,41 @@ class CandidateSolver:
             staged = max(shape.meshes, key=lambda s: (s.ranks == 1, s.mesh.world_size))
             batch = shape.ends[0].batch * data_ways(staged.mesh)
             try:
-                posed = self.poses.of(staged.mesh, batch, self.ask.pins)
+                formulated = self.poses.of(staged.mesh, batch, self.ask.pins)
                 count = max(1, total // batch)
                 setting = replace(self.setting, microbatches=count, pipe=staged.pipes[0])
-                placed = self.tuned(posed, setting)
+                placed = self.tuned(formulated, setting)
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
                 continue
             where = Configuration(staged.mesh, batch, count, staged.pipes[0])
-            return CandidateSolution(posed, placed, where, self.poses.cluster, placed.lower_bound)
+            return CandidateSolution(formulated, placed, where, self.poses.cluster, placed.lower_bound)
         raise self.worst()
 
-    def tuned(self, posed: ShardingProblem, setting: StepConfig, beat: float = inf) -> PlacementSolution:
+    def tuned(self, formulated: ShardingProblem, setting: StepConfig, beat: float = inf) -> PlacementSolution:
         """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
         `tune`."""
         ask, budget = self.ask, self.ask.budget
         limits = QUICK if self.spent() else FINAL
         try:
             return tune(
-                posed.problem,
+                formulated.problem,
                 setting,
                 budget,
                 recompute=ask.recompute,
-                allowed=posed.allowed,
+                allowed=formulated.allowed,
                 limits=limits,
                 beat=beat,
             )
         except InfeasibleNetwork as error:
             assert budget is not None
-            raise _infeasible(posed, setting, error, budget) from None
+            raise _infeasible(formulated, setting, error, budget) from None
 
-    def proven(self, posed: ShardingProblem, placed: PlacementSolution) -> PlacementSolution:
+    def proven(self, formulated: ShardingProblem, placed: PlacementSolution) -> PlacementSolution:
         """The same with a lower bound that holds for every recomputation."""
         if not self.ask.recompute:
             return placed
-        return with_best_bound(posed, placed, self.ask.budget)
+        return with_best_bound(formulated, placed, self.ask.budget)
 
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
@@ -309,25 +309,27 @@ class CandidateSolver:
         where = estimated.configuration
         try:
             self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
-            posed = self._posed(where)
-            placed = self.tuned(posed, estimated.setting, beat)
+            formulated = self._posed(where)
+            placed = self.tuned(formulated, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
                 raise
             # nothing is solved yet: what the estimate says is at hand in a moment
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-            posed = self._posed(where)
-            placed = self._at_once(posed, estimated.setting)
-        return CandidateSolution(posed, placed, where, self.poses.cluster, placed.lower_bound)
+            formulated = self._posed(where)
+            placed = self._at_once(formulated, estimated.setting)
+        return CandidateSolution(formulated, placed, where, self.poses.cluster, placed.lower_bound)
 
-    def _at_once(self, posed: ShardingProblem, setting: StepConfig) -> PlacementSolution:
+    def _at_once(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
         """Placements that fit, with the least work."""
         budget = self.ask.budget
         try:
-            return place(posed.problem, setting, budget, allowed=posed.allowed, limits=QUICK, rounds=1)
+            return place(
+                formulated.problem, setting, budget, allowed=formulated.allowed, limits=QUICK, rounds=1
+            )
         except InfeasibleNetwork:
-            return self.tuned(posed, setting.running_again("full"))
+            return self.tuned(formulated, setting.running_again("full"))
 
     def _lowest(self, others: Sequence[Estimated], limit: float) -> float:
         """Seconds that none of the others goes below, ``limit`` at most."""
@@ -351,15 +353,15 @@ class CandidateSolver:
     def _bounds_of(self, estimated: Estimated) -> Iterator[float]:
         """All that can be said of what is about to be solved."""
         yield from estimated.bounds()
-        # it is posed to be solved anyway, which takes longer than to look at it
+        # it is formulated to be solved anyway, which takes longer than to look at it
         yield from self._exact_bounds(estimated)
 
     def _exact_bounds(self, estimated: Estimated) -> Iterator[float]:
         try:
-            posed = self._posed(estimated.configuration)
+            formulated = self._posed(estimated.configuration)
         except (InfeasibleError, UsageError):
             return  # says so if it is solved
-        yield from estimated.bounds_of(posed)
+        yield from estimated.bounds_of(formulated)
 
     def _finished(
         self,
@@ -370,7 +372,7 @@ class CandidateSolver:
     ) -> CandidateSolution:
         """With the proof, and what was not taken. entered: estimates of those that were solved."""
         try:
-            placed = best.placed if self.interrupted else self.proven(best.posed, best.placed)
+            placed = best.placed if self.interrupted else self.proven(best.formulated, best.placed)
             if all(e.configuration == best.configuration for e in entered):
                 left.first()  # the next best is an estimate: let it be a good one
         except KeyboardInterrupt:
@@ -401,14 +403,14 @@ def name_of(where: Configuration) -> str:
 
 
 def _infeasible(
-    posed: ShardingProblem, setting: StepConfig, error: InfeasibleNetwork, limit: int
+    formulated: ShardingProblem, setting: StepConfig, error: InfeasibleNetwork, limit: int
 ) -> InfeasibleError:
-    held = setting.running_again("full").held(profile(posed.problem.terms, error.states))
+    held = setting.running_again("full").held(profile(formulated.problem.terms, error.states))
     parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
     binding = max(parts, key=lambda k: parts[k])
     text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
     failure = InfeasibleError(
-        f"no plan for mesh {posed.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
+        f"no plan for mesh {formulated.mesh} fits {bytes_up(limit)} per rank; the smallest feasible is "
         f"{bytes_up(error.smallest_bytes)}",
         why=f"the binding term is {binding} ({text})",
         hint="use more ranks on fsdp or tp, a smaller batch, or a larger --memory",

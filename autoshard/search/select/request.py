@@ -24,8 +24,8 @@ class SearchRequest:
     budget: bytes per rank, None for no limit. batch: sequences per step; None: those the model was captured
     with, in one microbatch. recompute: whether activations may be computed again. overlap: share of
     computing that hides parameter collectives (None: what the cluster says). recipe: what training keeps
-    per parameter. rivals: whether to price what a user would have picked by hand. pins: placements that are
-    decided already. tactics: what to decide axis by axis, on a mesh that is given. work: that may be done
+    per parameter. baselines: whether to price what a user would have picked by hand. pins: placements that
+    are decided already. tactics: what to decide axis by axis, on a mesh that is given. work: that may be done
     for its problems (see `solver.solution_cache`) before the best plan that fits is taken: counted, not
     timed, so that plans are the same on every machine.
     """
@@ -35,7 +35,7 @@ class SearchRequest:
     recompute: bool = True
     overlap: float | None = None
     recipe: Recipe = ADAMW
-    rivals: bool = False
+    baselines: bool = False
     pins: tuple[Pin, ...] = ()
     tactics: tuple[Tactic, ...] = ()
     work: int = WORK
@@ -64,7 +64,7 @@ class CandidateSolution:
     ended because all work was done that was asked of it.
     """
 
-    posed: ShardingProblem
+    formulated: ShardingProblem
     placed: PlacementSolution
     configuration: Configuration
     cluster: Cluster
@@ -72,7 +72,7 @@ class CandidateSolution:
     rejected: tuple[Rejected, ...] = ()
     interrupted: bool = False
     spent: bool = False
-    rivals: tuple[Baseline, ...] = ()
+    baselines: tuple[Baseline, ...] = ()
     stages: tuple[Stage, ...] = ()
 
     @property

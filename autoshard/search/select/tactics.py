@@ -124,16 +124,18 @@ def run_tactics(
         holding = [p for p in (_pin_on(active, mesh, pin) for pin in pins) if p.wanted]
         holding += (t.pin for t in sofar if t.pin is not None and all(a in active for a, _ in t.pin.wanted))
         ranks = None if order is None else _order_on(order, mesh, now)
-        posed = formulate(
+        formulated = formulate(
             model, now, cluster, setting, recipe=recipe, pins=tuple(holding), axes=axes, order=ranks
         )
         if previous is not None:
             decided = [k for k, a in enumerate(mesh.axes) if previous[0].mesh.sizes[k] > 1 or a.size == 1]
-            frozen = _frozen(*previous, posed, decided)
-            posed = replace(posed, allowed=tuple(combined([posed.allowed, frozen], len(frozen))))
-        placed = solve(posed, position == len(tactics) - 1)
+            frozen = _frozen(*previous, formulated, decided)
+            formulated = replace(
+                formulated, allowed=tuple(combined([formulated.allowed, frozen], len(frozen)))
+            )
+        placed = solve(formulated, position == len(tactics) - 1)
         stages.append(Stage(tactic.text, str(now), placed.step, placed.setting.held(placed.taken)))
-        previous = (posed, placed)
+        previous = (formulated, placed)
     if previous is None:
         raise UsageError("there are no tactics", hint=_FORM)
     return (*previous, tuple(stages))

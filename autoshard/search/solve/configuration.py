@@ -65,12 +65,12 @@ class Staged:
             return replace(pipe, hop=slowest)
         inner = self.mesh.world_size // data_ways(self.mesh)
         *between, around = (seconds("send", nbytes / inner, link) for link in self.links)
-        back = around if pipe.schedule != "zb-v" else 0.0
+        back = around if not pipe.spec.v_shaped else 0.0
         mean = (pipe.chunks * sum(between) + (pipe.chunks - 1) * back) / (pipe.ranks * pipe.chunks - 1)
         sends = [*between, back * (pipe.chunks > 1)]
         slowest, at = max(sends), between.index(max(between))
         ends = 0.0
-        if pipe.schedule != "zb-v":
+        if not pipe.spec.v_shaped:
             assert self.link is not None
             parts = [a.size for a in self.mesh.axes if a.meaning.may_store_sharded or a.meaning.splits_layers]
             ends = seconds("all_reduce", shared / prod(parts), replace(self.link, size=2))

@@ -81,8 +81,8 @@ def formulate(
         try:
             masks = pin_masks(pins, model, mesh, problem)
             few, allowed = possible(problem, combined(masks, len(problem.variables)))
-            posed = ShardingProblem(model, mesh, prices, few, strict, setting, order, allowed)
-            _ = posed.free  # what is wrong shows here
+            formulated = ShardingProblem(model, mesh, prices, few, strict, setting, order, allowed)
+            _ = formulated.free  # what is wrong shows here
         except NoFiniteAssignment:
             if not strict:
                 check_pins(pins, masks, problem)
@@ -91,13 +91,13 @@ def formulate(
         except UsageError as error:
             reasons.append(error)
             continue
-        return posed
+        return formulated
     raise reasons[-1]
 
 
-def rescaled_problem(posed: ShardingProblem, batch: int) -> ShardingProblem:
+def rescaled_problem(formulated: ShardingProblem, batch: int) -> ShardingProblem:
     """The same with microbatches of ``batch`` sequences, good for costs alone (see `Problem.grown`)."""
-    return replace(posed, problem=posed.problem.grown(batch))
+    return replace(formulated, problem=formulated.problem.grown(batch))
 
 
 def layer_calls(folded: Folded) -> Mapping[str, int]:

@@ -64,32 +64,34 @@ class Parameters:
         return repr((self.shapes, self.shares, [array.tobytes() for array in arrays]))
 
 
-def parameters_of(posed: ShardingProblem, placed: PlacementSolution) -> Parameters:
+def parameters_of(formulated: ShardingProblem, placed: PlacementSolution) -> Parameters:
     """The parameters of a problem, in the layouts that its placements use."""
-    return _parameters(posed, lambda number, variable: (variable.states[placed.states[number]],))
+    return _parameters(formulated, lambda number, variable: (variable.states[placed.states[number]],))
 
 
-def least_parameters(posed: ShardingProblem) -> Parameters:
+def least_parameters(formulated: ShardingProblem) -> Parameters:
     """The same, each with the least of every figure over all its states."""
-    return replace(_parameters(posed, lambda _, variable: variable.states), least=True)
+    return replace(_parameters(formulated, lambda _, variable: variable.states), least=True)
 
 
-def _parameters(posed: ShardingProblem, lives: Callable[[int, ParamVar], Sequence[ParamState]]) -> Parameters:
+def _parameters(
+    formulated: ShardingProblem, lives: Callable[[int, ParamVar], Sequence[ParamState]]
+) -> Parameters:
     """lives: that a parameter may lead, by its number and variable."""
     rows = []
     shapes: list[tuple[tuple[int, ...], ...]] = []
     shares: list[Shares] = []
-    axes, prices = posed.problem.axes, posed.prices
-    for number, variable, group, phases in _trained(posed):
+    axes, prices = formulated.problem.axes, formulated.prices
+    for number, variable, group, phases in _trained(formulated):
         type_ = group.first.type
         chosen = lives(number, variable)
         uses = dict.fromkeys(life.use for life in chosen)
-        stored = dict.fromkeys(_off_data(life.stored, posed) for life in chosen)
+        stored = dict.fromkeys(_off_data(life.stored, formulated) for life in chosen)
         wholes = [prices.ops.local_bytes(type_, use, axes.sizes) for use in uses]
         base = min(prices.params.local_bytes(type_, lay, axes.mesh_sizes) for lay in stored)
-        shares.append(posed.model.shares[variable.place])
+        shares.append(formulated.model.shares[variable.place])
         shapes.append(tuple(dict.fromkeys(held_shape(type_.shape, lay, axes.mesh_sizes) for lay in stored)))
-        split = max(_data_ways(use, posed) for use in uses)
+        split = max(_data_ways(use, formulated) for use in uses)
         width = DTYPES[type_.dtype][1]
         rows.append((len(group.ports), min(wholes), base, split, width, phases, max(wholes)))
     table = np.array(rows, dtype=np.float64).reshape(-1, 7)
@@ -97,10 +99,10 @@ def _parameters(posed: ShardingProblem, lives: Callable[[int, ParamVar], Sequenc
     return Parameters(count, whole, base_, split_, widths, both, most, tuple(shapes), tuple(shares))
 
 
-def _trained(posed: ShardingProblem) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
+def _trained(formulated: ShardingProblem) -> Iterator[tuple[int, ParamVar, PortClass, int]]:
     """(number of the variable, variable, class, how many of forward and backward use it)."""
-    flow, backward = posed.model.flow, posed.model.folded.is_backward()
-    for number, variable in enumerate(posed.problem.variables):
+    flow, backward = formulated.model.flow, formulated.model.folded.is_backward()
+    for number, variable in enumerate(formulated.problem.variables):
         if isinstance(variable, ParamVar) and flow.classes[variable.place].grads:
             phases = {backward[name] for name, _ in flow.targets.get(variable.place, ())}
             yield number, variable, flow.classes[variable.place], len(phases)
@@ -122,22 +124,22 @@ class ParamUseCosts:
     sums: Array
 
 
-def added_by_use(posed: ShardingProblem) -> dict[int, ParamUseCosts]:
+def added_by_use(formulated: ShardingProblem) -> dict[int, ParamUseCosts]:
     """By number of the variable, where a use adds anything."""
-    axes, prices = posed.problem.axes, posed.prices
+    axes, prices = formulated.problem.axes, formulated.prices
     inner = [k for k, m in enumerate(axes.mesh_meanings) if not m.splits_batch]
     found: dict[int, ParamUseCosts] = {}
-    for number, variable, group, phases in _trained(posed):
+    for number, variable, group, phases in _trained(formulated):
         type_, count = group.first.type, len(group.ports)
         used = {u: prices.ops.local_bytes(type_, u, axes.sizes) for u in {s.use for s in variable.states}}
-        lays = {s.stored: _off_data(s.stored, posed) for s in variable.states}
+        lays = {s.stored: _off_data(s.stored, formulated) for s in variable.states}
         kept = {s: prices.params.local_bytes(type_, lay, axes.mesh_sizes) for s, lay in lays.items()}
         whole = np.array([used[s.use] for s in variable.states])
         base = np.array([kept[s.stored] for s in variable.states])
         larger = whole > MORE * base
         if not larger.any() or not inner:
             continue
-        share = posed.model.shares[variable.place].gather.of("all_gather")
+        share = formulated.model.shares[variable.place].gather.of("all_gather")
         link = [prices.params.reshard.links[k] for k in inner]
         took = {
             n: max(share * float(seconds("all_gather", n / share, x)) for x in link) for n in used.values()
@@ -172,15 +174,15 @@ def _kept_width(recipe: Recipe, width: float) -> float:
     return grad + (recipe.optimizer_bytes(1) if recipe.optimizer is not None else 2 * width)
 
 
-def _off_data(stored: Layout, posed: ShardingProblem) -> Layout:
+def _off_data(stored: Layout, formulated: ShardingProblem) -> Layout:
     """The layout of a stored parameter, were it whole on every data rank."""
-    meanings = posed.problem.axes.mesh_meanings
+    meanings = formulated.problem.axes.mesh_meanings
     return tuple(R if m.splits_batch else p for p, m in zip(stored, meanings, strict=True))
 
 
-def _data_ways(use: Layout, posed: ShardingProblem) -> float:
+def _data_ways(use: Layout, formulated: ShardingProblem) -> float:
     """Over how many of the ranks that split the batch a parameter in use is split."""
-    axes = posed.problem.axes
+    axes = formulated.problem.axes
     ways = 1
     for placed, size, meaning in zip(use, axes.sizes, axes.meanings, strict=True):
         if meaning.splits_batch and isinstance(placed, Shard):

@@ -6,14 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.errors import UsageError
-
-#: schedule -> chunks that are tried
-TRIED: dict[str, tuple[int, ...]] = {
-    "1f1b": (1,),
-    "interleaved": (2, 4),
-    "zb-h1": (1,),
-    "zb-v": (2,),
-}
+from autoshard.schedules.registry import default_chunks, lookup, tried
+from autoshard.schedules.spec import PipeSize, ScheduleSpec
 
 
 @dataclass(frozen=True)
@@ -37,6 +31,14 @@ class Pipe:
     ends: float = 0.0
 
     @cached_property
+    def spec(self) -> ScheduleSpec:
+        """Of the schedule; of 1F1B where there is no pipeline."""
+        return lookup(self.schedule or "1f1b")
+
+    def _size(self, microbatches: int) -> PipeSize:
+        return PipeSize(self.ranks, microbatches, self.chunks, self.slices)
+
+    @cached_property
     def pace(self) -> float:
         """How many times as fast as one rank alone all are together."""
         return sum(self.speeds) if self.speeds else self.ranks
@@ -44,7 +46,7 @@ class Pipe:
     @property
     def stage_speeds(self) -> tuple[float, ...]:
         """Of the rank of every stage; () where all are alike."""
-        turned = self.speeds[::-1] if self.schedule == "zb-v" else self.speeds
+        turned = self.speeds[::-1] if self.spec.v_shaped else self.speeds
         return tuple(v for k in range(self.chunks) for v in (turned if k % 2 else self.speeds))
 
     def delayed(self, step: float, stage: float, microbatches: int) -> float:
@@ -56,7 +58,7 @@ class Pipe:
         """
         if not self.slowest:
             return step
-        crossings = 2 if self.schedule == "zb-v" else 2 * self.chunks - 1
+        crossings = 2 if self.spec.v_shaped else 2 * self.chunks - 1
         flying = self.ahead if self.chunks == 1 else self.ranks
         spare = flying * stage / 3 if self.splits_backward else 0.0
         wait = max(0.0, 2 * crossings * self.slowest - spare) / flying
@@ -67,7 +69,7 @@ class Pipe:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether gradients of parameters are made apart from, and later than, what other stages wait for."""
-        return self.schedule.startswith("zb-")
+        return self.spec.splits_backward
 
     @property
     def hops(self) -> float:
@@ -80,38 +82,17 @@ class Pipe:
         return 2 * (self.ranks * self.chunks - 1)
 
     def filling(self, microbatches: int) -> float:
-        """How many microbatches a rank could compute while it waits; see `autoshard.schedules.formulas`.
+        """How many microbatches a rank could compute while it waits; see `autoshard.schedules.spec`.
 
         Stages are taken as alike, backward as twice forward and half of it for weights. With fewer
         microbatches than a schedule needs to fill its ranks, the first has to come down through all stages
         and the gradients of the last to go up again.
         """
-        waits, few = self.ranks - 1, self.ranks - microbatches
-        match self.schedule:
-            case "zb-h1":
-                return max(waits, waits + few) / 3
-            case "zb-v":
-                return max(waits / 2, waits + few) / 3
-            case "interleaved" | "breadth-first":
-                return max(waits / self.chunks, few + (microbatches - 1) / self.chunks)
-            case "seq1f1b":
-                return waits / self.slices
-        return float(waits)
+        return self.spec.filling(self._size(microbatches))
 
     def in_flight(self, microbatches: int) -> float:
         """Microbatches that the rank which holds most of them keeps for backward, in whole stages' worth."""
-        if self.ranks == 1:
-            return 1.0
-        if self.schedule in ("gpipe", "breadth-first"):
-            return float(microbatches)
-        if self.schedule == "seq1f1b":
-            return min(float(microbatches), (self.ranks + self.slices - 1) / self.slices)
-        most = float(self.ranks)
-        if self.schedule == "interleaved":
-            # groups no smaller than the pipeline, the largest of them ahead (`schedules.interleaved`)
-            group = -(-microbatches // max(1, microbatches // self.ranks))
-            most = group + (2 * self.ranks - 1 - group) / self.chunks
-        return min(float(microbatches), most)
+        return 1.0 if self.ranks == 1 else self.spec.in_flight(self._size(microbatches))
 
     def waiting(self, microbatches: int) -> tuple[float, float]:
         """(microbatches of which only gradients of parameters are still to be made, and others that are in
@@ -142,12 +123,10 @@ def pipes_of(
     if ranks == 1:
         return [Pipe()]
     if schedule:
-        from autoshard.schedules.registry import default_chunks
-
         return [Pipe(ranks, schedule, chunks or default_chunks(schedule), slices=slices)]
     found = [
         Pipe(ranks, name, count)
-        for name, counts in TRIED.items()
+        for name, counts in tried().items()
         for count in counts
         if (chunks is None or count == chunks) and ranks * count <= max(layers, ranks)
     ]

@@ -1,4 +1,4 @@
-"""The problems of one search, each posed once however many stages ask for it."""
+"""The problems of one search, each formulated once however many stages ask for it."""
 
 from __future__ import annotations
 

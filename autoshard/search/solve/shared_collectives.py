@@ -12,11 +12,11 @@ from autoshard.search.solve.formulate import ShardingProblem
 _MOST = 65_536
 
 
-def shared_seconds(posed: ShardingProblem) -> float:
+def shared_seconds(formulated: ShardingProblem) -> float:
     """Seconds that sharing them takes at most in one microbatch; a single data rank has nothing to share."""
-    blueprint, found = posed.problem.blueprint, 0.0
+    blueprint, found = formulated.problem.blueprint, 0.0
     assert blueprint is not None
-    data = [k for k, meaning in enumerate(posed.problem.axes.meanings) if meaning.splits_batch]
+    data = [k for k, meaning in enumerate(formulated.problem.axes.meanings) if meaning.splits_batch]
     for entry in blueprint.entries:
         if isinstance(entry, Joined) and not entry.way.grows and entry.way.type.numel <= _MOST:
             given = entry.way.given.layouts

@@ -90,11 +90,11 @@ class _Tuning:
             everything = self.bare.running_again("full")
             return place(self.problem, everything, self.budget, allowed=self.allowed)
         last = self._final(min(self.found, key=_order))
-        for other in self._rivals(last) if self.small else ():
+        for other in self._baselines(last) if self.small else ():
             last = min(last, self._final(other), key=_order)
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
-    def _rivals(self, best: PlacementSolution) -> list[PlacementSolution]:
+    def _baselines(self, best: PlacementSolution) -> list[PlacementSolution]:
         """Placements that run other things again and are so near that more work may make them the best."""
         found: dict[str, PlacementSolution] = {}
         for placed in sorted(self.found, key=_order):
