@@ -28,7 +28,7 @@ from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
 from autoshard.runtime.groups import place_of
 from autoshard.runtime.local_batch import gathered_batch
-from autoshard.runtime.optim.dropout_clock import DropoutClock, keep_time
+from autoshard.runtime.optim.dropout_clock import DropoutClock
 from autoshard.runtime.optim.follow_parameters import follow_parameters
 from autoshard.runtime.optim.optimizer_hooks import keep_blocks
 from autoshard.runtime.runner import Given, Runner
@@ -281,7 +281,7 @@ class ParallelModule(nn.Module):
         made._autoshard_guard = CallGuard(made, state, runner.device.type, same_graph)
         carry_marks(self, made)
         if runner.seed_port is not None:
-            keep_time(made.parameters(), runner.clock)
+            runner.clock.follow(made.parameters())
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -369,9 +369,9 @@ def _bind(
     aliases = dict(program.signature.tied)
     follow_parameters(module, {p: made.get(aliases.get(n, n)) for n, p in given.items()})
     mark_shared(module, runner, module._autoshard_stepper.scales)  # type: ignore[arg-type, union-attr]
-    keep_blocks(module.parameters())
+    keep_blocks(module)
     if runner.seed_port is not None:
-        keep_time(module.parameters(), runner.clock)
+        runner.clock.follow(module.parameters())
     module.register_load_state_dict_pre_hook(_shard_loaded)
 
 

@@ -10,24 +10,29 @@ Where one has none (SGD, Muon), the user keeps it (`ParallelModule.dropout_step`
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 #: calls of one step that have masks of their own
 _CALLS = 1 << 16
 _SEEDS = 1 << 62
 
 
+#: attribute of a parameter: the clock of its model
+_MARK = "_autoshard_clock"
+
+
 class DropoutClock:
-    """Counts steps of optimizers, and calls since the last one."""
+    """Counts steps of the optimizers of a model, and calls since the last one."""
 
     def __init__(self) -> None:
         self.steps = self.calls = 0
+        #: optimizer -> the steps that it has made, None if it does not count them
+        self._counts: WeakKeyDictionary[Optimizer, int | None] = WeakKeyDictionary()
 
     def seed(self, seed: int, call: int) -> int:
         """What the masks of a call follow from; call: how many calls of the same step come before it."""
@@ -41,57 +46,57 @@ class DropoutClock:
             self.steps += 1
         self.calls = 0
 
+    def follow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count the steps of whatever optimizer has these parameters, as long as this lives."""
+        for parameter in parameters:
+            setattr(parameter, _MARK, self)
+        hook = register_optimizer_step_post_hook(partial(_after_step, ref(self)))
+        finalize(self, hook.remove)
 
-#: parameter -> the clock of its model
-_clocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
-#: optimizer -> the steps that it has made, None if it does not count them
-_counts: WeakKeyDictionary[torch.optim.Optimizer, int | None] = WeakKeyDictionary()
+    def after_step(self, optimizer: Optimizer) -> None:
+        known = self._counts.get(optimizer)
+        if optimizer not in self._counts:
+            optimizer.register_load_state_dict_post_hook(partial(_after_load, ref(self)))
+        count = self._counts[optimizer] = _count(optimizer, None if known is None else known + 1)
+        self.stepped(count)
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        count = self._counts[optimizer] = _count(optimizer)
+        if count is not None:
+            self.stepped(count)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is at the same step, of other optimizers."""
+        return _clock_at, (self.steps, self.calls)
 
 
-def keep_time(parameters: Iterable[torch.Tensor], clock: DropoutClock) -> None:
-    """Let a clock follow the optimizers of a model's parameters."""
-    _watch_steps()
-    for parameter in parameters:
-        _clocks[parameter] = clock
+def _clock_at(steps: int, calls: int) -> DropoutClock:
+    clock = DropoutClock()
+    clock.steps, clock.calls = steps, calls
+    return clock
 
 
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-def share_time(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Let the clock follow the optimizer of a copy, too."""
-    if parameter in _clocks:
-        _clocks[copy] = _clocks[parameter]
+def share_clock(parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    """Let the clock of a parameter's model follow the optimizer of a copy, too."""
+    if hasattr(parameter, _MARK):
+        setattr(copy, _MARK, getattr(parameter, _MARK))
 
 
 @torch.compiler.disable
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    clocks = _clocks_of(optimizer)
-    if not clocks:
-        return
-    known = _counts.get(optimizer)
-    if optimizer not in _counts:
-        optimizer.register_load_state_dict_post_hook(_after_load)
-    count = _counts[optimizer] = _count(optimizer, None if known is None else known + 1)
-    for clock in clocks:
-        clock.stepped(count)
+def _after_step(known: ref[DropoutClock], optimizer: Optimizer, *_: Any) -> None:
+    clock = known()
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    if clock is not None and any(getattr(p, _MARK, None) is clock for p in params):
+        clock.after_step(optimizer)
 
 
-def _after_load(optimizer: torch.optim.Optimizer) -> None:
-    count = _counts[optimizer] = _count(optimizer)
-    if count is not None:
-        for clock in _clocks_of(optimizer):
-            clock.stepped(count)
+def _after_load(known: ref[DropoutClock], optimizer: Optimizer) -> None:
+    clock = known()
+    if clock is not None:
+        clock.after_load(optimizer)
 
 
-def _clocks_of(optimizer: torch.optim.Optimizer) -> list[DropoutClock]:
-    found = (_clocks.get(p) for group in optimizer.param_groups for p in group["params"])
-    return list({id(clock): clock for clock in found if clock is not None}.values())
-
-
-def _count(optimizer: torch.optim.Optimizer, expected: int | None = None) -> int | None:
+def _count(optimizer: Optimizer, expected: int | None = None) -> int | None:
     """How many steps an optimizer has made, by the state of its first parameter that has any.
 
     expected: taken instead of waiting for a device, if it is known.

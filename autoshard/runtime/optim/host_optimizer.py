@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import UsageError
 from autoshard.runtime.host import in_host_memory, pinned_like
-from autoshard.runtime.optim.dropout_clock import share_time
+from autoshard.runtime.optim.dropout_clock import share_clock
 from autoshard.runtime.optim.optimizer_hooks import local, loss_of
 from autoshard.torch_adapters.dtensor import dtensor_like
 
@@ -220,7 +220,7 @@ def _pair(parameter: torch.Tensor, master: bool) -> _Pair:
     if isinstance(parameter, DTensor):
         host, grad = dtensor_like(parameter, host), dtensor_like(parameter, grad)
     leaf = host.requires_grad_(parameter.requires_grad)
-    share_time(parameter, leaf)
+    share_clock(parameter, leaf)
     return _Pair(parameter, leaf, grad, own._version)
 
 

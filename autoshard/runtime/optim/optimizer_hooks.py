@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from autoshard.torch_adapters.blocks import is_described, plain_local
 from autoshard.torch_adapters.dtensor import dtensor_like
-
-#: optimizers whose loaded state gets to know its blocks
-_watched: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -32,31 +29,28 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def keep_blocks(parameters: Iterable[torch.Tensor]) -> None:
-    """Let states of optimizers know the blocks that parameters are (`torch_adapters.blocks`).
+def keep_blocks(model: nn.Module) -> None:
+    """Let states of optimizers know the blocks that a model's parameters are (`torch_adapters.blocks`).
 
     What an optimizer makes like a parameter knows them; what torch distributes when whole states are loaded
     does not, and is replaced after the load, or after the first step of an optimizer that took none before.
     """
-    if any(is_described(p) for p in parameters):
-        _watch_steps()
-
-
-@cache
-def _watch_steps() -> None:
-    register_optimizer_step_post_hook(_after_step)
-
-
-@torch.compiler.disable
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if optimizer in _watched or not any(is_described(p) for g in optimizer.param_groups for p in g["params"]):
+    if not any(is_described(p) for p in model.parameters()):
         return
-    _watched.add(optimizer)
-    optimizer.register_load_state_dict_post_hook(_know_blocks)
-    _know_blocks(optimizer)
+    known: WeakSet[Optimizer] = WeakSet()
+
+    @torch.compiler.disable
+    def after_step(optimizer: Optimizer, *_: Any) -> None:
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if optimizer not in known and any(is_described(p) for p in params):
+            known.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(_know_blocks)
+            _know_blocks(optimizer)
+
+    finalize(model, register_optimizer_step_post_hook(after_step).remove)
 
 
-def _know_blocks(optimizer: torch.optim.Optimizer) -> None:
+def _know_blocks(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if not is_described(parameter):
             continue
