@@ -46,7 +46,7 @@ style: $(STAMP)
 	$(BIN)/lint-imports --no-cache
 
 docs: $(STAMP) .venv/.docs ## build the documentation into build/docs; a dead link is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: build/docs/index.html"
 
 .venv/.docs: pyproject.toml $(STAMP)
