@@ -102,7 +102,18 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 100)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _slow() -> set[tuple[str, str]]:
+    """(file, function) of tests that ``make quick`` leaves out."""
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    rows = (line.partition(": ") for line in lines if not line.startswith("#"))
+    return {(file, name) for file, _, names in rows for name in names.split()}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = _slow()
+    for item in items:
+        if (item.nodeid.partition("::")[0], item.nodeid.partition("::")[2].partition("[")[0]) in slow:
+            item.add_marker(pytest.mark.slow)
     last = len(FIRST)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else last)
     gpu_items = [item for item in items if "gpu" in item.keywords]

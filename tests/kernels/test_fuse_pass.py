@@ -27,7 +27,7 @@ from autoshard.ir import Call, Dtype, Graph, Node, Ref, TensorType, refs_of
 from autoshard.ir.lowered import Lowered, LoweredSegment, PlacedValue, StagePart
 from autoshard.ir.placement import Layout, P, R, Shard
 from autoshard.passes.fuse.fuse_kernels import fuse_kernels
-from autoshard.passes.pipeline import NUMBERED, PASSES
+from autoshard.passes.pipeline import NUMBERED
 from autoshard.planner.analysis import analyse
 from autoshard.planner.planning import plan_analysed
 from autoshard.program.program import Program
@@ -411,7 +411,7 @@ def test_programs_are_read_back(tmp_path: Path) -> None:
     save_program(made, tmp_path / "program")
     read = load_program(tmp_path / "program")
     assert found(read.lowered) == found(made.lowered)
-    assert NUMBERED["fuse_kernels"] in PASSES and "add_rms_norm" in made.dumps[NUMBERED["fuse_kernels"]]
+    assert "add_rms_norm" in made.dumps[NUMBERED["fuse_kernels"]]
     assert "# kernel: moves" in program_text(made)
     assert NUMBERED["fuse_kernels"] not in program("llama", "dp=2,tp=2", False).dumps
 

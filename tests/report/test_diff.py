@@ -89,7 +89,7 @@ def test_pipelines() -> None:
     assert [r.what for r in found.whole] == ["pipeline"] and not found.parameters
     alone = diff_of(side("a", one), side("b", program("llama-deep", "dp=2")))
     passes = next(r for r in alone.whole if r.what == "passes")
-    assert "scatter_sends" in passes.a and "early_reductions" in passes.b
+    assert "scatter_sends" in passes.a and "overlap_grad_reduce" in passes.b
     assert "1f1b" in found.whole[0].a and "gpipe" in found.whole[0].b
 
 

@@ -154,8 +154,8 @@ def test_a_price_is_told_where_fewer_are_looked_at_together(monkeypatch: pytest.
     monkeypatch.setattr(floor, "_MOST", coarse * total)  # no room for the second look in one piece
     assert price() == best
     with monkeypatch.context() as patch:
-        given = proving.whole_floors
+        given = proving.joint_dual_values
         turns = iter((given, lambda *_, **__: None))
-        patch.setattr(proving, "whole_floors", lambda *a, **k: next(turns)(*a, **k))
+        patch.setattr(proving, "joint_dual_values", lambda *a, **k: next(turns)(*a, **k))
         rough = price()
     assert rough is not None and 1e-9 / 4 * (1 - 1e-9) <= rough[0] <= 1e-8 * 4 * (1 + 1e-9)
