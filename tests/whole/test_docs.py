@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from autoshard.options import PassOptions, PlanOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -35,3 +38,9 @@ def test_named_files_exist(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("options", [PlanOptions, PassOptions])
+def test_every_option_is_documented(options: type[PlanOptions | PassOptions]) -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    assert [f.name for f in fields(options) if f"| `{f.name}` |" not in text] == []
