@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AutoshardError(Exception):
     """Base of all errors of autoshard.
@@ -63,3 +66,10 @@ class VerificationError(AutoshardError):
     """A program is not what it should be: wrong numbers, wrong types, or a damaged folder."""
 
     exit_code = 5
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """A hint: the option that looks most like ``word``, if any does, and all options."""
+    names = list(options)
+    close = get_close_matches(word, names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names)}"

@@ -7,7 +7,7 @@ commands, and entries of ``request.json``: a new choice is a new field here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from autoshard.errors import UsageError
@@ -121,13 +121,8 @@ def split_options(values: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions]:
 
 def chosen_of(options: PlanOptions) -> dict[str, Any]:
     """The fields that differ from their defaults, as JSON has them."""
-    plain = PlanOptions()
-    values = {f.name: getattr(options, f.name) for f in fields(options)}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value != getattr(plain, name)
-    }
+    plain = asdict(PlanOptions())
+    return {name: value for name, value in asdict(options).items() if value != plain[name]}
 
 
 def visible_fields(kind: type[Any]) -> list[Field[Any]]:

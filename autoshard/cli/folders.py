@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from autoshard.errors import UsageError, VerificationError
-from autoshard.options import PlanOptions, chosen_of, options_from
+from autoshard.ir.decode import decoded
+from autoshard.options import PlanOptions, chosen_of
 from autoshard.program.store import replaced_whole
 from autoshard.search.plan.plan import Plan
 from autoshard.search.plan.plan_json import plan_from_json, plan_to_json
@@ -17,16 +18,15 @@ _SCHEMA = 2
 _FILES = frozenset(("plan.json", "request.json"))
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was asked for, so far as the plan does not say it.
 
     inputs: sizes of the target's example inputs. rules: path of the user's own rules, "" for none.
     """
 
     target: str
-    inputs: Mapping[str, int]
-    options: PlanOptions = field(default_factory=PlanOptions)
+    inputs: dict[str, int]
+    options: PlanOptions = msgspec.field(default_factory=PlanOptions)
     rules: str = ""
 
 
@@ -46,13 +46,7 @@ def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
 def write_plan(folder: Path, plan: Plan, request: Request, *, overwrite: bool) -> None:
     """Write both files; the folder appears complete or not at all."""
     check_plan_folder(folder, overwrite=overwrite)
-    document = {
-        "schema": _SCHEMA,
-        "target": request.target,
-        "inputs": dict(request.inputs),
-        "options": chosen_of(request.options),
-        "rules": request.rules,
-    }
+    document = {"schema": _SCHEMA, **msgspec.structs.asdict(request), "options": chosen_of(request.options)}
     with replaced_whole(folder) as staging:
         (staging / "plan.json").write_text(plan_to_json(plan), encoding="utf-8")
         (staging / "request.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -69,14 +63,11 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
         ) from None
     try:
         raw = json.loads(request_text)
-        if raw["schema"] != _SCHEMA:
-            raise ValueError(f"schema {raw['schema']}, this version reads {_SCHEMA}")
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["options"].items()}
-        inputs = {str(k): int(v) for k, v in raw["inputs"].items()}
-        chosen = options_from(PlanOptions, options)
-        request = Request(str(raw["target"]), inputs, chosen, str(raw["rules"]))
-    except (ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+        if raw.pop("schema", None) != _SCHEMA:
+            raise ValueError(f"another schema; this version reads {_SCHEMA}")
+        request = decoded(raw, Request, "request.json")
+    except (ValueError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise VerificationError(
-            f"{folder}/request.json cannot be read", why=f"{type(error).__name__}: {error}", hint="plan again"
+            f"{folder}/request.json cannot be read", why=str(error), hint="plan again"
         ) from None
     return plan_from_json(plan_text), request

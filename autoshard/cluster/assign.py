@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cluster.links import Links, Matrix
-from autoshard.cluster.load import nearest
 from autoshard.cluster.mesh import Mesh
 from autoshard.cluster.order import RankOrder
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 
 #: how much more an axis is assumed to send than the one outside of it, where traffic is not given
 INNER_WEIGHT = 4.0

@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import gcd, isfinite
+from typing import Annotated
+
+from msgspec import Meta
 
 from autoshard.cluster.host import Host, bounding_host
 from autoshard.cluster.kernels import Kernels
 from autoshard.cluster.links import Links
 from autoshard.cluster.measured import CollectiveTimings
 from autoshard.cluster.order import RankOrder
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
+from autoshard.ir.decode import Count, Factor, NotNegative, Positive, Share, check_fields
+from autoshard.ir.types import DTYPES
 
 #: Part of a device's memory that a plan may fill. The rest goes to the CUDA or HIP context
 #: (0.4-0.6 GiB), the buffers of the collective library (NCCL: a few MiB per channel and peer, 0.3-1 GiB)
@@ -21,6 +26,8 @@ USABLE_FRACTION = 0.94
 #: Share of computing that hides collectives of parameters where a cluster file does not say: NCCL's kernels
 #: take multiprocessors and memory bandwidth from what they hide behind. Assumed.
 OVERLAP = 0.8
+#: f8: of products whose factors are cast to 8-bit floats, which no tensor here is stored in
+_RATES = (*DTYPES, "f8")
 
 
 @dataclass(frozen=True)
@@ -37,32 +44,26 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
+    memory_bytes: Count
     peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    matmul_efficiency: float
-    launch_overhead: float
-    overlap: float = OVERLAP
+    memory_bandwidth: Positive
+    matmul_efficiency: Share
+    launch_overhead: NotNegative
+    overlap: Annotated[float, Meta(ge=0, le=1)] = OVERLAP
     kernels: Kernels = field(default_factory=Kernels)
     host: Host | None = None
-    alone: float = 1.0
+    alone: Factor = 1.0
 
     def __post_init__(self) -> None:
         where = f"device {self.name!r}"
-        positive(where, memory_bytes=self.memory_bytes, memory_bandwidth=self.memory_bandwidth)
+        check_fields(self, where)
+        for dtype in self.peak_flops:
+            if dtype not in _RATES:
+                what = f"unknown key {dtype!r}"
+                raise UsageError(what, where=f"{where}, peak_flops", hint=nearest(dtype, _RATES))
         positive(f"{where}, peak_flops", **self.peak_flops)
         if "f32" not in self.peak_flops:
             raise UsageError("peak_flops has no f32", where=where, why="f32 is the rate of all other dtypes")
-        if not 0 < self.matmul_efficiency <= 1:
-            what = f"matmul_efficiency is {self.matmul_efficiency}"
-            raise UsageError(what, where=where, why="it must be above 0 and at most 1")
-        if not 0 <= self.overlap <= 1:
-            raise UsageError(f"overlap is {self.overlap}", where=where, why="it is a share, from 0 to 1")
-        if not (isfinite(self.alone) and self.alone >= 1):
-            raise UsageError(f"alone is {self.alone}", where=where, why="it must be 1 or more")
-        if not (isfinite(self.launch_overhead) and self.launch_overhead >= 0):
-            what = f"launch_overhead is {self.launch_overhead}"
-            raise UsageError(what, where=where, why="it must be 0 seconds or more")
 
     @property
     def half_flops(self) -> float:
@@ -87,11 +88,11 @@ class Level:
     """
 
     name: str
-    size: int | None
-    latency: float
-    bandwidth: float
-    shared_by: int = 1
-    efficiency: float = 1.0
+    size: Count | None
+    latency: NotNegative
+    bandwidth: Positive
+    shared_by: Count = 1
+    efficiency: Share = 1.0
     measured: tuple[CollectiveTimings, ...] = ()
 
     @property
@@ -100,15 +101,7 @@ class Level:
         return self.bandwidth * self.efficiency
 
     def __post_init__(self) -> None:
-        where = f"level {self.name!r}"
-        positive(where, bandwidth=self.bandwidth, shared_by=self.shared_by)
-        if not 0 < self.efficiency <= 1:
-            what = f"efficiency is {self.efficiency}"
-            raise UsageError(what, where=where, why="it must be above 0 and at most 1")
-        if self.size is not None:
-            positive(where, size=self.size)
-        if not (isfinite(self.latency) and self.latency >= 0):
-            raise UsageError(f"latency is {self.latency}", where=where, why="it must be 0 seconds or more")
+        check_fields(self, f"level {self.name!r}")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
-from autoshard.errors import UsageError
+from autoshard.ir.decode import Count, NotNegative, Positive, check_fields
 
 
 @dataclass(frozen=True)
@@ -18,24 +17,14 @@ class Host:
     memory, all its processors together. devices: of a node, which share both.
     """
 
-    bandwidth: float
-    latency: float
-    memory_bytes: int
-    memory_bandwidth: float
-    devices: int = 1
+    bandwidth: Positive
+    latency: NotNegative
+    memory_bytes: Count
+    memory_bandwidth: Positive
+    devices: Count = 1
 
     def __post_init__(self) -> None:
-        figures = {
-            "bandwidth": self.bandwidth,
-            "memory_bytes": self.memory_bytes,
-            "memory_bandwidth": self.memory_bandwidth,
-            "devices": self.devices,
-        }
-        for name, value in figures.items():
-            if not (value > 0 and isfinite(value)):
-                raise UsageError(f"{name} is {value}", where="host", why="it must be a finite number above 0")
-        if not (isfinite(self.latency) and self.latency >= 0):
-            raise UsageError(f"latency is {self.latency}", where="host", why="it must be 0 seconds or more")
+        check_fields(self, "host")
 
     def seconds(self, nbytes: float) -> float:
         """A copy in one direction."""

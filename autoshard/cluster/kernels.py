@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 from autoshard.errors import UsageError
+from autoshard.ir.decode import Count, Factor, NotNegative, Number, Share, check_fields
 
 
 @dataclass(frozen=True)
@@ -29,57 +29,27 @@ class Kernels:
     stay in caches, which it moves ``cached`` times as fast.
     """
 
-    multiprocessors: int = 0
-    tile: tuple[int, int] = (256, 128)
-    depth: float = 0.0
-    attention: float = 0.6
-    attention_backward: float = 0.5
-    attention_earlier: float = 1.0
-    traffic: float = 0.85
-    small: float = 0.0
-    narrow: float = 0.75
-    dispatch: float = 0.0
-    eager: float = 0.0
-    clock: float = 1.0
-    best: float = 0.0
-    watts: float = 0.0
-    attention_start: float = 0.0
-    view: float = 0.0
-    hand: float = 0.0
-    cache: float = 0.0
-    cached: float = 1.0
+    multiprocessors: Number = 0
+    tile: tuple[Count, Count] = (256, 128)
+    depth: NotNegative = 0.0
+    attention: Share = 0.6
+    attention_backward: Share = 0.5
+    attention_earlier: Share = 1.0
+    traffic: Share = 0.85
+    small: NotNegative = 0.0
+    narrow: Share = 0.75
+    dispatch: NotNegative = 0.0
+    eager: NotNegative = 0.0
+    clock: Share = 1.0
+    best: NotNegative = 0.0
+    watts: NotNegative = 0.0
+    attention_start: NotNegative = 0.0
+    view: NotNegative = 0.0
+    hand: NotNegative = 0.0
+    cache: NotNegative = 0.0
+    cached: Factor = 1.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "attention",
-            "attention_backward",
-            "attention_earlier",
-            "traffic",
-            "narrow",
-            "clock",
-        ):
-            value = getattr(self, name)
-            if not 0 < value <= 1:
-                raise UsageError(
-                    f"{name} is {value}", where="kernels", why="it must be above 0 and at most 1"
-                )
-        for name in (
-            "multiprocessors",
-            "depth",
-            "small",
-            "cache",
-            "dispatch",
-            "eager",
-            "best",
-            "watts",
-            "attention_start",
-            "view",
-            "hand",
-        ):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value}", where="kernels", why="it must be 0 or more")
-        if not (isfinite(self.cached) and self.cached >= 1):
-            raise UsageError(f"cached is {self.cached}", where="kernels", why="it must be 1 or more")
+        check_fields(self, "kernels")
         if len(self.tile) != 2 or min(self.tile) < 1:
             raise UsageError(f"tile is {self.tile}", where="kernels", why="it is rows and columns, 1 or more")

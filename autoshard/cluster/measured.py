@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isfinite
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 
 #: collectives that have a price (`autoshard.cost.collective`)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
-@dataclass(frozen=True)
-class CollectiveTimings:
+class CollectiveTimings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timings of one kind of collective among so many ranks of a level, all groups of it at once.
 
     nbytes: as `autoshard.cost.collective.seconds` counts them, rising; seconds: of each.
@@ -23,10 +22,12 @@ class CollectiveTimings:
 
     kind: str
     ranks: int
-    nbytes: tuple[int, ...]
+    nbytes: tuple[int | float, ...] = msgspec.field(name="bytes")
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"there is no collective {self.kind!r}", hint=nearest(self.kind, KINDS))
         where = f"measured {self.kind} of {self.ranks} ranks"
         if self.ranks < 2 or len(self.nbytes) < 2 or len(self.nbytes) != len(self.seconds):
             why = "it has two sizes or more, with a time each, of two ranks or more"

@@ -10,8 +10,8 @@ from typing import Any
 
 from autoshard.cluster.axes import AxisMeaning, meaning_of
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.load import load_cluster, nearest
-from autoshard.errors import UsageError
+from autoshard.cluster.load import load_cluster
+from autoshard.errors import UsageError, nearest
 
 _FORM = "write axis=size, separated by commas, for instance dp=2,tp=2"
 #: devices of the largest machines that count as one node, for tp: two boards of eight

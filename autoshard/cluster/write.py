@@ -6,12 +6,14 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
-from autoshard.cluster.cluster import OVERLAP, Cluster
-from autoshard.cluster.host import Host
-from autoshard.cluster.kernels import Kernels
+import msgspec
+
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.links import Matrix
 from autoshard.errors import UsageError
 
@@ -30,12 +32,20 @@ def cluster_text(
     """
     if cluster.groups:
         raise UsageError("a cluster of groups cannot be written", where=f"cluster {cluster.name!r}")
-    return "\n".join(_lines(cluster, description, device_source, level_sources, links or {})) + "\n"
+    table = {
+        "name": cluster.name,
+        "description": description,
+        "devices": cluster.devices,
+        "device": _figures(cluster.device, device_source),
+        "level": [_figures(*both) for both in zip(cluster.levels, level_sources, strict=True)],
+        "links": dict(links or {}),
+    }
+    return "\n".join(_lines(table)) + "\n"
 
 
 def matrix_text(matrix: Matrix, comment: str) -> str:
     """A matrix as CSV, four digits, below a line of comment."""
-    rows = (",".join(_number(entry) for entry in row) for row in matrix)
+    rows = (",".join(f"{entry:.4g}" for entry in row) for row in matrix)
     return "\n".join([f"# {comment}", *rows]) + "\n"
 
 
@@ -56,84 +66,42 @@ def write_all(texts: Mapping[Path, str]) -> None:
                 part.unlink()
 
 
-def _lines(
-    cluster: Cluster,
-    description: str,
-    device_source: Mapping[str, str],
-    level_sources: Sequence[Mapping[str, str]],
-    links: Mapping[str, str],
-) -> Iterator[str]:
-    device = cluster.device
-    peaks = ", ".join(f"{dtype} = {_number(rate)}" for dtype, rate in device.peak_flops.items())
-    yield f"name = {_text(cluster.name)}"
-    yield f"description = {_text(description)}"
-    if cluster.devices is not None:
-        yield f"devices = {cluster.devices}"
-    yield "\n[device]"
-    yield f"name = {_text(device.name)}"
-    yield f"memory_bytes = {device.memory_bytes}"
-    yield f"peak_flops = {{ {peaks} }}"
-    yield f"memory_bandwidth = {_number(device.memory_bandwidth)}"
-    yield f"matmul_efficiency = {_number(device.matmul_efficiency)}"
-    yield f"launch_overhead = {_number(device.launch_overhead)}"
-    if device.overlap != OVERLAP or "overlap" in device_source:
-        yield f"overlap = {_number(device.overlap)}"
-    if device.alone != 1 or "alone" in device_source:
-        yield f"alone = {_number(device.alone)}"
-    yield from _table("\n[device.source]", device_source)
-    yield from _kernels(device.kernels)
-    if device.host is not None:
-        yield from _host(device.host)
-    for level, source in zip(cluster.levels, level_sources, strict=True):
-        yield "\n[[level]]"
-        yield f"name = {_text(level.name)}"
-        if level.size is not None:
-            yield f"size = {level.size}"
-        yield f"latency = {_number(level.latency)}"
-        yield f"bandwidth = {_number(level.bandwidth)}"
-        yield f"shared_by = {level.shared_by}"
-        if level.efficiency != 1 or "efficiency" in source:
-            yield f"efficiency = {_number(level.efficiency)}"
-        yield from _table("\n[level.source]", source)
-        for table in level.measured:
-            yield "\n[[level.measured]]"
-            yield f"kind = {_text(table.kind)}"
-            yield f"ranks = {table.ranks}"
-            yield f"bytes = {list(table.nbytes)}"
-            yield f"seconds = [{', '.join(map(_number, table.seconds))}]"
-    if links:
-        yield from _table("\n[links]", links)
+def _figures(value: Any, sources: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """The fields of a dataclass, but for those that are left at what they are by default without a source."""
+    found: dict[str, Any] = {}
+    for each in fields(value):
+        given = getattr(value, each.name)
+        plain = each.default if each.default_factory is MISSING else each.default_factory()
+        if each.name in sources or given != plain:
+            found[each.name] = (
+                _figures(given) if is_dataclass(given) else msgspec.to_builtins(given, enc_hook=float)
+            )
+    return {**found, "source": dict(sources)}
 
 
-def _kernels(kernels: Kernels) -> Iterator[str]:
-    """The figures that are not those of a device that nothing is known of."""
-    plain = Kernels()
-    known = [f.name for f in fields(Kernels) if getattr(kernels, f.name) != getattr(plain, f.name)]
-    if known:
-        yield "\n[device.kernels]"
-    for name in known:
-        value = getattr(kernels, name)
-        yield f"{name} = {list(value) if name == 'tile' else _number(value)}"
+def _lines(table: Mapping[str, Any], head: str = "") -> Iterator[str]:
+    """TOML, tables below the keys that are none; what is None or empty is left out."""
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping) or _are_tables(value)}
+    for key, value in table.items():
+        if key not in inner and value is not None:
+            yield f"{key} = {_value(value)}"
+    for key, value in inner.items():
+        for each in [value] if isinstance(value, Mapping) else value:
+            if each:
+                name = f"{head}{key}"
+                yield f"\n[{name}]" if each is value else f"\n[[{name}]]"
+                yield from _lines(each, f"{name}.")
 
 
-def _host(host: Host) -> Iterator[str]:
-    yield "\n[device.host]"
-    yield f"bandwidth = {_number(host.bandwidth)}"
-    yield f"latency = {_number(host.latency)}"
-    yield f"memory_bytes = {host.memory_bytes}"
-    yield f"memory_bandwidth = {_number(host.memory_bandwidth)}"
-    yield f"devices = {host.devices}"
+def _are_tables(value: object) -> bool:
+    return isinstance(value, Sequence) and any(isinstance(each, Mapping) for each in value)
 
 
-def _table(head: str, texts: Mapping[str, str]) -> Iterator[str]:
-    yield head
-    yield from (f"{key} = {_text(text)}" for key, text in texts.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _text(text: str) -> str:
-    """A TOML basic string; its escapes are those of JSON, but for DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _value(value: object) -> str:
+    """Figures have four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_value, value))}]"
+    # a TOML basic string; its escapes are those of JSON, but for DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -16,10 +16,9 @@ from typing import Any, TypeAlias, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from autoshard.cluster.load import nearest
 from autoshard.cluster.measured import KINDS
 from autoshard.cost.link import AxisLink, link_of
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 
 __all__ = ["KINDS", "AxisLink", "link_of", "seconds"]
 

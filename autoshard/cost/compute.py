@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.cluster.cluster import Device
-from autoshard.cluster.load import nearest
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 from autoshard.ir.types import DTYPES
 
 Array = npt.NDArray[np.float64]

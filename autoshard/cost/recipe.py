@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autoshard.cluster.cluster import Device, host_of
-from autoshard.cluster.load import nearest
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 from autoshard.ir.offload import Offload
 
 #: per element of a sum of gradients of half precision (`runtime.stepper`)

@@ -7,9 +7,8 @@ ZeRO-Infinity (SC 2021): parameters and activations there as well, fetched one l
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 
 STORE = "host.store.default"
 LOAD = "host.load.default"
@@ -37,12 +36,10 @@ class Offload:
         words = [word.strip() for word in text.split(",") if word.strip()]
         for word in words:
             if word not in known:
-                close = get_close_matches(word, known, n=1)
-                meant = f"did you mean {close[0]!r}? " if close else ""
                 raise UsageError(
                     f"{word!r} is nothing that can be offloaded to host memory",
                     where=f"offload {text!r}",
-                    hint=f"{meant}known: {', '.join(known)}, or several of them with commas between",
+                    hint=f"{nearest(word, known)}, or several of them with commas between",
                 )
         return cls(**dict.fromkeys(words, True))
 

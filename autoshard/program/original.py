@@ -6,7 +6,7 @@ It is written in the same text as a program, on a mesh without axes, and read ba
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from autoshard.errors import VerificationError
 from autoshard.ir import Call, Folded, Graph, Joint
@@ -47,20 +47,8 @@ def folded_of(original: Lowered, signature: Signature) -> Folded:
     calls = tuple(item for item in original.main if isinstance(item, Call))
     results = tuple(replace(r, value=v) for r, v in zip(signature.results, original.results, strict=True))
     inputs = tuple((p.name, p.type) for p in signature.ports)
-    joint = Joint(
-        Graph("joint", inputs, (), original.results),
-        signature.ports,
-        results,
-        signature.in_tree,
-        signature.in_leaves,
-        signature.out_tree,
-        signature.out_leaves,
-        signature.input_names,
-        signature.tied,
-        signature.frozen,
-        batch_inputs=signature.batch_inputs,
-        training=signature.training,
-    )
+    same = {f.name: getattr(signature, f.name) for f in fields(signature)}
+    joint = Joint(Graph("joint", inputs, (), original.results), **{**same, "results": results})
     return Folded({name: s.graph for name, s in original.segments.items()}, calls, joint)
 
 

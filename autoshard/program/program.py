@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from autoshard.ir import Joint, Port, Result
@@ -38,19 +38,7 @@ class Signature:
 
     @classmethod
     def of(cls, joint: Joint) -> Signature:
-        return cls(
-            joint.ports,
-            joint.results,
-            joint.in_tree,
-            joint.in_leaves,
-            joint.out_tree,
-            joint.out_leaves,
-            joint.input_names,
-            joint.tied,
-            joint.frozen,
-            joint.training,
-            joint.batch_inputs,
-        )
+        return cls(**{f.name: getattr(joint, f.name) for f in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from autoshard.cost.recipe import MIXED, Recipe
+from autoshard.cost.recipe import MIXED
+from autoshard.ir.decode import decoded
 from autoshard.simulate.behaviour import Behaviour, Keeps
 from autoshard.validate.rows import Run
 
@@ -22,7 +23,7 @@ _FOR = frozenset(("name", "match", "precision", "network", "gpus", "until"))
 
 @dataclass(frozen=True)
 class Framework:
-    """One entry. assumed: whether it stands for frameworks that no entry names.
+    """One entry.
 
     vocab_multiple: with tensor parallelism the vocabulary is padded to a multiple of it times the tensor
     ranks; 0 for no padding. wide_gradient: bytes per parameter of gradients that are summed in fp32;
@@ -31,15 +32,19 @@ class Framework:
 
     name: str
     match: str
-    precision: str
-    network: str
-    gpus: int
-    until: int | None
     behaviour: Behaviour
     vocab_multiple: int
-    wide_gradient: int
-    wide_sum: int | None
-    assumed: bool
+    precision: str = ""
+    network: str = ""
+    gpus: int = 0
+    until: int | None = None
+    wide_gradient: int = 4
+    wide_sum: int | None = None
+
+    @property
+    def assumed(self) -> bool:
+        """Whether it stands for frameworks that no entry names."""
+        return not self.match
 
     def fits(self, run: Run) -> bool:
         """Whether it is for runs like this one."""
@@ -66,29 +71,14 @@ def _shared(named: Mapping[str, Mapping[str, Any]], like: str) -> dict[str, Any]
     return {key: value for key, value in named[like].items() if key not in _FOR} if like else {}
 
 
-def _framework(entry: dict[str, Any]) -> Framework:
-    """One entry, of the keys of which those of `Behaviour` are left when the others are taken."""
-    for key in ("source", "like"):
-        entry.pop(key, None)
-    name, match, until = entry.pop("name"), entry.pop("match"), entry.pop("until", None)
-    precision, network, gpus = entry.pop("precision", ""), entry.pop("network", ""), entry.pop("gpus", 0)
-    multiple = entry.pop("vocab_multiple")
-    wide, wide_sum = entry.pop("wide_gradient", 4), entry.pop("wide_sum", None)
-    recipe = Recipe(name, **entry.pop("recipe"))
-    assumed = {"gradient_buffers": True, "late_waits": False}
-    return Framework(
-        name=name,
-        match=match,
-        precision=precision,
-        network=network,
-        gpus=gpus,
-        until=until,
-        behaviour=Behaviour(**{**assumed, **entry}, recipe=recipe, name=name),
-        vocab_multiple=multiple,
-        wide_gradient=wide,
-        wide_sum=wide_sum,
-        assumed=not match,
-    )
+def _framework(entry: Mapping[str, Any]) -> Framework:
+    """One entry, of which the keys that are not of a `Framework` are those of `Behaviour`."""
+    own = {f.name for f in fields(Framework)}
+    name, known = entry["name"], {key: value for key, value in entry.items() if key in own}
+    rest = {key: value for key, value in entry.items() if key not in (*own, "source", "like")}
+    assumed = {"gradient_buffers": True, "late_waits": False, "name": name}
+    known["behaviour"] = {**assumed, **rest, "recipe": {"name": name, **entry["recipe"]}}
+    return decoded(known, Framework, f"frameworks.toml, {name}")
 
 
 def framework_of(run: Run) -> Framework:

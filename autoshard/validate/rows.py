@@ -1,4 +1,4 @@
-"""Measured runs as people write them: a JSON list of objects, checked key by key."""
+"""Measured runs as people write them: a JSON list of objects."""
 
 from __future__ import annotations
 
@@ -6,47 +6,40 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import msgspec
+from msgspec.structs import replace
+
 from autoshard.errors import UsageError
+from autoshard.ir.decode import Count, Number, Positive, decoded
 from autoshard.validate.flop import step_flop
 
 Recomputed = Literal["none", "attention", "selective", "ops", "full"]
 
-_TEXT: tuple[type, ...] = (str,)
-_WHOLE: tuple[type, ...] = (int,)
-_NUMBER: tuple[type, ...] = (int, float)
-#: key -> (accepted types, in words); keys that are not here are not looked at
-_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(
-        (
-            *("id", "kind", "study", "framework", "gpu", "network", "model", "arch_notes", "schedule"),
-            *("recompute", "precision", "tflops_kind", "mem_kind"),
-        ),
-        (_TEXT, "a text"),
-    ),
-    **dict.fromkeys(
-        (
-            *("year", "n_gpus", "gpus_per_node", "nvlink_domain", "layers", "hidden", "heads", "kv_heads"),
-            *("ffn", "vocab", "seq", "experts", "topk", "moe_ffn", "t", "p", "d", "v", "cp", "ep", "zero"),
-            *("fsdp_shard", "mbs", "gbs", "n_microbatches"),
-        ),
-        (_WHOLE, "a whole number"),
-    ),
-    **dict.fromkeys(
-        (
-            *("gpu_mem_gb", "peak_tflops", "intra_bw_GBps_per_gpu", "inter_bw_GBps_per_node", "params_b"),
-            *("step_time_s", "step_time_s_derived", "tflops_per_gpu", "tokens_per_s_per_gpu"),
-            *("samples_per_s_per_gpu", "mem_gib"),
-        ),
-        (_NUMBER, "a number"),
-    ),
-    **dict.fromkeys(("sp", "oom", "config_complete"), ((bool,), "true or false")),
-    "missing": ((list,), "a list"),
-}
+#: field of a run -> key of a row, where it is another word; other keys of rows are not looked at
+_KEYS: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            "gpu_memory": "gpu_mem_gb",
+            "peak_flops": "peak_tflops",
+            "gpus": "n_gpus",
+            "node": "gpus_per_node",
+        },
+        **{"nvlink": "nvlink_domain", "intra": "intra_bw_GBps_per_gpu", "inter": "inter_bw_GBps_per_node"},
+        **{"notes": "arch_notes", "params": "params_b", "tensor": "t", "pipeline": "p", "data": "d"},
+        **{"chunks": "v", "context": "cp", "expert_ranks": "ep", "sequence_parallel": "sp", "micro": "mbs"},
+        **{"sharded": "fsdp_shard", "batch": "gbs", "microbatches_told": "n_microbatches", "gib": "mem_gib"},
+        **{"recomputed": "recompute", "seconds": "step_time_s", "memory_kind": "mem_kind"},
+    }
+)
+#: what rows count them in
+_UNITS = MappingProxyType(
+    {"gpu_memory": 2**30, "peak_flops": 1e12, "intra": 1e9, "inter": 1e9, "params": 1e9}
+)
+_NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "batch")
 _DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
     {
         **dict.fromkeys(("bf16", "bfloat16", "fp8", "float8"), "bf16"),
@@ -55,13 +48,9 @@ _DTYPES: Mapping[str, Literal["bf16", "f16", "f32"]] = MappingProxyType(
     }
 )
 _FLOAT = re.compile("|".join(_DTYPES))
-#: figures that 0 makes sense for
-_MAY_BE_ZERO = ("zero", "year", "experts", "topk", "moe_ffn")
-_NEEDED = ("gpu", "layers", "hidden", "heads", "ffn", "vocab", "seq", "gbs")
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True, rename=_KEYS):
     """One measured training run.
 
     gpu_memory: bytes of a device; peak_flops: FLOP/s of one, in the type its products are done in; intra:
@@ -69,48 +58,54 @@ class Run:
     cards of a node; None where the row does not say. params: of the model, None where unknown. tensor,
     pipeline, data: degrees; chunks: pipeline stages per rank. sharded: data ranks that share one copy of what
     ZeRO divides. micro: sequences per microbatch and data rank; batch: per step. seconds: measured, of a
-    step, None where only memory or its lack was. gib: measured; memory_kind: what that counts.
+    step, None where only memory or its lack was. gib: measured; memory_kind: what that counts. 0 and ""
+    stand for what a row does not say.
     """
 
-    id: str
-    study: str
-    framework: str
-    year: int
-    gpu: str
-    gpu_memory: float | None
-    peak_flops: float | None
-    gpus: int
-    node: int | None
-    nvlink: int | None
-    intra: float | None
-    inter: float | None
-    network: str
-    model: str
-    notes: str
-    params: float | None
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq: int
-    tensor: int
-    pipeline: int
-    data: int
-    chunks: int
-    sequence_parallel: bool
-    schedule: str
-    zero: int
-    sharded: int
-    micro: int
-    batch: int
-    recompute: Recomputed
-    precision: str
-    seconds: float | None
-    gib: float | None
-    memory_kind: str
-    oom: bool
+    id: str = ""
+    study: str = ""
+    framework: str = ""
+    year: Number = 0
+    gpu: str = ""
+    gpu_memory: Positive | None = None
+    peak_flops: Positive | None = None
+    gpus: Count = 0
+    node: Count | None = None
+    nvlink: Count | None = None
+    intra: Positive | None = None
+    inter: Positive | None = None
+    network: str = ""
+    model: str = ""
+    notes: str = ""
+    params: Positive | None = None
+    layers: Count = 0
+    hidden: Count = 0
+    heads: Count = 0
+    kv_heads: Count = 0
+    ffn: Count = 0
+    vocab: Count = 0
+    seq: Count = 0
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 0
+    chunks: Count = 1
+    sequence_parallel: bool = False
+    schedule: str = "none"
+    zero: Number = 0
+    sharded: Count = 0
+    micro: Count = 0
+    batch: Count = 0
+    recomputed: str = "none"
+    precision: str = ""
+    seconds: Positive | None = None
+    gib: Positive | None = None
+    memory_kind: str = ""
+    oom: bool = False
+
+    @property
+    def recompute(self) -> Recomputed:
+        """What backward computes again, "none" for words that are not known."""
+        return _recompute(self.recomputed) or "none"
 
     @property
     def microbatches(self) -> int:
@@ -127,6 +122,25 @@ class Run:
     def fp8(self) -> bool:
         """Whether products are done in 8-bit floats."""
         return "fp8" in self.precision or "float8" in self.precision
+
+
+class _Row(Run, frozen=True, kw_only=True, rename=_KEYS):
+    """A run as a file has it, in GiB, TFLOP/s and GB/s, with what else it says."""
+
+    kind: str = "run"
+    config_complete: bool = True
+    missing: tuple[Any, ...] = ()
+    microbatches_told: Number = 0
+    context: Count = 1
+    expert_ranks: Count = 1
+    experts: Number = 0
+    topk: Number = 0
+    moe_ffn: Number = 0
+    step_time_s_derived: Positive | None = None
+    tokens_per_s_per_gpu: Positive | None = None
+    samples_per_s_per_gpu: Positive | None = None
+    tflops_per_gpu: Positive | None = None
+    tflops_kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,8 +163,6 @@ def read_rows(path: Path, studies: Sequence[str] = ()) -> list[Run | Unsupported
         if name not in known:
             raise UsageError(f"no rows of study {name!r}", where=str(path), hint=f"known: {', '.join(known)}")
     rows = [(number, r) for number, r in enumerate(raw, 1) if not studies or r.get("study") in studies]
-    for number, row in rows:
-        _check(row, number)
     return [_run(row, number) for number, row in rows]
 
 
@@ -165,137 +177,78 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     return raw
 
 
-def _check(row: Mapping[str, Any], number: int) -> None:
-    where = f"row {row.get('id') or f'number {number}'}"
-    for key, (types, words) in _KEYS.items():
-        value = row.get(key)
-        if value is None:
-            continue
-        wrong = not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
-        if wrong:
-            raise UsageError(f"{key} is {value!r}", where=where, why=f"it must be {words}")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            least = 0 if key in _MAY_BE_ZERO else None
-            if not isfinite(value) or (value <= 0 if least is None else value < least):
-                raise UsageError(f"{key} is {value}", where=where, why="it must be a finite number above 0")
-
-
-def _run(row: Mapping[str, Any], number: int) -> Run | Unsupported:
-    name, study = str(row.get("id") or f"row {number}"), str(row.get("study") or "")
+def _run(raw: Mapping[str, Any], number: int) -> Run | Unsupported:
+    name = f"row {raw.get('id') or f'number {number}'}"
+    told = decoded({key: value for key, value in raw.items() if value not in (None, "")}, _Row, name)
+    row = _filled(replace(told, id=told.id or f"row {number}"))
     reason = _reason(row)
-    if reason:
-        return Unsupported(name, study, reason)
-    sizes = _Degrees(row)
-    policy = _recompute(row)
-    assert policy is not None
-    run = Run(
-        id=name,
-        study=study,
-        framework=str(row.get("framework") or ""),
-        year=row.get("year") or 0,
-        gpu=row["gpu"],
-        gpu_memory=_times(row.get("gpu_mem_gb"), 2**30),
-        peak_flops=_times(row.get("peak_tflops"), 1e12),
-        gpus=sizes.gpus,
-        node=row.get("gpus_per_node"),
-        nvlink=row.get("nvlink_domain"),
-        intra=_times(row.get("intra_bw_GBps_per_gpu"), 1e9),
-        inter=_times(row.get("inter_bw_GBps_per_node"), 1e9),
-        network=str(row.get("network") or ""),
-        model=str(row.get("model") or ""),
-        notes=str(row.get("arch_notes") or ""),
-        params=_times(row.get("params_b"), 1e9),
-        layers=row["layers"],
-        hidden=row["hidden"],
-        heads=row["heads"],
-        kv_heads=row.get("kv_heads") or row["heads"],
-        ffn=row["ffn"],
-        vocab=row["vocab"],
-        seq=row["seq"],
-        tensor=sizes.tensor,
-        pipeline=sizes.pipeline,
-        data=sizes.data,
-        chunks=row.get("v") or 1,
-        sequence_parallel=bool(row.get("sp")) and sizes.tensor > 1,
-        schedule=str(row.get("schedule") or "none"),
-        zero=row.get("zero") or 0,
-        sharded=row.get("fsdp_shard") or sizes.data,
-        micro=sizes.micro,
-        batch=row["gbs"],
-        recompute=policy,
-        precision=str(row.get("precision") or ""),
-        seconds=_seconds(row, sizes.gpus, policy),
-        gib=row.get("mem_gib"),
-        memory_kind=str(row.get("mem_kind") or ""),
-        oom=bool(row.get("oom")),
+    if not reason:
+        row = replace(row, seconds=_seconds(row))
+        if row.seconds is None and row.gib is None and not row.oom:
+            reason = "nothing was measured: no step time, throughput, memory or oom"
+    return Unsupported(row.id, row.study, reason) if reason else row
+
+
+def _filled(row: _Row) -> _Row:
+    """With the degrees that follow from others, 0 for what does not follow, and in bytes and FLOP."""
+    inner = row.tensor * row.pipeline * row.context
+    data = row.data or row.gpus // inner
+    pieces = data * row.microbatches_told
+    told = {name: getattr(row, name) for name in _UNITS}
+    return replace(
+        row,
+        data=data,
+        gpus=row.gpus or inner * data,
+        micro=row.micro or (row.batch // pieces if pieces else 0),
+        kv_heads=row.kv_heads or row.heads,
+        sharded=row.sharded or data,
+        sequence_parallel=row.sequence_parallel and row.tensor > 1,
+        **{name: value * _UNITS[name] for name, value in told.items() if value is not None},
     )
-    if run.seconds is None and run.gib is None and not run.oom:
-        return Unsupported(name, study, "nothing was measured: no step time, throughput, memory or oom")
-    return run
 
 
-class _Degrees:
-    """Degrees of parallelism, those that follow from the others filled in; 0 for what does not follow."""
-
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        self.tensor, self.pipeline = row.get("t") or 1, row.get("p") or 1
-        inner = self.tensor * self.pipeline * (row.get("cp") or 1)
-        self.data = row.get("d") or (row.get("n_gpus") or 0) // inner
-        self.gpus = row.get("n_gpus") or inner * self.data
-        pieces = self.data * (row.get("n_microbatches") or 0)
-        self.micro = row.get("mbs") or ((row.get("gbs") or 0) // pieces if pieces else 0)
-
-
-def _reason(row: Mapping[str, Any]) -> str:
+def _reason(row: _Row) -> str:
     """Why a row cannot be rebuilt; "" if it can."""
-    kind = row.get("kind") or "run"
-    if kind != "run":
-        return f"its kind is {kind}, and only runs have a step"
-    absent = [key for key in _NEEDED if row.get(key) is None]
-    sizes = _Degrees(row)
-    if not sizes.data:
+    if row.kind != "run":
+        return f"its kind is {row.kind}, and only runs have a step"
+    absent = [_KEYS.get(name, name) for name in _NEEDED if not getattr(row, name)]
+    if not row.data:
         absent.append("d or n_gpus")
-    if not sizes.micro:
+    if not row.micro:
         absent.append("mbs or n_microbatches")
     if absent:
         return f"its configuration is not complete: no {', '.join(absent)}"
-    if row.get("config_complete") is False:
-        missing = ", ".join(map(str, row.get("missing") or ())) or "it does not say what"
+    if not row.config_complete:
+        missing = ", ".join(map(str, row.missing)) or "it does not say what"
         return f"its configuration is not complete: {missing}"
-    cp = row.get("cp") or 1
-    if cp > 1:
-        return f"context parallelism (cp={cp}) is not built"
-    if (row.get("ep") or 1) > 1 or row.get("experts"):
+    if row.context > 1:
+        return f"context parallelism (cp={row.context}) is not built"
+    if row.expert_ranks > 1 or row.experts:
         return "a mixture of experts: its attention and shared experts are not told by the keys of a row"
-    t, p, d = sizes.tensor, sizes.pipeline, sizes.data
-    if t * p * d != sizes.gpus:
-        return f"t={t} x p={p} x d={d} is not n_gpus={sizes.gpus}"
-    if row["gbs"] % (sizes.micro * d):
-        return f"gbs={row['gbs']} is not a multiple of mbs={sizes.micro} x d={d}"
-    if row["hidden"] % row["heads"] or row["heads"] % (row.get("kv_heads") or 1):
+    t, p, d = row.tensor, row.pipeline, row.data
+    if t * p * d != row.gpus:
+        return f"t={t} x p={p} x d={d} is not n_gpus={row.gpus}"
+    if row.batch % (row.micro * d):
+        return f"gbs={row.batch} is not a multiple of mbs={row.micro} x d={d}"
+    if row.hidden % row.heads or row.heads % row.kv_heads:
         return "its heads do not divide hidden, or its kv_heads its heads"
-    if row["heads"] % t or (row.get("kv_heads") or t) % t:
+    if row.heads % t or row.kv_heads % t:
         return f"its heads cannot be divided over t={t}"
-    shard = row.get("fsdp_shard") or d
-    if d % shard:
-        return f"fsdp_shard={shard} does not divide d={d}"
-    if (row.get("zero") or 0) > 3:
-        return f"there is no ZeRO stage {row['zero']}"
-    if p * (row.get("v") or 1) > row["layers"] + 2:
-        return f"it has more pipeline stages (p={p}, v={row.get('v') or 1}) than layers"
-    if _recompute(row) is None:
-        return f"recomputation {row.get('recompute')!r} is not known"
+    if d % row.sharded:
+        return f"fsdp_shard={row.sharded} does not divide d={d}"
+    if row.zero > 3:
+        return f"there is no ZeRO stage {row.zero}"
+    if p * row.chunks > row.layers + 2:
+        return f"it has more pipeline stages (p={p}, v={row.chunks}) than layers"
+    if _recompute(row.recomputed) is None:
+        return f"recomputation {row.recomputed!r} is not known"
     return ""
 
 
-def _times(value: float | None, unit: float) -> float | None:
-    return None if value is None else value * unit
-
-
-def _recompute(row: Mapping[str, Any]) -> Recomputed | None:
+def _recompute(words: str) -> Recomputed | None:
     """None for a word that is not known. Core attention: Korthikanti et al., MLSys 2023, section 5."""
-    text = str(row.get("recompute") or "none").lower()
-    if text == "none":
+    text = words.lower()
+    if text in ("", "none"):
         return "none"
     if text.startswith("full"):
         return "full"
@@ -306,16 +259,15 @@ def _recompute(row: Mapping[str, Any]) -> Recomputed | None:
     return "selective" if text.startswith("selective") else None
 
 
-def _seconds(row: Mapping[str, Any], gpus: int, policy: Recomputed) -> float | None:
+def _seconds(row: _Row) -> float | None:
     """Measured seconds of a step; from throughput where nothing else is given."""
-    told = row.get("step_time_s") or row.get("step_time_s_derived")
-    if told:
-        return float(told)
-    if row.get("tokens_per_s_per_gpu"):
-        return float(row["gbs"] * row["seq"] / (row["tokens_per_s_per_gpu"] * gpus))
-    if row.get("samples_per_s_per_gpu"):
-        return float(row["gbs"] / (row["samples_per_s_per_gpu"] * gpus))
-    if row.get("tflops_per_gpu"):
-        again = policy == "full" and str(row.get("tflops_kind") or "").startswith("hardware")
-        return step_flop(row, again=again) / (row["tflops_per_gpu"] * 1e12 * gpus)
+    if told := row.seconds or row.step_time_s_derived:
+        return told
+    if row.tokens_per_s_per_gpu:
+        return row.batch * row.seq / (row.tokens_per_s_per_gpu * row.gpus)
+    if row.samples_per_s_per_gpu:
+        return row.batch / (row.samples_per_s_per_gpu * row.gpus)
+    if row.tflops_per_gpu:
+        again = row.recompute == "full" and row.tflops_kind.startswith("hardware")
+        return step_flop(row, again=again) / (row.tflops_per_gpu * 1e12 * row.gpus)
     return None

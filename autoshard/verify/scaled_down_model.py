@@ -155,7 +155,7 @@ def _carried(planned: Planned, big: Plan, program: Program) -> tuple[Program, tu
     for name, choice in big.recompute.items():
         count = sum(c.segment == name and not c.backward for c in calls)
         if count and choice.calls:
-            again[name] = replace(choice, calls=count)
+            again[name] = Recompute(choice.policy, count)
             kept.append(f"{choice.policy} recomputation of {name}")
     params = dict(plan.params)
     for place, state in plan.params.items():

@@ -274,7 +274,7 @@ class _Shortening:
         layers = self.layers
         gone = [c for k in self.gap_of for c in layers.calls[k] if id(c) in layers.again]
         return {
-            name: replace(choice, calls=choice.calls - sum(c.segment == name for c in gone))
+            name: Recompute(choice.policy, choice.calls - sum(c.segment == name for c in gone))
             for name, choice in self.plan.recompute.items()
         }
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``, or ``published PATH``, or ``sweep``.
+"""``python -m benchmarks [NAME ...]``, or ``published PATH``, ``same PATH``, ``sweep``.
 
 Names: planning, steps, estimates, quality, schedules, pipelines, cuts, frontier, rings. Runs benchmarks and
 prints their tables; without a name, planning, steps and estimates.
@@ -132,6 +132,25 @@ def published(args: Sequence[str]) -> None:
     print_comparisons(CONSOLE, [c for c in found if isinstance(c, Comparison)], [*skipped, *unpriced])
 
 
+def same(args: Sequence[str]) -> None:
+    """Plans of this checkout and of another one, for random real cases; SystemExit 1 if one is worse."""
+    parser = argparse.ArgumentParser("python -m benchmarks same")
+    parser.add_argument("before", type=Path, help="another checkout")
+    parser.add_argument("--cases", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(args)
+    from benchmarks.same_plans import compare
+    from benchmarks.sweep import case_of
+
+    worse = 0
+    for pair in compare((case_of(given.seed, n) for n in range(given.cases)), given.before.resolve()):
+        CONSOLE.print(str(pair), markup=False, highlight=False, soft_wrap=True)
+        worse += pair.kind == "worse"
+    CONSOLE.print(f"{given.cases} cases, {worse} worse", highlight=False)
+    if worse:
+        raise SystemExit(1)
+
+
 def sweep(args: Sequence[str]) -> None:
     """Random cases of real models on real machines: each is planned, or refused with a reason.
 
@@ -173,7 +192,7 @@ BENCHMARKS = {
     "rings": rings,
 }
 #: those that take arguments
-ASKED = {"published": published, "sweep": sweep}
+ASKED = {"published": published, "same": same, "sweep": sweep}
 DEFAULT = ("planning", "steps", "estimates")
 
 
@@ -185,7 +204,7 @@ def main(args: Sequence[str]) -> None:
             return
         unknown = set(args) - set(BENCHMARKS)
         if unknown:
-            known = ", ".join([*BENCHMARKS, "published PATH", "sweep"])
+            known = ", ".join([*BENCHMARKS, "published PATH", "same PATH", "sweep"])
             raise SystemExit(f"unknown benchmark {', '.join(sorted(unknown))}; there are {known}")
         for name in args or DEFAULT:
             BENCHMARKS[name]()

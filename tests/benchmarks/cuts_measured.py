@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 from torch import nn
 
 from autoshard.api import compile_analysed
@@ -98,7 +99,7 @@ def save_programs(folder: Path) -> Planned:
     found = planned(analysis, CLUSTER, RANKS, MICROBATCHES, "1f1b", 1)
     pipeline = found.plan.pipeline
     assert pipeline is not None
-    sides = {"planned": pipeline, "equal": replace(pipeline, cuts=equal_cuts(LAYERS, RANKS))}
+    sides = {"planned": pipeline, "equal": msgspec.structs.replace(pipeline, cuts=equal_cuts(LAYERS, RANKS))}
     for name in SIDES:
         plan = replace(found.plan, pipeline=sides[name])
         save_program(compile_analysed(replace(found, plan=plan)), folder / name)

@@ -104,14 +104,19 @@ def closing_line(rows: Iterable[SweepRow]) -> tuple[str, bool]:
     return text, not count["late"] and not count["crash"]
 
 
-def _run(case: SweepCase, folder: Path, limit_s: float) -> SweepRow:
+def write_case(case: SweepCase, folder: Path) -> list[str]:
+    """Write the config; the words of the command that plans it."""
     (folder / "config.json").write_text(json.dumps(case.config), encoding="utf-8")
     words = ["plan", f"hf:{folder}", "--cluster", case.cluster, "--gpus", case.gpus, "--json"]
-    words += ["--global-batch", case.batch, "--seq", case.length]
+    return list(map(str, [*words, "--global-batch", case.batch, "--seq", case.length]))
+
+
+def _run(case: SweepCase, folder: Path, limit_s: float) -> SweepRow:
+    words = write_case(case, folder)
     out, err = folder / "out", folder / "err"
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "autoshard", *map(str, words)],
+            [sys.executable, "-m", "autoshard", *words],
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from pipelines import model_and_batch
@@ -69,9 +70,9 @@ def test_values_that_all_ranks_have_cross_in_parts(monkeypatch: pytest.MonkeyPat
     model, batch = small()
     planned = autoshard.plan(model, "pp=2,tp=2", example_inputs=batch, microbatches=2, schedule="1f1b")
     whole = [c for c in planned.plan.pipeline.cuts] if planned.plan.pipeline else []
-    inside = replace(whole[0], value="", call=2)
+    inside = msgspec.structs.replace(whole[0], value="", call=2)
     assert planned.plan.pipeline is not None
-    plan = replace(planned.plan, pipeline=replace(planned.plan.pipeline, cuts=(inside,)))
+    plan = replace(planned.plan, pipeline=msgspec.structs.replace(planned.plan.pipeline, cuts=(inside,)))
     nodes = {k: replace(s) for k, s in plan.nodes.items()}
     program = autoshard.compile(model, replace(planned, plan=replace(plan, nodes=nodes))).program
     crossing = [p for n, p in program.lowered.values.items() if n.endswith("_part")]

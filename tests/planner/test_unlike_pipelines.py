@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_faster_stages_get_more_layers() -> None:
     assert forward[0] + backward[0] == pytest.approx(forward[1] + backward[1], rel=0.06)
     assert found.staging.equal is not None and found.staging.equal > 1.3 * found.staging.seconds
     label = "transformer.h.17"
-    halves = replace(found.plan.pipeline, cuts=(Cut(LAYERS // 2, "", label),))
+    halves = msgspec.structs.replace(found.plan.pipeline, cuts=(Cut(LAYERS // 2, "", label),))
     steps, busy = [], []
     for pipeline in (found.plan.pipeline, halves):
         program = compile_analysed(replace(found, plan=replace(found.plan, pipeline=pipeline)))

@@ -348,10 +348,10 @@ def test_the_graph_of_a_module(browser: Browser, whole: dict[str, Any]) -> None:
 
 
 def test_the_slider_over_the_passes(browser: Browser, whole: dict[str, Any]) -> None:
-    browser.show(whole, "tab=passes&module=model.layers.*&pass=030_normalize")
+    browser.show(whole, f"tab=passes&module=model.layers.*&pass={NUMBERED['normalize']}")
     assert browser.text("#passes-bar .pass") == NUMBERED["normalize"]
     browser.press("]")
-    browser.go("tab=passes&module=model.layers.*&pass=040_insert_collectives")
+    browser.go(f"tab=passes&module=model.layers.*&pass={NUMBERED['insert_collectives']}")
     assert browser.text("#passes-bar .pass") == NUMBERED["insert_collectives"]
     added = browser.js("[...document.querySelectorAll('#code .added .text')].map((x) => x.textContent)")
     assert any("comm." in line for line in added)

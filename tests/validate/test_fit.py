@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from test_validate import rebuilt_of, row, run_of
 from typer.testing import CliRunner
@@ -39,7 +40,7 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> list[Rebuilt]:
         run = run_of(folder, id=f"r-{number}", **{**LARGE, **shape})
         made = rebuilt_of(run)
         step = estimate_step(made.program, applied(made.cluster, TRUE), behaviour=made.behaviour)
-        found.append(replace(made, run=replace(run, seconds=step.seconds)))
+        found.append(replace(made, run=msgspec.structs.replace(run, seconds=step.seconds)))
     return found
 
 

@@ -128,7 +128,7 @@ def test_values_of_wrong_types_name_row_and_key(tmp_path: Path, key: str, value:
     with pytest.raises(UsageError) as error:
         read(tmp_path, row(**{key: value}))
     assert key in error.value.what
-    assert error.value.where == "row a-1"
+    assert error.value.where == f"row a-1, {key}"
 
 
 def test_unknown_keys_are_no_error_and_unknown_studies_are(tmp_path: Path) -> None:

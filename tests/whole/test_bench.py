@@ -45,6 +45,7 @@ from benchmarks.quality import Small, quality_of, recomputations
 from benchmarks.quality_table import print_quality
 from benchmarks.rings import Stack, row_of
 from benchmarks.rings_table import print_rings
+from benchmarks.same_plans import PlanFigures, PlanPair
 from benchmarks.sweep import SweepRow, case_of, closing_line, sweep
 
 TINY = Architecture("llama", 1, 64, 4, 2, 128, 96, 32)
@@ -399,3 +400,18 @@ def test_a_sweep_reads_what_the_command_says() -> None:
     case = replace(case_of(0, 0), config={"model_type": "llama"}, cluster="holmes-ib-roce", gpus=1000)
     (row,) = sweep([case], 120)
     assert row.kind == "refused" and row.code == 2 and row.text == "1000 ranks do not fit on 64 devices"
+
+
+def test_plans_of_two_checkouts_are_compared() -> None:
+    plan = PlanFigures("dp=2", 1, 1.0, 1.1, 100.0)
+    for other, kind in (
+        (plan, "same"),
+        (replace(plan, simulated=1.2), "worse"),
+        (replace(plan, simulated=1.0), "better"),
+        (replace(plan, memory=120.0), "worse"),
+        (replace(plan, mesh="tp=2", simulated=1.0), "better"),
+        (PlanFigures(reason="exit 4"), "worse"),
+    ):
+        pair = PlanPair(case_of(0, 0), plan, other)
+        assert pair.kind == kind and kind in str(pair)
+    assert PlanPair(case_of(0, 0), PlanFigures(reason="exit 4"), plan).kind == "better"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from autoshard.ir.flow import Place
 from autoshard.ir.placement import Layout
 from autoshard.rules.states import OpState
 from autoshard.search.problem.decisions import ParamState
 
 
-@dataclass(frozen=True, slots=True)
-class Why:
+class Why(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The reason of one decision.
 
     reason: in words. alternative: the next best choice, "" if there was no other. margin: seconds that
@@ -29,8 +30,7 @@ class Why:
         return f"{self.reason}; next best {self.alternative} +{self.margin * 1e6:.0f} us"
 
 
-@dataclass(frozen=True)
-class OptimalityGap:
+class OptimalityGap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound.
 
     own_bound: seconds; no plan with the same mesh and microbatches is below it.
@@ -50,8 +50,7 @@ class OptimalityGap:
         return max(0.0, (self.seconds - self.own_bound) / self.seconds) if self.seconds else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What backward computes again instead of keeping it.
 
     policy: ``full`` keeps only the inputs of a call; ``selective`` also keeps the results of matrix
@@ -63,8 +62,7 @@ class Recompute:
     calls: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a pipeline stage ends.
 
     call: number of a call of the forward pass. value: the stage ends with the op of that call that makes it,
@@ -80,8 +78,7 @@ class Cut:
         return f"the cut after call {self.call}{f' ({self.label})' if self.label else ''}{inside}"
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How the model is cut into stages and in which order they run.
 
     ranks: size of the pp axis. position: its place among the axes of the mesh. schedule: by its name in

@@ -13,13 +13,12 @@ import numpy as np
 
 from autoshard.cluster.axes import DP, FSDP, TP, AxisMeaning
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.load import nearest
 from autoshard.cluster.mesh import Axis, Mesh
 from autoshard.cluster.order import RankOrder
 from autoshard.cost.on_mesh import CostModels
 from autoshard.cost.recipe import Recipe
 from autoshard.cost.step_time import StepTime
-from autoshard.errors import UsageError
+from autoshard.errors import UsageError, nearest
 from autoshard.ir.placement import Layout, Placement
 from autoshard.search.problem.decisions import NodeVar, ParamVar, Variable
 from autoshard.search.problem.pins import Pin, combined
