@@ -8,7 +8,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint style bench bench-gpu fuzz sweep clean
+.PHONY: help demo test quick lint style docs bench bench-gpu fuzz sweep clean
 
 PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
@@ -47,6 +47,14 @@ style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
+
+docs: $(STAMP) .venv/.docs ## build the documentation into build/docs; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "docs: build/docs/index.html"
+
+.venv/.docs: pyproject.toml $(STAMP)
+	$(PIP) install --quiet --constraint .venv/constraints.txt --editable '.[docs]' $(PIP_ARGS)
+	@touch $@
 
 bench: $(STAMP) ## run the benchmarks
 	PYTHONPATH=tests $(BIN)/python -m benchmarks $(BENCH_ARGS)

@@ -218,8 +218,9 @@ def parallelize(
     ``differentiate="all"``. As a decorator (``@parallelize(mesh="dp=2,tp=2")``) it wraps an nn.Module class
     or a factory.
 
+    The mesh, example inputs, cluster and rules are those of `plan`.
+
     Args:
-        mesh, example_inputs, cluster, rules: see `plan`.
         local_batch: False: all ranks give the same global batch, or each its own part of it. True: example
             inputs and calls have a batch of the rank's own, as under DDP, and the loss is that of all.
         seed: of dropout.
