@@ -46,3 +46,16 @@ def test_lines_are_within_their_budgets() -> None:
 def test_the_root_holds_what_the_public_api_is() -> None:
     loose = {p.name for p in (ROOT / "autoshard").glob("*.py")}
     assert loose == {"__init__.py", "__main__.py", "_version.py", "api.py", "errors.py", "options.py"}
+
+
+def test_slow_tests_are_there() -> None:
+    """Else a test that was renamed comes back to ``make quick``."""
+    lines = (ROOT / "tests/slow.txt").read_text().splitlines()
+    rows = [line.partition(": ") for line in lines if not line.startswith("#")]
+    gone = [
+        f"{file}: {name}"
+        for file, _, names in rows
+        for name in names.split()
+        if f"def {name}(" not in (ROOT / file).read_text()
+    ]
+    assert rows and not gone
