@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from autoshard.cluster.cluster import Cluster
 from autoshard.ir import Call, Node, Port, refs_of
 from autoshard.ir.comm import GATHER_MM, axes_of, collective_kind, is_message, is_ring
@@ -84,7 +86,8 @@ class Explanation:
     comm: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(asdict(self))
+        return found
 
 
 def explain_name(program: Program, cluster: Cluster, name: str) -> Explanation:

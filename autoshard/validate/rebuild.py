@@ -159,7 +159,7 @@ def _rebuilt(told: _Told, captures: Captures) -> Rebuilt:
 
 def _setting(run: Run, scaled: Scaled, cluster: Cluster, stages: RebuiltStages | None) -> StepConfig:
     calls = layer_calls(scaled.model.folded)
-    pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.schedule.name, stages.pipeline.chunks)
+    pipe = Pipe() if stages is None else Pipe(run.pipeline, stages.pipeline.schedule, stages.pipeline.chunks)
     bare = StepConfig(run.microbatches, calls, overlap=cluster.device.overlap, pipe=pipe)
     if run.recompute not in ("full", "selective", "ops"):
         # attention is one op here, and what it keeps is the simulation's to say

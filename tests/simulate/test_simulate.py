@@ -668,7 +668,7 @@ def test_a_measured_collective_costs_what_was_measured() -> None:
         ("[1000, 100000]", "[1000, 100]", "not in order"),
         ("[1e-4, 1e-3]", "[1e-4]", "not complete"),
         ('"all_reduce"', '"all_reduced"', "there is no collective"),
-        ("[1e-4, 1e-3]", '["a", 1]', "lists of numbers"),
+        ("[1e-4, 1e-3]", '["a", 1]', "must be `float`"),
     ],
 )
 def test_bad_tables(old: str, new: str, says: str) -> None:
