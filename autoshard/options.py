@@ -6,8 +6,8 @@ commands, and entries of ``request.json``: a new choice is a new field here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from autoshard.errors import UsageError
@@ -97,26 +97,24 @@ class PassOptions:
 
 def options_from(kind: type[T], values: Mapping[str, Any], base: T | None = None) -> T:
     """Options by name, on top of others. Raises UsageError for a name that there is not."""
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise UsageError(f"there is no option {name!r}", hint=f"one of {', '.join(known)}")
-    given = {name: getattr(base, name) for name in known} if base is not None else {}
-    return kind(**{**given, **values})
+    _check_names(values, [f.name for f in fields(kind)])  # type: ignore[arg-type]
+    return kind(**values) if base is None else replace(base, **values)  # type: ignore[type-var]
 
 
 def split_options(values: Mapping[str, Any]) -> tuple[PlanOptions, PassOptions]:
     """Options of both kinds by name; one that both have is given to both. Raises UsageError for others."""
     planned, passed = ({f.name for f in fields(kind)} for kind in (PlanOptions, PassOptions))
-    for name in values:
-        if name not in planned | passed:
-            raise UsageError(
-                f"there is no option {name!r}", hint=f"one of {', '.join(sorted(planned | passed))}"
-            )
+    _check_names(values, sorted(planned | passed))
     return (
         PlanOptions(**{k: v for k, v in values.items() if k in planned}),
         PassOptions(**{k: v for k, v in values.items() if k in passed}),
     )
+
+
+def _check_names(given: Iterable[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}", hint=f"one of {', '.join(known)}")
 
 
 def chosen_of(options: PlanOptions) -> dict[str, Any]:

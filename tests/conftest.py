@@ -112,7 +112,8 @@ def _slow() -> set[tuple[str, str]]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = _slow()
     for item in items:
-        if (item.nodeid.partition("::")[0], item.nodeid.partition("::")[2].partition("[")[0]) in slow:
+        file, _, test = item.nodeid.partition("::")
+        if (file, test.partition("[")[0]) in slow:
             item.add_marker(pytest.mark.slow)
     last = len(FIRST)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else last)

@@ -55,8 +55,10 @@ def _check_main(lowered: Lowered) -> None:
     # what every stage, and every slice of its sequence, makes for itself
     rooms = {k: (p.stage, p.slice) for p in lowered.parts for k in range(p.start, p.stop)}
     makers: set[tuple[str, tuple[int, int]]] = set()
+    done = set(known)
     for number, item in enumerate(lowered.main):
-        assert made.isdisjoint(set(uses_of(item)) & known)
+        assert done.issuperset(uses_of(item)), f"{item} uses a value before it is made"
+        done.update(item.outs)
         for value in item.outs:
             place = value, rooms.get(number, (0, 0))
             assert place not in makers, f"{value} is made twice in a stage"

@@ -23,6 +23,7 @@ from autoshard.capture.python_state.captured_state import stored_state
 from autoshard.errors import UsageError
 from autoshard.program.holders import holders_of
 from autoshard.program.program import Program
+from autoshard.runtime.arguments import split_inputs
 from autoshard.runtime.checks.agreement import WeightHashes, check_first_call, check_parts_differ, gives_parts
 from autoshard.runtime.checks.call_guard import CallGuard, Captured
 from autoshard.runtime.checks.recapture import same_graph_as_stored
@@ -202,8 +203,6 @@ class ParallelModule(nn.Module):
         whole batch, a scalar without gradient that is the same on every rank. Raises UsageError if the
         model returns no loss or the batch has another size.
         """
-        from autoshard.runtime.arguments import split_inputs
-
         args, more = ((), {}) if batch is None else split_inputs(batch)
         self._check_state()
         for hook in module_hooks(self, FORWARD_TABLES + BACKWARD_TABLES):
@@ -222,11 +221,10 @@ class ParallelModule(nn.Module):
         runner = self._autoshard
         if self._autoshard_local_batch:
             leaves = gathered_batch(runner, leaves)
-        parts = gives_parts(runner, leaves)
         if self._autoshard_built is not None:
             check_first_call(runner, self, self._autoshard_built, leaves)
-            self._autoshard_built, self._autoshard_parts = None, parts
-        elif parts and not self._autoshard_parts:
+            self._autoshard_built, self._autoshard_parts = None, gives_parts(runner, leaves)
+        elif not self._autoshard_parts and gives_parts(runner, leaves):
             check_parts_differ(runner, leaves)
         return leaves
 

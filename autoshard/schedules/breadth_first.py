@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoshard.schedules.interleaved import interleaved_bubble, interleaved_filling
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
-from autoshard.schedules.spec import ScheduleSpec
+from autoshard.schedules.spec import ScheduleSpec, all_microbatches
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -26,10 +26,10 @@ def breadth_first(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 BREADTH_FIRST = ScheduleSpec(
     "breadth-first",
-    lambda ranks, microbatches, chunks, slices: breadth_first(ranks, microbatches, chunks),
+    breadth_first,
     default_chunks=2,
     bubble=interleaved_bubble,
     filling=interleaved_filling,
-    in_flight=lambda size: float(size.microbatches),
+    in_flight=all_microbatches,
     tried_ahead=(2,),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
-from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
+from autoshard.schedules.spec import ScheduleSpec, all_microbatches, fill_and_drain_bubble
 
 
 def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -15,15 +15,11 @@ def gpipe(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     return Schedule("gpipe", microbatches, looped(ranks, 1), tuple(map(tuple, rows)))
 
 
-def _bubble(size: PipeSize, times: StepTimes) -> float:
-    return size.waits * times.total
-
-
 GPIPE = ScheduleSpec(
     "gpipe",
-    lambda ranks, microbatches, chunks, slices: gpipe(ranks, microbatches, chunks),
+    gpipe,
     chunks=1,
-    bubble=_bubble,
-    in_flight=lambda size: float(size.microbatches),
+    bubble=fill_and_drain_bubble,
+    in_flight=all_microbatches,
     tried_ahead=(1,),
 )

@@ -69,7 +69,7 @@ def _in_flight(size: PipeSize) -> float:
 
 INTERLEAVED = ScheduleSpec(
     "interleaved",
-    lambda ranks, microbatches, chunks, slices: interleaved(ranks, microbatches, chunks),
+    interleaved,
     default_chunks=2,
     bubble=interleaved_bubble,
     filling=interleaved_filling,

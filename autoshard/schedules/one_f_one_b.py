@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
-from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
+from autoshard.schedules.spec import ScheduleSpec, fill_and_drain_bubble
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
@@ -25,16 +25,11 @@ def _row(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(row)
 
 
-def _bubble(size: PipeSize, times: StepTimes) -> float:
-    """Megatron SC'21, section 2.2.1."""
-    return size.waits * times.total
-
-
 ONE_F_ONE_B = ScheduleSpec(
     "1f1b",
-    lambda ranks, microbatches, chunks, slices: one_f_one_b(ranks, microbatches, chunks),
+    one_f_one_b,
     chunks=1,
-    bubble=_bubble,
+    bubble=fill_and_drain_bubble,
     tried=(1,),
     also=("none",),
 )

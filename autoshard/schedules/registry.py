@@ -74,7 +74,7 @@ def make(name: str, ranks: int, microbatches: int, chunks: int = 1, slices: int 
     """
     found = lookup(name)
     check_slices(name, slices)
-    return found.make(ranks, microbatches, chunks, slices)
+    return found.make(ranks, microbatches, chunks, *((slices,) if found.sliced else ()))
 
 
 def ideal_bubble(name: str, size: PipeSize, times: StepTimes | None = None) -> float | None:

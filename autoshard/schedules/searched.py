@@ -169,7 +169,7 @@ def _candidates(
     for name, named in NAMED.items():
         if rest or named.chunks not in (None, chunks):
             continue
-        schedule = named.make(ranks, scheduler.microbatches, chunks, 1)
+        schedule = named.make(ranks, scheduler.microbatches, chunks)
         fits = schedule.owner == owner and _fits(peak_bytes(schedule, costs), caps)
         if fits and (split or not schedule.splits_backward):
             yield name, schedule, makespan(schedule, costs)
@@ -190,5 +190,5 @@ def _candidates(
 
 SEARCHED = ScheduleSpec(
     "searched",
-    lambda ranks, microbatches, chunks, slices: search_schedule(ranks, microbatches, chunks),
+    search_schedule,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from autoshard.errors import UsageError
 from autoshard.schedules.placement import check_sizes, looped
 from autoshard.schedules.schedule import Action, Schedule
-from autoshard.schedules.spec import PipeSize, ScheduleSpec, StepTimes
+from autoshard.schedules.spec import ScheduleSpec, fill_and_drain_bubble
 
 
 def seq1f1b(ranks: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Schedule:
@@ -35,17 +35,10 @@ def _row(stage: int, warm_up: int, microbatches: int, slices: int) -> tuple[Acti
     return tuple(row + bs[len(fs) - warm_up :])
 
 
-def _bubble(size: PipeSize, times: StepTimes) -> float:
-    """As 1F1B of slices, section 3.2."""
-    return size.waits * times.total / size.slices
-
-
 SEQ1F1B = ScheduleSpec(
     "seq1f1b",
     seq1f1b,
     chunks=1,
-    bubble=_bubble,
-    filling=lambda size: size.waits / size.slices,
-    in_flight=lambda size: min(float(size.microbatches), (size.waits + size.slices) / size.slices),
+    bubble=fill_and_drain_bubble,
     sliced=True,
 )

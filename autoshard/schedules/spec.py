@@ -41,35 +41,49 @@ class StepTimes:
         return isclose(self.forward, self.backward_input) and isclose(self.forward, self.backward_weight)
 
 
-def _fill_and_drain(size: PipeSize) -> float:
-    return float(size.waits)
+def fill_and_drain_bubble(size: PipeSize, times: StepTimes) -> float:
+    """(p - 1) (F + B): GPipe (Huang et al., 2019, section 2.3), 1F1B (Megatron SC'21, section 2.2.1).
+
+    Over slices of the sequence as over that many smaller microbatches (Seq1F1B, section 3.2).
+    """
+    return fill_and_drain(size) * times.total
 
 
-def _one_per_rank(size: PipeSize) -> float:
-    return min(float(size.microbatches), float(size.ranks))
+def fill_and_drain(size: PipeSize) -> float:
+    """Microbatches for which a rank waits until the first one comes, and after its last one has gone."""
+    return size.waits / size.slices
+
+
+def one_per_rank(size: PipeSize) -> float:
+    """What the first rank of 1F1B holds, of microbatches or of slices."""
+    return min(float(size.microbatches), (size.waits + size.slices) / size.slices)
+
+
+def all_microbatches(size: PipeSize) -> float:
+    return float(size.microbatches)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
     """A schedule by name.
 
-    make: (ranks, microbatches, chunks, slices) to schedule. chunks: stages per rank that it needs, None for
-    any; default_chunks: where nobody says. bubble: idle seconds per rank, for equal stages and sends that
-    take no time; None where there is no formula. filling: how many microbatches a rank could compute while it
-    waits, with backward twice forward and half of it for weights. in_flight: microbatches that the rank which
-    holds most of them keeps for backward, in whole stages' worth. tried: chunks that the planner tries;
-    tried_ahead: where links between ranks are unlike, too. v_shaped: stages go down the ranks and back up.
-    splits_backward: gradients of parameters are made apart from those of activations. sliced: whether the
-    sequence may be divided. also: other names in published runs.
+    make: (ranks, microbatches, chunks) to schedule, and slices where it is sliced. chunks: stages per rank
+    that it needs, None for any; default_chunks: where nobody says. bubble: idle seconds per rank, for equal
+    stages and sends that take no time; None where there is no formula. filling: how many microbatches a rank
+    could compute while it waits, with backward twice forward and half of it for weights. in_flight:
+    microbatches that the rank which holds most of them keeps for backward, in whole stages' worth. tried:
+    chunks that the planner tries; tried_ahead: where links between ranks are unlike, too. v_shaped: stages go
+    down the ranks and back up. splits_backward: gradients of parameters are made apart from those of
+    activations. sliced: whether the sequence may be divided. also: other names in published runs.
     """
 
     name: str
-    make: Callable[[int, int, int, int], Schedule]
+    make: Callable[..., Schedule]
     chunks: int | None = None
     default_chunks: int = 1
     bubble: Callable[[PipeSize, StepTimes], float | None] = lambda size, times: None
-    filling: Callable[[PipeSize], float] = _fill_and_drain
-    in_flight: Callable[[PipeSize], float] = _one_per_rank
+    filling: Callable[[PipeSize], float] = fill_and_drain
+    in_flight: Callable[[PipeSize], float] = one_per_rank
     tried: tuple[int, ...] = ()
     tried_ahead: tuple[int, ...] = ()
     v_shaped: bool = False

@@ -43,7 +43,7 @@ def _bubble(size: PipeSize, times: StepTimes) -> float | None:
 
 ZB_H1 = ScheduleSpec(
     "zb-h1",
-    lambda ranks, microbatches, chunks, slices: zb_h1(ranks, microbatches, chunks),
+    zb_h1,
     chunks=1,
     bubble=_bubble,
     filling=lambda size: max(size.waits, size.waits + size.ranks - size.microbatches) / 3,

@@ -77,7 +77,7 @@ def _bubble(size: PipeSize, times: StepTimes) -> float | None:
 
 ZB_V = ScheduleSpec(
     "zb-v",
-    lambda ranks, microbatches, chunks, slices: zb_v(ranks, microbatches, chunks),
+    zb_v,
     chunks=2,
     default_chunks=2,
     bubble=_bubble,

@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autoshard.torch_adapters.replaced import replaced
 
 
 def autocast_state(device: str) -> tuple[bool, torch.dtype | None]:
@@ -26,7 +27,7 @@ def grad_mode_noted(note: Callable[[], None]) -> Iterator[None]:
     """Call ``note`` where code that is not torch's asks whether gradients are recorded."""
     with ExitStack() as stack:
         for name in ("is_grad_enabled", "is_inference_mode_enabled"):
-            stack.enter_context(patch.object(torch, name, _noting(getattr(torch, name), note)))
+            stack.enter_context(replaced(torch, name, _noting(getattr(torch, name), note)))
         yield
 
 

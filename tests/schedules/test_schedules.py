@@ -311,7 +311,7 @@ def needed(owner: tuple[int, ...], costs: StageCosts) -> list[float]:
 def named_that_fit(
     ranks: int, microbatches: int, chunks: int, costs: StageCosts, cap: float, split: bool
 ) -> list[Schedule]:
-    every = [n.make(ranks, microbatches, chunks, 1) for n in NAMED.values() if n.chunks in (None, chunks)]
+    every = [n.make(ranks, microbatches, chunks) for n in NAMED.values() if n.chunks in (None, chunks)]
     fit = [s for s in every if max(peak_bytes(s, costs)) <= cap]
     return [s for s in fit if split or not s.splits_backward]
 

@@ -280,7 +280,7 @@ class _Told(CandidateSolver):
         super().__init__(poses, SearchRequest(), cast(StepConfig, None), lambda _: None, judge)
         self.order: list[str] = []
 
-    def _posed(self, where: Configuration) -> ShardingProblem:
+    def _formulated(self, where: Configuration) -> ShardingProblem:
         return cast(ShardingProblem, None)
 
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:

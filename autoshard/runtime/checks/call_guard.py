@@ -198,11 +198,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _text(value: object) -> str:
-    text = (
-        repr(value)
-        if isinstance(value, (*PLAIN, StoredText, tuple, list, dict, set))
-        else f"a {type(value).__name__}"
-    )
+    shown = isinstance(value, (*PLAIN, StoredText, tuple, list, dict, set))
+    text = repr(value) if shown else f"a {type(value).__name__}"
     return text if len(text) < 80 else f"{text[:77]}..."
 
 

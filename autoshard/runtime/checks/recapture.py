@@ -34,16 +34,11 @@ def captured_of(
     """
     args, kwargs = pytree.tree_map(_without_data, inputs)
 
-    def same_graph(module: nn.Module) -> bool:
-        try:
-            now = capture(module, args, kwargs, differentiate=differentiate)
-        except CaptureError:
-            return False  # what cannot be captured is no graph that was
-        if now.captured_state.grad_mode and not torch.is_grad_enabled():
-            return False  # the code asks for gradients, which captures always record
-        return now.captured_state.digest == state.digest
-
-    return Captured(state, same_graph, lambda module: compiled(module, (args, kwargs)))
+    return Captured(
+        state,
+        lambda module: _digest_now(module, args, kwargs, differentiate) == state.digest,
+        lambda module: compiled(module, (args, kwargs)),
+    )
 
 
 def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:
@@ -52,11 +47,23 @@ def same_graph_as_stored(program: Program) -> Callable[[nn.Module], bool]:
     def same_graph(module: nn.Module) -> bool:
         try:
             args, kwargs = _example_of(program.signature)
-            return capture(module, args, kwargs).captured_state.digest == program.state.graph
-        except (CaptureError, ValueError, SyntaxError):
-            return False  # what cannot be captured, or takes an argument that has no literal
+        except (ValueError, SyntaxError):
+            return False  # it takes an argument that has no literal
+        return _digest_now(module, args, kwargs) == program.state.graph
 
     return same_graph
+
+
+def _digest_now(
+    module: nn.Module, args: Any, kwargs: Any, differentiate: Differentiate = "auto"
+) -> str | None:
+    """Of the graph that a model is captured as; None where no graph stands for its calls as they are now."""
+    try:
+        now = capture(module, args, kwargs, differentiate=differentiate).captured_state
+    except CaptureError:
+        return None
+    # code that asks for gradients: captures always record them
+    return None if now.grad_mode and not torch.is_grad_enabled() else str(now.digest)
 
 
 def _example_of(signature: Signature) -> tuple[Any, Any]:

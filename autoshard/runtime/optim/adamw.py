@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 import autoshard.kernels.optim  # noqa: F401  (defines the op that is called below)
 from autoshard.errors import UsageError
 from autoshard.runtime.optim.clip import clip_scale, grad_norm
-from autoshard.runtime.optim.optimizer_hooks import local, loss_of
+from autoshard.runtime.optim.optimizer_hooks import local, loss_of, parameters_in
 from autoshard.torch_adapters.dtensor import dtensor_as
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
         loss = loss_of(closure)
         scale = None
         if self.clip_norm is not None:
-            every = [p for group in self.param_groups for p in group["params"]]
+            every = list(parameters_in(self))
             scale = clip_scale(grad_norm(every)[0], self.clip_norm)
         seen: set[int] = set()
         for group in self.param_groups:
@@ -145,7 +145,7 @@ class AdamW(torch.optim.AdamW):
         """After the parameters of the model were loaded. Float32 state stays float32."""
         super().load_state_dict(state_dict)
         numbers = [k for group in state_dict["param_groups"] for k in group["params"]]
-        own = [p for group in self.param_groups for p in group["params"]]
+        own = list(parameters_in(self))
         for number, p in zip(numbers, own, strict=True):
             given, state = state_dict["state"].get(number, {}), self.state[p]
             if "step" in given:

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from autoshard.runtime.optim.optimizer_hooks import parameters_in
+
 #: calls of one step that have masks of their own
 _CALLS = 1 << 16
 _SEEDS = 1 << 62
@@ -29,8 +31,8 @@ _MARK = "_autoshard_clock"
 class DropoutClock:
     """Counts steps of the optimizers of a model, and calls since the last one."""
 
-    def __init__(self) -> None:
-        self.steps = self.calls = 0
+    def __init__(self, steps: int = 0, calls: int = 0) -> None:
+        self.steps, self.calls = steps, calls
         #: optimizer -> the steps that it has made, None if it does not count them
         self._counts: WeakKeyDictionary[Optimizer, int | None] = WeakKeyDictionary()
 
@@ -67,13 +69,7 @@ class DropoutClock:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is at the same step, of other optimizers."""
-        return _clock_at, (self.steps, self.calls)
-
-
-def _clock_at(steps: int, calls: int) -> DropoutClock:
-    clock = DropoutClock()
-    clock.steps, clock.calls = steps, calls
-    return clock
+        return DropoutClock, (self.steps, self.calls)
 
 
 def share_clock(parameter: torch.Tensor, copy: torch.Tensor) -> None:
@@ -85,8 +81,7 @@ def share_clock(parameter: torch.Tensor, copy: torch.Tensor) -> None:
 @torch.compiler.disable
 def _after_step(known: ref[DropoutClock], optimizer: Optimizer, *_: Any) -> None:
     clock = known()
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    if clock is not None and any(getattr(p, _MARK, None) is clock for p in params):
+    if clock is not None and any(getattr(p, _MARK, None) is clock for p in parameters_in(optimizer)):
         clock.after_step(optimizer)
 
 
@@ -101,7 +96,7 @@ def _count(optimizer: Optimizer, expected: int | None = None) -> int | None:
 
     expected: taken instead of waiting for a device, if it is known.
     """
-    states = (optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"])
+    states = (optimizer.state.get(p, {}) for p in parameters_in(optimizer))
     step = next((state["step"] for state in states if "step" in state), None)
     if step is None:
         return None

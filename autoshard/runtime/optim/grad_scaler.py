@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import UsageError
 from autoshard.ir.placement import Shard
 from autoshard.runtime.membership import membership_of
-from autoshard.runtime.optim.optimizer_hooks import local
+from autoshard.runtime.optim.optimizer_hooks import local, parameters_in
 
 if TYPE_CHECKING:
     from autoshard.runtime.runner import Runner
@@ -58,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        given = [p for group in optimizer.param_groups for p in group["params"]]
+        given = list(parameters_in(optimizer))
         grads = [local(p.grad) for p in given if p.grad is not None]
         if not allow_fp16 and any(g.dtype == torch.float16 for g in grads):
             raise ValueError("Attempting to unscale FP16 gradients.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -19,6 +19,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor; without gradients, and sharing its version."""
     with torch.no_grad():
         return plain_local(x.to_local() if isinstance(x, DTensor) else x)
+
+
+def parameters_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Those of all its groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -41,8 +46,7 @@ def keep_blocks(model: nn.Module) -> None:
 
     @torch.compiler.disable
     def after_step(optimizer: Optimizer, *_: Any) -> None:
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if optimizer not in known and any(is_described(p) for p in params):
+        if optimizer not in known and any(map(is_described, parameters_in(optimizer))):
             known.add(optimizer)
             optimizer.register_load_state_dict_post_hook(_know_blocks)
             _know_blocks(optimizer)

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from autoshard.errors import UsageError
 from autoshard.runtime.membership import membership_of
+from autoshard.runtime.optim.optimizer_hooks import parameters_in
 
 #: parameters that are looked at, and elements of each
 _PARAMETERS, _ELEMENTS = 4, 64
@@ -114,6 +115,6 @@ def _check(rows: list[list[float]]) -> None:
 def _before_step(known: weakref.ref[Scales], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Of every optimizer of the process: those of other models are left alone."""
     scales = known()
-    members = (membership_of(p) for group in optimizer.param_groups for p in group["params"])
+    members = map(membership_of, parameters_in(optimizer))
     if scales is not None and any(m is not None and m.scales is scales for m in members):
         scales.measure()

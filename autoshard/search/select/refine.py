@@ -159,7 +159,7 @@ class CandidateSolver:
             self.interrupted = True
         return replace(estimated, bound=bound)
 
-    def _posed(self, where: Configuration) -> ShardingProblem:
+    def _formulated(self, where: Configuration) -> ShardingProblem:
         return self.poses.of(where.mesh, where.batch, self.ask.pins)
 
     def _is_slower(self, race: BranchAndBound, estimated: Estimated) -> bool:
@@ -309,7 +309,7 @@ class CandidateSolver:
         where = estimated.configuration
         try:
             self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
-            formulated = self._posed(where)
+            formulated = self._formulated(where)
             placed = self.tuned(formulated, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
@@ -317,7 +317,7 @@ class CandidateSolver:
             # nothing is solved yet: what the estimate says is at hand in a moment
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-            formulated = self._posed(where)
+            formulated = self._formulated(where)
             placed = self._at_once(formulated, estimated.setting)
         return CandidateSolution(formulated, placed, where, self.poses.cluster, placed.lower_bound)
 
@@ -358,7 +358,7 @@ class CandidateSolver:
 
     def _exact_bounds(self, estimated: Estimated) -> Iterator[float]:
         try:
-            formulated = self._posed(estimated.configuration)
+            formulated = self._formulated(estimated.configuration)
         except (InfeasibleError, UsageError):
             return  # says so if it is solved
         yield from estimated.bounds_of(formulated)
