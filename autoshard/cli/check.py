@@ -1,4 +1,4 @@
-"""``autoshard check``: what a model needs that has no rule, all at once and before any search."""
+"""``autoshard check``: ops of a model without a sharding rule, all at once and before any search."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _print(found: Coverage) -> None:
     else:
         console.print("rules     every op has one")
     _print_ops("no rule", found.missing)
-    _print_ops("runs on whole tensors", found.whole)
+    _print_ops("runs replicated", found.replicated)
     if found.uneven:
         console.print()
         made = table("uneven", "size", "shape")
@@ -69,9 +69,11 @@ def _print(found: Coverage) -> None:
         if len(found.uneven) > _MOST_UNEVEN:
             made.add_row(f"... {len(found.uneven) - _MOST_UNEVEN} more", "", "")
         print_table(made)
-        console.print("an odd size can be split, but not into equal shards")
+        console.print("an odd size can be sharded, but not evenly")
     if found.missing:
-        console.print("\nhand over rules of your own (--rules FILE.py), or accept --replicate-unknown")
+        console.print(
+            "\nadd rules (--rules FILE.py), or run these ops on global tensors (--replicate-unknown)"
+        )
 
 
 def _print_ops(title: str, ops: tuple[OpCalls, ...]) -> None:

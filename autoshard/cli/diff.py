@@ -1,4 +1,4 @@
-"""``autoshard diff``: what two plans or programs decide otherwise, and what that makes of a step."""
+"""``autoshard diff``: decisions that differ between two plans or programs, and their effect on a step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ FirstFolder = Annotated[
     Path, typer.Argument(metavar="DIR_A", help="a plan folder or a program folder", show_default=False)
 ]
 SecondFolder = Annotated[Path, typer.Argument(metavar="DIR_B", help="another one", show_default=False)]
-AllOption = Annotated[bool, typer.Option("--all", help="list every op that runs otherwise")]
-PricesOption = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="NAME|FILE", help="prices for both [default: those planned with]"),
-]
+AllOption = Annotated[bool, typer.Option("--all", help="list every op whose placement differs")]
 #: ops that are listed without --all
 _MOST_OPS = 12
 
@@ -29,13 +25,13 @@ _MOST_OPS = 12
 def diff_command(
     a: FirstFolder,
     b: SecondFolder,
-    cluster: PricesOption = None,
+    cluster: opt.CostModelOption = None,
     rules: opt.RulesOption = None,
     all: AllOption = False,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Compare two plans or programs: decisions, time, memory and messages, repeated layers once."""
+    """Compare two plans or programs: decisions, step time, memory and payloads; repeated layers once."""
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
         from autoshard.cli.opened import Opener
@@ -46,35 +42,36 @@ def diff_command(
         sides = [Side(str(o.folder), o.program, prices_of(o.program.plan, cluster)) for o in opened]
         found = diff_of(*sides)
         if json:
-            print_json({"command": "diff", "version": 1, **found.as_json()})
+            print_json({"command": "diff", "version": 2, **found.as_json()})
         else:
             _print(found, all)
 
 
 def _print(found: Diff, all: bool) -> None:
     console = stdout()
-    for side, name in enumerate(("a", "b")):
+    for side, which in enumerate(("a", "b")):
         target = f"  {found.targets[side]}" if found.targets[side] else ""
         console.print(
-            f"{name}  {found.meshes[side]}  prices of {found.clusters[side]}  {found.names[side]}{target}",
+            f"{which}  {found.meshes[side]}  {found.names[side]}{target}  "
+            f"cost model of {found.clusters[side]}",
             markup=False,
         )
     for note in found.notes:
         console.print("[yellow]note[/] ", end="")
         console.print(note, markup=False)
-    if found.same:
-        console.print(f"\nthe same {found.alike} decisions", markup=False)
+    if found.identical:
+        console.print(f"\nidentical: all {found.identical_decisions} decisions", markup=False)
     console.print()
-    _print_figures("figure", found.figures)
-    if found.messages:
+    _print_figures("metric", found.figures)
+    if found.payloads:
         console.print()
-        _print_figures("sent by a rank in a step", found.messages)
-    _print_decisions("decided for the whole model", found.whole, len(found.whole))
-    _print_decisions("parameters that live otherwise", found.parameters, len(found.parameters))
+        _print_figures("payload per rank and step", found.payloads)
+    _print_decisions("model-wide decision", found.model_wide, len(found.model_wide))
+    _print_decisions("parameter placement", found.parameters, len(found.parameters))
     if found.ops:
-        _print_decisions("ops that run otherwise", found.ops, len(found.ops) if all else _MOST_OPS)
-    if not found.same:
-        console.print(f"\n{found.alike} decisions are the same", markup=False)
+        _print_decisions("op placement", found.ops, len(found.ops) if all else _MOST_OPS)
+    if not found.identical:
+        console.print(f"\nidentical: {found.identical_decisions} decisions", markup=False)
 
 
 def _print_figures(title: str, rows: tuple[Figure, ...]) -> None:

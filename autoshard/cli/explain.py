@@ -1,4 +1,4 @@
-"""``autoshard explain``: why something is as it is, and what the alternative would cost."""
+"""``autoshard explain``: the reason of a decision, and what an alternative costs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,8 @@ WhyNotOption = Annotated[
     typer.Option(
         "--why-not",
         metavar="tp=Replicate",
-        help="solve the same problem with this forced: axis=Replicate, axis=Shard(0), or mesh=dp=8,tp=8",
+        help="solve again with this forced: axis=Replicate, axis=Shard(0), or mesh=dp=8,tp=8",
     ),
-]
-PricesOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="prices [default: those planned with]")
 ]
 
 
@@ -51,15 +48,14 @@ def explain_command(
     folder: EitherFolder,
     name: NameArgument = None,
     why_not: WhyNotOption = None,
-    cluster: PricesOption = None,
+    cluster: opt.CostModelOption = None,
     rules: opt.RulesOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Say why a parameter, a module or a value lies as it does, back to the model's own lines.
+    """Say why a parameter, a module or a value is placed as it is, back to the model's own lines.
 
-    With --why-not, also what a step would take with another placement, and what else would be decided
-    otherwise.
+    With --why-not, also the step time with another placement, and which other decisions change.
     """
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
@@ -70,7 +66,7 @@ def explain_command(
         from autoshard.report.explain_text import explanation_lines
 
         if name is None and why_not is None:
-            raise UsageError("nothing is asked about", hint="give a name, or --why-not mesh=dp=8,tp=8")
+            raise UsageError("nothing to explain", hint="give a name, or --why-not mesh=dp=8,tp=8")
         say = Progress(quiet=json)
         opener = Opener(rules, say)
         wanted = None if why_not is None else alternative_of(why_not, name)
@@ -81,7 +77,7 @@ def explain_command(
         found = None if name is None else explain_name(opened.program, prices, name)
         answer = None if wanted is None else _answer(opener, opened, prices, found, wanted)
         if json:
-            document: dict[str, Any] = {"command": "explain", "folder": str(folder), "version": 1}
+            document: dict[str, Any] = {"command": "explain", "folder": str(folder), "version": 2}
             if found is not None:
                 document["explanation"] = found.as_json()
             if answer is not None:

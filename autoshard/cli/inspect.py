@@ -1,4 +1,4 @@
-"""``autoshard inspect``: read a program, whole or for one rank, or the graph after any pass."""
+"""``autoshard inspect``: print a program, all of it or for one rank, or the graph after any pass."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AfterOption = Annotated[
     str | None,
     typer.Option("--after", metavar="PASS", help="the graph after a pass (060_bucket, 060, bucket)"),
 ]
-RankOption = Annotated[int | None, typer.Option("--rank", min=0, help="with the local shapes of this rank")]
+RankOption = Annotated[int | None, typer.Option("--rank", min=0, help="show local shapes of this rank")]
 SegmentOption = Annotated[str | None, typer.Option("--segment", help="only this segment")]
 StageOption = Annotated[int | None, typer.Option("--stage", min=0, help="only this pipeline stage")]
 TimelineOption = Annotated[
-    bool, typer.Option("--timeline", help="the simulated step: who computes what when, and what ranks hold")
+    bool, typer.Option("--timeline", help="the simulated pipeline schedule, and the memory of every rank")
 ]
 SvgOption = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="write the timeline as a picture")
@@ -39,9 +39,6 @@ DotOption = Annotated[
     Path | None,
     typer.Option("--dot", metavar="FILE", help="write the graph, or that of --segment, for Graphviz"),
 ]
-PricesOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="prices [default: those planned with]")
-]
 
 
 def inspect_command(
@@ -55,7 +52,7 @@ def inspect_command(
     perfetto: PerfettoOption = None,
     html: HtmlOption = None,
     dot: DotOption = None,
-    cluster: PricesOption = None,
+    cluster: opt.CostModelOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
@@ -182,20 +179,20 @@ def _show_timeline(
         return
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
-    console.print(f"[bold]{program.whole_mesh}[/]  {count}, prices of {prices.name}\n")
+    console.print(f"[bold]{program.whole_mesh}[/]  {count}, cost model of {prices.name}\n")
     console.print(gantt.text(found.timeline, console.width if console.is_terminal else 100))
     console.print("[dim]update: gradients are reduced over ranks and stages, then AdamW[/]")
     if program.mesh != program.whole_mesh:
-        console.print(f"[dim]a row is one place on pp: all ranks of {program.mesh} do the same[/]")
+        console.print(f"[dim]one row per pipeline rank; all ranks of {program.mesh} in it do the same[/]")
     console.print()
     made = table(*COLUMNS, right=RIGHT)
     for row in stage_rows(found):
         made.add_row(*row)
     print_table(made)
-    console.print(f"\nstep    {step_text(found)}", markup=False)
-    console.print(f"memory  {memory_text(found, prices)}", markup=False)
+    console.print(f"\nstep time  {step_text(found)}", markup=False)
+    console.print(f"memory     {memory_text(found, prices)}", markup=False)
     for what in program.alone:
-        console.print(f"alone   every microbatch computes by itself {what}", markup=False)
+        console.print(f"per microbatch, not over the global batch: {what}", markup=False)
     for path in written.values():
         console.print(f"written {path}", markup=False)
 

@@ -28,20 +28,23 @@ ClusterOption = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME|FILE",
-        help="whose prices to use; without --mesh, its best mesh shape is searched [default: h100-dgx]",
+        help="cost model; without --mesh, its best mesh shape is searched [default: h100-dgx]",
     ),
 ]
 BatchOption = Annotated[int | None, typer.Option("--batch", min=1, help="of hf: targets [default: 8]")]
 SeqOption = Annotated[int | None, typer.Option("--seq", min=1, help="tokens per sequence [default: 128]")]
 WithoutOption = Annotated[
-    str, typer.Option("--without", metavar="bucket,overlap,ring", help="passes that are left out")
+    str, typer.Option("--without", metavar="bucket,overlap,ring", help="optional passes to skip")
+]
+CostModelOption = Annotated[
+    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="cost model [default: that of the plan]")
 ]
 RulesOption = Annotated[
     Path | None,
     typer.Option("--rules", metavar="FILE.py", help="your own sharding rules; this file is run"),
 ]
 OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="replace an older folder of the same kind")
+    bool, typer.Option("--overwrite", help="replace an existing folder of the same kind")
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="of weights, example inputs, data and dropout")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout")]
@@ -53,5 +56,5 @@ FolderArgument = Annotated[
 ]
 OtherTarget = Annotated[
     str | None,
-    typer.Option("--target", help="where the model is now, if not where it was when compiled"),
+    typer.Option("--target", help="path of the model, if it moved since it was compiled"),
 ]

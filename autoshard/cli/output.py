@@ -16,7 +16,7 @@ from rich.table import Table
 
 from autoshard.errors import AutoshardError, UsageError
 
-SCHEMA = 1
+SCHEMA = 2
 #: what a shell gives for a command that Ctrl-C ended
 INTERRUPTED = 130
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from autoshard.report.summary import Decision, PlanSummary
 
 _MOST_PARAMETERS = 16
-_STRATEGIES = {"whole": "replicated over data ranks", "divided": "each data rank trains its shard"}
+_STRATEGIES = {"replicated": "replicated over data ranks", "sharded": "each data rank trains its shard"}
 #: choices this close differ by nothing that a clock could show
 TIE_SECONDS = 5e-8
 
@@ -141,7 +141,7 @@ def destination(mesh: str | None, cluster: str | None, gpus: int | None) -> Mesh
 
 
 def print_summary(summary: PlanSummary) -> None:
-    """The plan as people read it."""
+    """The plan for a terminal."""
     console = stdout()
     console.print(
         f"[bold]{summary.mesh}[/]  {summary.ranks} rank{'s' * (summary.ranks > 1)}, "
@@ -158,55 +158,59 @@ def print_summary(summary: PlanSummary) -> None:
     _print_baselines(summary)
     _print_decisions("parameters", summary.parameters, _MOST_PARAMETERS)
     if summary.ops:
-        _print_decisions("ops that matter most", summary.ops, len(summary.ops))
+        _print_decisions("ops with the largest margins", summary.ops, len(summary.ops))
 
 
 def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
-    """(name, text) of what is decided for the whole model, and what it comes to."""
+    """(name, text) of the model-wide decisions and the predicted figures."""
     from autoshard.ir.units import bytes_text, seconds_text
 
     if summary.mesh_reason:
         yield "mesh", summary.mesh_reason
     if summary.rank_order:
         yield "ranks", f"on devices {summary.rank_order}, by measured links"
-    if summary.microbatch:
+    if summary.microbatch_size:
         plural = "es" if summary.microbatches > 1 else ""
         yield (
             "batch",
-            f"{summary.microbatches * summary.microbatch} sequences per step: {summary.microbatches} "
-            f"microbatch{plural} of {summary.microbatch}",
+            f"{summary.microbatches * summary.microbatch_size} sequences per step: {summary.microbatches} "
+            f"microbatch{plural} of {summary.microbatch_size}",
         )
     if summary.pipeline is not None:
         yield "stages", _pipeline_text(summary)
     stages = ", ".join(
-        f"{_STRATEGIES.get(z.life, z.life)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
+        f"{_STRATEGIES.get(z.strategy, z.strategy)} for {z.parameters} parameters ({bytes_text(z.bytes)})"
         for z in summary.zero
     )
     if stages:
         yield "zero", stages
-    recomputed = ", ".join(f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute)
+    recomputed = ", ".join(
+        f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute
+    )
     yield "recompute", recomputed or "nothing"
     step = summary.step
     if step is not None:
         yield (
             "step",
             f"{seconds_text(step.seconds)} predicted: compute {seconds_text(step.compute)} + exposed "
-            f"communication {seconds_text(step.exposed)} ({seconds_text(step.hidden)} overlapped) + "
-            f"optimizer {seconds_text(step.update)}; MFU {step.mfu:.1%}",
+            f"communication {seconds_text(step.exposed)} ({seconds_text(step.overlapped)} overlapped) "
+            f"+ optimizer {seconds_text(step.optimizer)}; MFU {step.mfu:.1%}",
         )
-        if summary.simulated is not None:
+        if summary.simulated_seconds is not None:
             yield (
                 "simulated",
-                f"{seconds_text(summary.simulated)} with every collective at its place in the program; MFU "
-                f"{step.mfu * step.seconds / summary.simulated:.1%}",
+                f"{seconds_text(summary.simulated_seconds)} with every collective of the program simulated; "
+                f"MFU {step.mfu * step.seconds / summary.simulated_seconds:.1%}",
             )
     gap = "optimal" if summary.gap <= 1e-9 else f"gap at most {summary.gap:.2%}"
-    if summary.gap > 1e-9 and summary.own_gap < summary.gap:
-        of = "optimal" if summary.own_gap <= 1e-9 else f"gap at most {summary.own_gap:.2%}"
-        gap = f"{of} for this configuration, {gap} over all"
+    if summary.gap > 1e-9 and summary.configuration_gap < summary.gap:
+        chosen = (
+            "optimal" if summary.configuration_gap <= 1e-9 else f"gap at most {summary.configuration_gap:.2%}"
+        )
+        gap = f"{chosen} for this configuration, {gap} over all"
     yield (
         "optimality",
-        f"{gap}, by this cost model: dual bound {seconds_text(summary.lower_bound)} "
+        f"{gap}, by this cost model: dual bound {seconds_text(summary.dual_bound)} "
         f"({summary.method}, {summary.variables} decisions, {summary.states} states)",
     )
     share = summary.parameter_bytes / max(1.0, summary.parameter_bytes_total)
@@ -222,8 +226,8 @@ def summary_lines(summary: PlanSummary) -> Iterator[tuple[str, str]]:
             "memory",
             f"{bytes_text(peak.bytes)} at the simulated peak of the fullest rank: parameters with gathered "
             f"copies {bytes_text(peak.parameters)} + gradients {bytes_text(peak.gradients)} + optimizer "
-            f"{bytes_text(peak.optimizer)} + saved for backward {bytes_text(peak.activations)} + temporaries "
-            f"{bytes_text(peak.inside)}",
+            f"{bytes_text(peak.optimizer)} + saved for backward {bytes_text(peak.saved_for_backward)} "
+            f"+ temporaries {bytes_text(peak.temporaries)}",
         )
     elif summary.memory is not None:
         yield (
@@ -243,14 +247,14 @@ def _host_text(summary: PlanSummary) -> str:
     words = summary.offload.replace(",", ", ")
     if summary.peak is None or not summary.peak.host:
         return f"{words} in host memory"
-    held = " + ".join(f"{name} {bytes_text(n)}" for name, n in summary.peak.host.items() if n)
-    total, node = bytes_text(sum(summary.peak.host.values())), bytes_text(summary.peak.node)
-    waits = f"; {seconds_text(summary.peak.waits)} of waiting for it to add to the step"
-    return f"{words}: {total} of host memory per rank ({held or 'nothing'}), {node} a node{waits}"
+    resident = " + ".join(f"{name} {bytes_text(n)}" for name, n in summary.peak.host.items() if n)
+    total, node = bytes_text(sum(summary.peak.host.values())), bytes_text(summary.peak.node_host_bytes)
+    waits = f"; {seconds_text(summary.peak.host_wait_seconds)} of exposed host transfers per step"
+    return f"{words}: {total} of host memory per rank ({resident or 'nothing'}), {node} per node{waits}"
 
 
 def _pipeline_text(summary: PlanSummary) -> str:
-    """The pipeline in one line: schedule, waiting, and what else was looked at."""
+    """The pipeline in one line: schedule, bubble, and the schedules that were tried."""
     from autoshard.ir.units import bytes_text, seconds_text
 
     row = summary.pipeline
@@ -259,13 +263,13 @@ def _pipeline_text(summary: PlanSummary) -> str:
     chunks += f", {row.slices} slices of each sequence" if row.slices > 1 else ""
     times = [s.forward + s.backward for s in row.stages]
     text = (
-        f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} a microbatch, "
+        f"{len(row.stages)} of {seconds_text(min(times))} to {seconds_text(max(times))} per microbatch, "
         f"{row.schedule}{chunks}: bubble {row.bubble:.1%}, at most "
         f"{bytes_text(row.peak_bytes)} on a rank"
     )
-    if row.equal is not None and summary.step is not None:
+    if row.equal_stages_seconds is not None and summary.step is not None:
         cut = summary.step.seconds
-        equal = cut + row.equal - min(x for x in row.tried.values() if x is not None)
+        equal = cut + row.equal_stages_seconds - min(x for x in row.tried.values() if x is not None)
         text += f"; equal layers per stage would take {equal / cut:.3f} x"
     return text
 
@@ -287,13 +291,13 @@ def _print_pipeline(summary: PlanSummary) -> None:
             stage.ends,
             seconds_text(stage.forward),
             seconds_text(stage.backward),
-            bytes_text(stage.held),
+            bytes_text(stage.saved_bytes),
         )
     print_table(made)
     others = [(n, s) for n, s in row.tried.items()]
     if len(others) > 1:
         stdout().print()
-        made = table("schedule, best stages", "pipeline's part of the step", right=(1,))
+        made = table("schedule, best stages", "pipeline time per step", right=(1,))
         for name, seconds in sorted(others, key=lambda o: (o[1] is None, o[1] or 0.0)):
             made.add_row(name, "does not fit" if seconds is None else seconds_text(seconds))
         print_table(made)
@@ -302,11 +306,11 @@ def _print_pipeline(summary: PlanSummary) -> None:
 def _print_stages(summary: PlanSummary) -> None:
     from autoshard.ir.units import bytes_text, seconds_text
 
-    if not summary.stages:
+    if not summary.tactics:
         return
     stdout().print()
     made = table("after the tactic", "mesh", "step", "bytes per rank", right=(2, 3))
-    for row in summary.stages:
+    for row in summary.tactics:
         made.add_row(row.tactic, row.mesh, seconds_text(row.seconds), bytes_text(row.bytes))
     print_table(made)
 
@@ -329,7 +333,7 @@ def _print_baselines(summary: PlanSummary) -> None:
 def _budget(budget: int | None) -> str:
     from autoshard.ir.units import bytes_text
 
-    return "any memory" if budget is None else f"{bytes_text(budget)} per rank"
+    return "no memory budget" if budget is None else f"{bytes_text(budget)} per rank"
 
 
 def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:
@@ -338,7 +342,7 @@ def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:
     stdout().print()
     made = table(title, "count", "placement", "next best", "adds", right=(1, 4))
     for row in rows[:most]:
-        tie = "the same" if row.alternative else ""
+        tie = "+0 us" if row.alternative else ""
         cost = f"+{seconds_text(row.margin)}" if row.margin >= TIE_SECONDS else tie
         made.add_row(row.what, str(row.count), row.choice, row.alternative or row.reason, cost)
     if len(rows) > most:

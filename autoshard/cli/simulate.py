@@ -18,27 +18,32 @@ if TYPE_CHECKING:
     from autoshard.simulate.step import StepEstimate
 
 TokensOption = Annotated[
-    str | None, typer.Option("--tokens", metavar="300B", help="what training on so many tokens takes")
+    str | None,
+    typer.Option(
+        "--tokens", metavar="300B", help="also print steps, days and device-hours for so many tokens"
+    ),
 ]
 PriceOption = Annotated[
-    float | None, typer.Option("--price", min=0.0, metavar="2.50", help="of one device for one hour")
+    float | None,
+    typer.Option("--price", min=0.0, metavar="2.50", help="of one device-hour; adds the cost of --tokens"),
 ]
 TraceOption = Annotated[
-    Path | None, typer.Option("--perfetto", metavar="FILE", help="write the step for ui.perfetto.dev")
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE", help="write the timeline of the step for ui.perfetto.dev"),
 ]
 _SCALES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def simulate_command(
     folder: opt.FolderArgument,
-    cluster: opt.ClusterOption = None,
+    cluster: opt.CostModelOption = None,
     tokens: TokensOption = None,
     price: PriceOption = None,
     perfetto: TraceOption = None,
     json: opt.JsonOption = False,
     debug: opt.DebugOption = False,
 ) -> None:
-    """Predict the step of a program: its time and what it is spent on, MFU, tokens/s, cost, memory."""
+    """Predict the step time of a program and its breakdown, MFU, tokens/s, cost and peak memory."""
     with reporting(debug):
         from autoshard.cli.inspect import prices_of
         from autoshard.program.store import load_program
@@ -99,33 +104,34 @@ def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates,
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
     console.print(f"[bold]{program.whole_mesh}[/]  {rate.devices} x {cluster.device.name}, {count}\n")
-    made = table("step", "seconds", "share", right=(1, 2))
+    made = table("breakdown", "time", "share", right=(1, 2))
     for name, seconds in simulation.parts_of(found):
         made.add_row(name, seconds_text(seconds), f"{100 * seconds / found.seconds:.1f} %")
-    made.add_row("[bold]whole[/]", f"[bold]{seconds_text(found.seconds)}[/]", "")
+    made.add_row("[bold]step time[/]", f"[bold]{seconds_text(found.seconds)}[/]", "")
     print_table(made)
     console.print(
-        f"\nrate    {rate.per_second:,.0f} {rate.what}/s, {rate.per_second / rate.devices:,.0f} per device, "
-        f"MFU {100 * found.mfu:.1f} %",
+        f"\nthroughput   {rate.per_second:,.0f} {rate.what}/s, "
+        f"{rate.per_second / rate.devices:,.0f} {rate.what}/s per device, MFU {100 * found.mfu:.1f} %",
         markup=False,
     )
     if cost is not None:
-        money = "" if cost.money is None else f", {cost.money:,.0f} at this price"
+        money = "" if cost.money is None else f", cost {cost.money:,.0f} (device-hours x --price)"
         console.print(
-            f"budget  {cost.tokens:.4g} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
-            f"{cost.hours:,.0f} device hours{money}",
+            f"training     {cost.tokens:.4g} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
+            f"{cost.hours:,.0f} device-hours{money}",
             markup=False,
         )
     row = found.fullest
     usable = usable_memory(cluster.device)
-    word = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
+    verdict = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
     console.print(
-        f"memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}, {word}\n"
+        f"peak memory  {bytes_text(row.peak)} of {bytes_text(usable)} on pipeline rank {row.rank}, "
+        f"{verdict}\n"
     )
-    held = table("memory", "bytes", right=(1,))
+    resident = table("at the peak", "size", right=(1,))
     for name, nbytes in simulation.memory_of(found):
-        held.add_row(name, bytes_text(nbytes))
+        resident.add_row(name, bytes_text(nbytes))
     for name, nbytes in simulation.host_of(found):
         if nbytes:
-            held.add_row(f"{name} in host memory", bytes_text(nbytes))
-    print_table(held)
+            resident.add_row(f"{name} in host memory", bytes_text(nbytes))
+    print_table(resident)

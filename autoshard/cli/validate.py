@@ -26,7 +26,8 @@ StudyOption = Annotated[
     list[str] | None, typer.Option("--study", metavar="NAME", help="only this study; may be repeated")
 ]
 MachineOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="NAME|FILE", help="for all runs, in place of their own")
+    str | None,
+    typer.Option("--cluster", metavar="NAME|FILE", help="cost model for all runs, instead of their own"),
 ]
 FitOption = Annotated[bool, typer.Option("--fit", help="fit figures of devices and links to the runs")]
 #: notes of a kind that are shown with all their runs
@@ -159,7 +160,14 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
 
     if found:
         rows = table(
-            "run", "measured", "predicted", "error", "GiB", "predicted", "error", right=(1, 2, 3, 4, 5, 6)
+            "run",
+            "measured",
+            "predicted",
+            "error",
+            "memory, GiB",
+            "predicted",
+            "error",
+            right=(1, 2, 3, 4, 5, 6),
         )
         for row in found:
             rows.add_row(
@@ -168,7 +176,7 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
                 seconds_text(row.predicted_s),
                 _signed(row.pct_error),
                 "" if row.measured_gib is None else f"{row.measured_gib:.1f}",
-                f"{row.predicted_gib:.1f}" + (" too much" if row.predicted_oom else ""),
+                f"{row.predicted_gib:.1f}" + (" OOM" if row.predicted_oom else ""),
                 _signed(row.memory_pct_error),
             )
         print_table(rows)
@@ -176,9 +184,9 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
         print_table(_studies({**by_study(found), "all": summary(found)}))
         if plans.groups:
             stdout().print(
-                f"\nof {plans.groups} groups of plans for the same work, the fastest or one within 3 % is "
-                f"picked in {plans.picked}; what is picked takes {plans.mean_regret_pct:.1f} % longer on "
-                f"average, {plans.worst_regret_pct:.1f} % at most",
+                f"\nplan selection: the fastest plan, or one within 3 %, is selected in {plans.picked} of "
+                f"{plans.groups} groups; the selected one is {plans.mean_regret_pct:.1f} % slower than the "
+                f"fastest on average, {plans.worst_regret_pct:.1f} % at most",
                 highlight=False,
             )
     _notes("assumed", [(row.id, note) for row in found for note in row.notes])
@@ -187,11 +195,11 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
 
 def _studies(summaries: dict[str, ScoreSummary]) -> Any:
     made = table(
-        *("study", "runs", "mean error", "worst", "rank correlation", "memory", "out of memory right"),
+        *("study", "runs", "mean error", "worst", "rank correlation", "memory error", "OOM predicted"),
         right=(1, 2, 3, 4, 5, 6),
     )
     for name, one in summaries.items():
-        lost = one.oom_right + one.oom_wrong
+        lost = one.oom_predicted + one.oom_missed
         made.add_row(
             name or "(no study)",
             str(one.rows),
@@ -199,7 +207,7 @@ def _studies(summaries: dict[str, ScoreSummary]) -> Any:
             _plain(one.worst_abs_pct_error),
             "" if one.rank_correlation is None or name == "all" else f"{one.rank_correlation:.3f}",
             _plain(one.memory_mean_abs_pct_error),
-            f"{one.oom_right} of {lost}" if lost else "",
+            f"{one.oom_predicted} of {lost}" if lost else "",
         )
     return made
 

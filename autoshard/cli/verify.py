@@ -24,19 +24,17 @@ if TYPE_CHECKING:
 StepsOption = Annotated[int, typer.Option("--steps", min=0, help="AdamW steps after the first backward")]
 LimitOption = Annotated[
     str,
-    typer.Option("--limit", metavar="2GiB", help="models with more parameter bytes than this are not run"),
+    typer.Option("--limit", metavar="2GiB", help="models with more bytes of parameters are not run"),
 ]
 StaticOption = Annotated[
-    bool, typer.Option("--static", help="only what is proved without running: seconds for thousands of ranks")
+    bool, typer.Option("--static", help="only prove, do not run: seconds for thousands of ranks")
 ]
-LockstepOption = Annotated[
-    bool, typer.Option("--lockstep", help="run all ranks also if something is proved to be wrong")
-]
+LockstepOption = Annotated[bool, typer.Option("--lockstep", help="run all ranks even if a rule is broken")]
 TwinOption = Annotated[
-    bool, typer.Option("--twin", help="run a small model of the same architecture in place of this one")
+    bool, typer.Option("--twin", help="run a scaled-down model of the same architecture instead")
 ]
 ModelOption = Annotated[
-    bool, typer.Option("--recapture", help="capture the model again: is it the one stored with the program")
+    bool, typer.Option("--recapture", help="capture the model again and compare it with the stored one")
 ]
 
 
@@ -46,7 +44,7 @@ def verify_command(
     lockstep: LockstepOption = False,
     twin: TwinOption = False,
     recapture: ModelOption = False,
-    cluster: opt.ClusterOption = None,
+    cluster: opt.CostModelOption = None,
     steps: StepsOption = 3,
     seed: opt.SeedOption = 0,
     limit: LimitOption = "2GiB",
@@ -84,7 +82,7 @@ def verify_command(
             if small is None:
                 say.note(_not_run(program, most))
             else:
-                document |= _document(small.outcome) | {"twin": _twin_document(small)}
+                document |= _document(small.outcome) | {"scaled_down": _twin_document(small)}
         ran = outcome or (small.outcome if small is not None else None)
         document["ok"] = proved.ok and (ran is None or ran.ok) and (small is None or small.static.ok)
         if json:
@@ -155,7 +153,7 @@ def _not_run(program: Program, most: int) -> str:
     from autoshard.verify.lockstep import parameter_bytes
 
     size = bytes_text(parameter_bytes(program))
-    return f"not run: {size} of parameters, the limit is {bytes_text(most)}, and only configs have a twin"
+    return f"not run: parameters are {size}, the limit {bytes_text(most)}; only configs are scaled down"
 
 
 def _twin(
@@ -181,13 +179,18 @@ def _twin(
 def _twin_document(twin: Twin) -> dict[str, object]:
     from autoshard.report.verification import as_json
 
-    return {"mesh": twin.mesh, "config": twin.config, "kept": list(twin.kept), "static": as_json(twin.static)}
+    return {
+        "mesh": twin.mesh,
+        "config": twin.config,
+        "unchanged": list(twin.kept),
+        "static": as_json(twin.static),
+    }
 
 
 def _print_twin(twin: Twin) -> None:
     console = stdout()
     sizes = ", ".join(f"{k}={v}" for k, v in twin.config.items())
-    console.print(f"twin   {sizes}", markup=False)
+    console.print(f"scaled-down model  {sizes}", markup=False)
     console.print(f"as in the program  {'; '.join(twin.kept)}", markup=False)
 
 
@@ -273,7 +276,7 @@ def _document(outcome: Verification) -> dict[str, object]:
         "reference": outcome.reference,
         "tolerance": outcome.tolerance.error,
         "losses": list(outcome.losses),
-        "quantised": [
+        "quantized": [
             {
                 "collective": r.kind,
                 "of": r.what,

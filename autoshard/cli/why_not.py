@@ -1,4 +1,4 @@
-"""Alternatives that someone asks about: how they are written, and the answer in words."""
+"""Alternatives to a plan (``--why-not``): how they are written, and the comparison in words."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pin_for(found: Explanation, wanted: Wanted) -> Pin:
     """The pin that forces an alternative on what was explained, in all layers that are decided alike."""
     if found.kind == "value":
         return Pin(escape(found.name), wanted)
-    return Pin(_glob(found.alike or (found.name,)), wanted)
+    return Pin(_glob(found.equivalent or (found.name,)), wanted)
 
 
 def _glob(names: Sequence[str]) -> str:
@@ -77,33 +77,33 @@ def _glob(names: Sequence[str]) -> str:
 
 def whatif_lines(answer: WhatIf, *, asks_all: bool = True) -> Iterator[str]:
     """The answer for a terminal. asks_all: whether all wishes behind the stored plan are known."""
-    yield f"why not {answer.asked}?"
+    yield f"why not {answer.alternative}?"
     if not answer.same_as_stored:
-        cause = "a program folder does not say with which pins, tactics or optimizer it was planned"
-        said = cause if not asks_all else "it was planned by another version, or among other configurations"
-        yield f"  note: solved again, the plan is another one ({said}); that one is compared"
+        cause = "a program folder does not store the pins, tactics and optimizer of its plan"
+        why = cause if not asks_all else "planned by another version, or among other configurations"
+        yield f"  note: solving again gives another plan ({why}); that one is compared"
     base, forced = answer.base, answer.forced
     if forced is None:
-        yield f"  it cannot be: {answer.why_not}"
+        yield f"  not feasible: {answer.why_not}"
         return
-    more = _more(base.seconds, forced.seconds)
-    yield f"  step    {_seconds(base.seconds)} -> {_seconds(forced.seconds)}  {more}, as the search prices it"
+    more = _difference(base.seconds, forced.seconds)
+    yield f"  step    {_seconds(base.seconds)} -> {_seconds(forced.seconds)}  {more}, by the cost model"
     if base.step is not None and forced.step is not None:
-        for name in ("compute", "exposed", "update"):
-            was, would = getattr(base.step, name), getattr(forced.step, name)
-            if abs(was - would) > 5e-9:
-                word = {"exposed": "communication", "update": "optimizer", "compute": "computing"}[name]
-                yield f"          {word} {seconds_text(was)} -> {seconds_text(would)}"
-    was, would = _held(base), _held(forced)
-    if was is not None and would is not None:
-        yield f"  memory  {bytes_text(was)} -> {bytes_text(would)} at the peak of the fullest rank"
+        for name in ("compute", "exposed", "optimizer"):
+            before, after = getattr(base.step, name), getattr(forced.step, name)
+            if abs(before - after) > 5e-9:
+                label = "exposed communication" if name == "exposed" else name
+                yield f"          {label} {seconds_text(before)} -> {seconds_text(after)}"
+    before, after = _peak_bytes(base), _peak_bytes(forced)
+    if before is not None and after is not None:
+        yield f"  memory  {bytes_text(before)} -> {bytes_text(after)} at the peak of the fullest rank"
     if base.gap > 1e-9 or forced.gap > 1e-9:
         gaps = f"{base.gap:.2%} and {forced.gap:.2%}"
-        yield f"  proof   {gaps} from the lower bounds: a smaller difference means nothing"
+        yield f"  gap     {gaps} to the dual bounds: a smaller difference is not significant"
     yield from _change_lines(answer.changed)
 
 
-def _held(summary: PlanSummary) -> float | None:
+def _peak_bytes(summary: PlanSummary) -> float | None:
     """Bytes at the peak: simulated, where that was done."""
     if summary.peak is not None:
         return summary.peak.bytes
@@ -118,23 +118,22 @@ def _seconds(value: float) -> str:
     return seconds_text(value)
 
 
-def _more(was: float, would: float) -> str:
-    difference = would - was
+def _difference(before: float, after: float) -> str:
+    difference = after - before
     if abs(difference) < 5e-10:
-        return "the same"
+        return "no difference"
     sign = "+" if difference > 0 else "-"
-    return f"{sign}{seconds_text(abs(difference))} ({difference / was:+.2%})"
+    return f"{sign}{seconds_text(abs(difference))} ({difference / before:+.2%})"
 
 
 def _change_lines(changed: Sequence[Changed]) -> Iterator[str]:
     if not changed:
-        yield "  nothing else would be decided otherwise"
+        yield "  no other decision changes"
         return
-    many = len(changed) > 1
-    yield f"  {len(changed)} decision{'s' * many} would be {'others' if many else 'another'}"
+    yield "  1 decision changes" if len(changed) == 1 else f"  {len(changed)} decisions change"
     for row in changed[:_MOST_CHANGES]:
         times = f" x {row.count}" if row.count > 1 else ""
-        yield f"    {row.what}{times}: {row.was} -> {row.would}"
+        yield f"    {row.what}{times}: {row.before} -> {row.after}"
     if len(changed) > _MOST_CHANGES:
         yield f"    ... {len(changed) - _MOST_CHANGES} more (--json lists them)"
 
@@ -143,13 +142,13 @@ def whatif_json(answer: WhatIf) -> dict[str, Any]:
     """The same as a document; seconds and bytes."""
     forced = answer.forced
     return {
-        "asked": answer.asked,
-        "possible": forced is not None,
+        "alternative": answer.alternative,
+        "feasible": forced is not None,
         "why_not": answer.why_not,
         "same_as_stored": answer.same_as_stored,
         "base": _figures(answer.base),
         "forced": None if forced is None else _figures(forced),
-        "seconds": answer.seconds,
+        "added_seconds": answer.seconds,
         "changed": [asdict(row) for row in answer.changed],
     }
 
@@ -159,8 +158,8 @@ def _figures(summary: PlanSummary) -> dict[str, Any]:
         "mesh": summary.mesh,
         "microbatches": summary.microbatches,
         "seconds": summary.seconds,
-        "lower_bound": summary.lower_bound,
+        "dual_bound": summary.dual_bound,
         "gap": summary.gap,
         "step": None if summary.step is None else asdict(summary.step),
-        "memory_bytes": _held(summary),
+        "peak_bytes": _peak_bytes(summary),
     }

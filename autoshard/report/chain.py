@@ -92,7 +92,7 @@ class Chains:
                 end, why = self._port_end(here.value, axis)
                 here = None
         if skipped:
-            links.insert(gap, Link("...", "the same way through earlier layers", "", "", "", skipped))
+            links.insert(gap, Link("...", "same path through earlier layers", "", "", "", skipped))
         return Chain(self.mesh.names[axis], str(self.layout(place)[axis]), tuple(links), end, why)
 
     # -- one step --------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ class Chains:
 
     def _begins(self, made: _Made, value: str, begin: str) -> tuple[None, str, Why]:
         """`_before` of what a message brings, and for whom."""
-        wanted = self._wanted_by(made, value)
-        as_wanted = f", as {wanted[0]} wants it" if wanted else ""
-        return None, begin + as_wanted, wanted[1] if wanted else self.note(made)[2]
+        user = self._required_by(made, value)
+        as_required = f", as {user[0]} requires" if user else ""
+        return None, begin + as_required, user[1] if user else self.note(made)[2]
 
     def _before(self, made: _Made, value: str, layout: Layout, axis: int) -> tuple[Place | None, str, Why]:
         """(the value that a placement comes from, why it begins here if there is none, the decision)."""
@@ -189,7 +189,7 @@ class Chains:
         ins = [Place(made.call, ref) for ref in refs_of(made.node)]
         why = self.note(made)[2]
         if made.node.op == MM_SCATTER and axes_of(made.node) == (name,):
-            begin = f"{op_text(made.node.op)} sums it over {name} and leaves a part on every rank"
+            begin = f"{op_text(made.node.op)} reduces it over {name} and leaves a shard on every rank"
             return self._begins(made, value, begin)
         if _moves(made.node, value) and ins:
             # of several values in one message, each result is that of the input in its place
@@ -197,7 +197,7 @@ class Chains:
             before = self.layout(moved)[axis]
             if before == layout[axis]:
                 return self.settled(moved), "", Why("")
-            begin = f"{op_text(made.node.op)} brings it from {before} to {layout[axis]} on {name}"
+            begin = f"{op_text(made.node.op)} reshards it from {before} to {layout[axis]} on {name}"
             return self._begins(made, value, begin)
         split = [p for p in ins if self.layout(p)[axis] != R]
         wish = layout[axis]
@@ -205,14 +205,12 @@ class Chains:
             whole = self._unsplit(ins, axis)
             if whole is not None:
                 return whole, "", Why("")
-            text = (
-                "its op gives all of it on every rank" if split else "nothing that it is made of is divided"
-            )
+            text = "its op computes the full result on every rank" if split else "no input is sharded"
             return None, f"{text}{' of' if split else ' over'} {name}", why
         if not split:
-            return None, f"each rank of {name} computes its own part", why
+            return None, f"each rank of {name} computes its own shard", why
         if isinstance(wish, Partial) and all(self.layout(p)[axis] != wish for p in split):
-            return None, f"ranks of {name} each sum over their part of a divided dim", why
+            return None, f"each rank of {name} reduces over its shard of a dim", why
         return self.settled(self._likeliest(split, layout, axis)), "", Why("")
 
     def _unsplit(self, ins: Sequence[Place], axis: int) -> Place | None:
@@ -232,7 +230,7 @@ class Chains:
         made = [p for p in alike if self.maker(p) is not None]
         return (made or alike)[0]
 
-    def _wanted_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
+    def _required_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
         """The first op that uses what a collective makes, in words, with its reason."""
         user = self._first_user(made.call, value)
         if user is None:
@@ -267,9 +265,9 @@ class Chains:
         meaning = self.mesh.axes[axis].meaning
         if port.kind in ("input", "tangent"):
             if placed != R and meaning.splits_batch:
-                return f"{name} divides the batch", why
-            return f"it enters {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
-        return f"it is stored {'whole on every rank of' if placed == R else 'in parts over'} {name}", why
+                return f"{name} shards the batch", why
+            return f"the input is {'replicated' if placed == R else 'sharded'} over {name}", why
+        return f"it is stored {'replicated' if placed == R else 'sharded'} over {name}", why
 
 
 def _moves(node: Node, value: str) -> bool:

@@ -27,7 +27,7 @@ class Coverage:
     """What of a model the rules cover.
 
     calls, kinds: op calls in a step, and different ops. segments: different pieces of the model. missing:
-    ops without a rule. whole: calls that have a rule, but one that lets nothing be split. uneven: sizes
+    ops without a rule. replicated: calls whose rule allows no shard. uneven: sizes
     that two ranks cannot share equally.
     """
 
@@ -35,7 +35,7 @@ class Coverage:
     kinds: int
     segments: int
     missing: tuple[OpCalls, ...]
-    whole: tuple[OpCalls, ...]
+    replicated: tuple[OpCalls, ...]
     uneven: tuple[Uneven, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -53,18 +53,18 @@ def coverage(joint: Joint, rules: Rules = None) -> Coverage:
         len({node.op for _, node in nodes}),
         len(folded.segments),
         missing_rules(folded, rule_of),
-        _whole(folded, rule_of),
+        _replicated(folded, rule_of),
         _uneven(joint),
     )
 
 
-def _whole(folded: Folded, rule_of: Mapping[str, RuleFn]) -> tuple[OpCalls, ...]:
+def _replicated(folded: Folded, rule_of: Mapping[str, RuleFn]) -> tuple[OpCalls, ...]:
     types = {name: graph.types() for name, graph in folded.segments.items()}
     return calls_of(folded, lambda segment, node: _indivisible(node, types[segment], rule_of.get(node.op)))
 
 
 def _indivisible(node: Node, types: Mapping[str, TensorType], rule: RuleFn | None) -> bool:
-    """Whether a call of some size cannot be divided in any way."""
+    """Whether a call of some size cannot be sharded in any way."""
     ins = [types[r] for r in refs_of(node)]
     largest = max((t.numel for t in (*ins, *node.types) if t is not None), default=0)
     return rule is not None and bool(ins) and largest > 1 and not rule(node, ins).shardable()

@@ -1,4 +1,4 @@
-"""What two programs do differently: decisions, time, memory, messages; repeated layers once."""
+"""How two programs differ: decisions, step time, memory, payloads; repeated layers once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Diff:
     """Two programs compared. same_model: whether they run the same graph; same_axes: whether the axes of both
     have the same names. figures: all of them; decisions: those that differ.
 
-    ops: those of ops, None where they cannot be compared one by one. alike: decisions that are the same.
+    ops: those of ops, None where they cannot be compared one by one. identical_decisions: how many agree.
     """
 
     names: tuple[str, str]
@@ -56,20 +56,21 @@ class Diff:
     same_model: bool
     same_axes: bool
     figures: tuple[Figure, ...]
-    messages: tuple[Figure, ...]
-    whole: tuple[Decided, ...]
+    payloads: tuple[Figure, ...]
+    model_wide: tuple[Decided, ...]
     parameters: tuple[Decided, ...]
     ops: tuple[Decided, ...] | None
-    alike: int
+    identical_decisions: int
     notes: tuple[str, ...]
 
     @property
-    def same(self) -> bool:
+    def identical(self) -> bool:
         """Whether nothing was decided otherwise."""
-        return self.same_model and not (self.whole or self.parameters or self.ops)
+        return self.same_model and not (self.model_wide or self.parameters or self.ops)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "same": self.same}
+        figures = [{**asdict(row), "name": row.name.strip()} for row in self.figures]
+        return {**asdict(self), "figures": figures, "identical": self.identical}
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def diff_of(a: Side, b: Side) -> Diff:
         same_model,
         same_axes,
         tuple(_figures(one, two)),
-        tuple(_messages(one, two)),
-        tuple(_whole(one, two)),
+        tuple(_payloads(one, two)),
+        tuple(_model_wide(one, two)),
         parameters,
         ops,
         alike,
@@ -119,23 +120,23 @@ class _Side:
 
 def _notes(a: _Side, b: _Side, same_model: bool, same_axes: bool) -> Iterator[str]:
     if not same_model:
-        yield "other graphs (another model, or other inputs than the batch): ops are not compared one by one"
+        yield "the captured graphs differ (model, or more than the batch): ops are not compared one by one"
     elif not same_axes:
-        yield "the meshes have other axes: ops are not compared one by one"
+        yield "the meshes have different axes: ops are not compared one by one"
     if a.cluster.name != b.cluster.name:
-        yield f"prices are those of {a.cluster.name} and {b.cluster.name}: --cluster NAME for the same ones"
+        yield f"cost models differ, {a.cluster.name} and {b.cluster.name}: --cluster NAME sets both"
     if rates(a.program, a.found).items != rates(b.program, b.found).items:
         one, two = (f"{r.items:,} {r.what}" for r in (rates(s.program, s.found) for s in (a, b)))
-        yield f"a step of a is {one}, of b {two}: compare what is done per second"
+        yield f"a step of a is {one}, of b {two}: compare the throughput"
 
 
 def _figures(a: _Side, b: _Side) -> Iterator[Figure]:
-    yield Figure("step", a.found.seconds, b.found.seconds, "s")
+    yield Figure("step time", a.found.seconds, b.found.seconds, "s")
     yield from _joined(dict(parts_of(a.found)), dict(parts_of(b.found)), "s")
     rate_a, rate_b = (rates(s.program, s.found) for s in (a, b))
     yield Figure(f"{rate_a.what}/s", rate_a.per_second, rate_b.per_second, "1")
     yield Figure("MFU", a.found.mfu, b.found.mfu, "%")
-    yield Figure("memory at the peak", a.found.fullest.peak, b.found.fullest.peak, "B")
+    yield Figure("peak memory", a.found.fullest.peak, b.found.fullest.peak, "B")
     yield from _joined(dict(memory_of(a.found)), dict(memory_of(b.found)), "B")
 
 
@@ -145,7 +146,7 @@ def _joined(a: Mapping[str, float], b: Mapping[str, float], unit: str) -> Iterat
             yield Figure(f"  {name}", a.get(name), b.get(name), unit)
 
 
-def _messages(a: _Side, b: _Side) -> Iterator[Figure]:
+def _payloads(a: _Side, b: _Side) -> Iterator[Figure]:
     """Bytes that a rank sends in a step, by kind of collective and axis."""
     one, two = ({(t.kind, t.axis): t for t in s.estimator.traffic()} for s in (a, b))
     for key in dict.fromkeys((*one, *two)):
@@ -153,28 +154,30 @@ def _messages(a: _Side, b: _Side) -> Iterator[Figure]:
         wires = [t.wire if (t := side.get(key)) is not None else None for side in (one, two)]
         counts = [str(t.count) if (t := side.get(key)) is not None else "0" for side in (one, two)]
         times = counts[0] if counts[0] == counts[1] else f"{counts[0]} | {counts[1]}"
-        yield Figure(f"{kind} over {axis} x {times}", wires[0], wires[1], "B")
+        yield Figure(f"{kind} on {axis}, {times} calls", wires[0], wires[1], "B")
 
 
-def _whole(a: _Side, b: _Side) -> Iterator[Decided]:
-    """What is decided for the whole model."""
+def _model_wide(a: _Side, b: _Side) -> Iterator[Decided]:
+    """Decisions about the whole model."""
     for what, of in (
         ("mesh", lambda s: s.program.whole_mesh),
         ("microbatches", lambda s: f"{s.program.microbatches} of {s.plan.batch}"),
-        ("computed again", _again),
+        ("recompute", _recompute),
         ("pipeline", _pipeline),
-        ("ranks on devices", lambda s: ", ".join(map(str, s.plan.order)) or "in order"),
-        ("memory limit", lambda s: "none" if s.plan.budget is None else f"{s.plan.budget:,} bytes"),
+        ("device order", lambda s: ", ".join(map(str, s.plan.order)) or "rank r on device r"),
+        ("memory budget", lambda s: "none" if s.plan.budget is None else f"{s.plan.budget:,} bytes"),
     ):
         one, two = of(a), of(b)
         if one != two:
             yield Decided(what, 1, one, two)
     only_a, only_b = (sorted({*x.program.dumps} - {*y.program.dumps}) for x, y in ((a, b), (b, a)))
     if only_a or only_b:
-        yield Decided("passes", 1, ", ".join(only_a) or "no others", ", ".join(only_b) or "no others")
+        yield Decided(
+            "passes that only one runs", 1, ", ".join(only_a) or "none", ", ".join(only_b) or "none"
+        )
 
 
-def _again(side: _Side) -> str:
+def _recompute(side: _Side) -> str:
     rows = [f"{r.policy} for {r.calls} calls of {name}" for name, r in side.plan.recompute.items()]
     return ", ".join(rows) or "nothing"
 
@@ -185,11 +188,13 @@ def _pipeline(side: _Side) -> str:
         return "none"
     slices = f", {pipeline.slices} slices" if pipeline.slices > 1 else ""
     cuts = ", ".join(c.label or f"call {c.call}" for c in pipeline.cuts)
-    return f"{pipeline.schedule} x {pipeline.chunks} on {pipeline.ranks} ranks{slices}, cut behind {cuts}"
+    return (
+        f"{pipeline.schedule} x {pipeline.chunks} on {pipeline.ranks} ranks{slices}, stages end after {cuts}"
+    )
 
 
 def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str, ...]]:
-    """(those that live otherwise, how many live alike, notes on those that only one model has)."""
+    """(those that differ, how many agree, notes on those that only one model has)."""
     one, two = _lives(a), _lives(b)
     found: dict[tuple[str, str, str], int] = {}
     alike = 0
@@ -207,7 +212,7 @@ def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str
             kinds = list(dict.fromkeys(side.decisions.starred(n) for n in missing))
             more = f" and {len(kinds) - _MOST_NAMES} more kinds" if len(kinds) > _MOST_NAMES else ""
             some = ", ".join(kinds[:_MOST_NAMES])
-            notes.append(f"{len(missing)} parameters that only {name} has: {some}{more}")
+            notes.append(f"{len(missing)} parameters are only in {name}: {some}{more}")
     return rows, alike, tuple(notes)
 
 
@@ -217,7 +222,7 @@ def _lives(side: _Side) -> dict[str, str]:
 
 
 def _ops(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int]:
-    """(ops that run otherwise, how many run alike); the graphs are the same."""
+    """(ops whose placement differs, how many agree); the graphs are the same."""
     names = a.decisions.mesh.names
     found, alike = [], 0
     for key, op in a.decisions.ops.items():

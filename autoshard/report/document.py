@@ -20,13 +20,13 @@ from autoshard.simulate.stage_costs import StagePrices
 from autoshard.simulate.step import StepEstimate, simulated
 
 #: raised when a field of the document changes its meaning or goes away
-VERSION = 1
+VERSION = 2
 #: actions of a timeline that the page holds; of larger ones, those of the first ranks
 _MOST_SPANS = 60_000
 
 
 def document(program: Program, cluster: Cluster) -> dict[str, Any]:
-    """Version 1. Seconds, bytes; costs of nodes are of one call on the fullest rank; shapes are global.
+    """Version 2. Seconds, bytes; costs of nodes are of one call on the fullest rank; shapes are global.
 
     ``segments``: straight-line code, every segment once, with how often a microbatch calls it and how often
     it runs in a step (``main`` and ``once``: what stands between calls, in every microbatch and once a
@@ -75,8 +75,8 @@ def _step(found: StepEstimate, per_second: float, what: str) -> dict[str, Any]:
         "parts": [{"name": name, "seconds": s} for name, s in parts_of(found)],
         "mfu": found.mfu,
         "model_flop": found.model_flop,
-        "per_second": per_second,
-        "what": what,
+        "items_per_second": per_second,
+        "items": what,
     }
 
 
@@ -98,7 +98,7 @@ def _memory(found: StepEstimate, cluster: Cluster) -> dict[str, Any]:
                 "forward": s.forward,
                 "backward": s.backward,
                 "in_flight": s.in_flight,
-                "kept": s.kept,
+                "saved_bytes": s.kept,
             }
             for s in found.stages
         ],
@@ -106,19 +106,22 @@ def _memory(found: StepEstimate, cluster: Cluster) -> dict[str, Any]:
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
-    proof, mesh = plan.proof, plan.why.get("mesh")
-    pipeline = plan.pipeline
+    optimality, mesh, pipeline = plan.optimality, plan.why.get("mesh"), plan.pipeline
     return {
         "budget": plan.budget,
         "batch": plan.batch,
         "warnings": list(plan.warnings),
         "mesh_reason": "" if mesh is None else str(mesh),
-        "proof": {"seconds": proof.seconds, "lower_bound": proof.lower_bound, "gap": proof.gap},
-        "decisions": proof.variables,
-        "choices": proof.states,
+        "optimality": {
+            "seconds": optimality.seconds,
+            "dual_bound": optimality.dual_bound,
+            "gap": optimality.gap,
+        },
+        "decisions": optimality.variables,
+        "states": optimality.states,
         "recompute": [
-            {"segment": name, "policy": again.policy, "calls": again.calls}
-            for name, again in plan.recompute.items()
+            {"segment": name, "policy": row.policy, "calls": row.calls}
+            for name, row in plan.recompute.items()
         ],
         "pipeline": None
         if pipeline is None

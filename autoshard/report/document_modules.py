@@ -36,7 +36,7 @@ def module_rows(segments: Sequence[Segment], parameters: Iterable[str]) -> list[
                 row[half] += segment.runs * (node["compute"] + node["comm"])
                 row["compute"] += segment.runs * node["compute"]
                 row["comm"] += segment.runs * node["comm"]
-                row["wire"] += segment.runs * node["wire"]
+                row["payload"] += segment.runs * node["payload"]
     for path, found in layers.items():
         rows[path]["layers"] = max(1, len(found))
     for module in parameters:
@@ -46,7 +46,7 @@ def module_rows(segments: Sequence[Segment], parameters: Iterable[str]) -> list[
 
 
 def _row(path: str, layers: int) -> dict[str, Any]:
-    zero = dict.fromkeys(("forward", "backward", "compute", "comm", "wire"), 0.0)
+    zero = dict.fromkeys(("forward", "backward", "compute", "comm", "payload"), 0.0)
     return {"path": path, "layers": layers, **zero}
 
 
@@ -90,13 +90,13 @@ def parameter_rows(program: Program, pricer: Pricer, decisions: Decisions) -> It
                 "count": 0,
                 "type": str(port.type),
                 "layout": life,
-                "bytes": 0.0,
-                "whole": 0.0,
+                "rank_bytes": 0.0,
+                "global_bytes": 0.0,
                 "reason": why.reason,
                 "alternative": why.alternative,
                 "margin": why.margin,
             }
         row["count"] += 1
-        row["bytes"] += pricer.bytes_of(placed.type, placed.layout)
-        row["whole"] += float(port.type.nbytes)
+        row["rank_bytes"] += pricer.bytes_of(placed.type, placed.layout)
+        row["global_bytes"] += float(port.type.nbytes)
     yield from groups.values()

@@ -176,7 +176,7 @@ def _node(
         "why": note.why,
         "compute": cost.compute,
         "comm": cost.comm,
-        "wire": cost.wire,
+        "payload": cost.wire,
     }
     if node.op in VIEWS:
         made["view"] = True
@@ -205,7 +205,7 @@ def collective_rows(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:
                     "after": node["layout"],
                     "type": node["type"],
                     "seconds": node["comm"],
-                    "wire": node["wire"],
+                    "payload": node["payload"],
                     "runs": segment.runs,
                     "module": node["module"],
                     "source": node["source"],

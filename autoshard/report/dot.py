@@ -50,9 +50,9 @@ def _segment(prefix: str, segment: Mapping[str, Any]) -> Iterator[str]:
         made.update(dict.fromkeys(node["outs"], name))
         cost = node["compute"] + node["comm"]
         if "kind" in node:
-            wire = f"{bytes_text(node['wire'])}, " if node["wire"] else ""
+            payload = f"{bytes_text(node['payload'])}, " if node["payload"] else ""
             text = [f"{node['kind']} over {node['axis']}", f"{node['before']} -> {node['layout']}"]
-            text += [f"{wire}{seconds_text(cost)}"] if cost else []
+            text += [f"{payload}{seconds_text(cost)}"] if cost else []
             shape = f'shape=ellipse, style=solid, color="{_TALK}"'
         else:
             text = [f"{node['outs'][0]} = {node['op']}", node["type"], node["layout"]]

@@ -29,8 +29,8 @@ _MOST_PARAMETERS = 12
 class Choice:
     """One decision. what: a parameter, or a value and its op. count: how many are decided about together.
 
-    layout: stored and used, for a parameter. bytes: on the fullest rank, of whole. seconds: of the op, each
-    time it runs. margin: seconds that a step would lose with the alternative, all else decided anew.
+    layout: stored and used, for a parameter. rank_bytes: on the fullest rank. seconds: of the op,
+    each time it runs. margin: seconds that a step would lose with the alternative, all else decided anew.
     """
 
     what: str
@@ -38,8 +38,8 @@ class Choice:
     count: int
     type: str
     layout: str
-    bytes: float
-    whole: float
+    rank_bytes: float
+    global_bytes: float
     seconds: float
     source: str
     reason: str
@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """A collective. value: what it makes. wire: bytes that a rank sends each time. calls: of a step of one
+    """A collective. value: its result. payload: bytes that a rank sends each time. calls: of a step of one
     microbatch. for_op: who uses it first."""
 
     value: str
@@ -58,9 +58,9 @@ class CollectiveRow:
     before: str
     after: str
     seconds: float
-    wire: float
+    payload: float
     calls: int
-    where: str
+    source: str
     for_op: str
 
 
@@ -68,20 +68,20 @@ class CollectiveRow:
 class Explanation:
     """What was asked about, what was decided, and why.
 
-    alike: modules of repeated layers that take the same decisions. result: the value whose chains are told.
-    compute, comm: seconds that a microbatch spends in a module, forward and backward, in all alike layers.
+    equivalent: modules of repeated layers with the same decisions. result: the value whose chains are told.
+    compute, comm: seconds of a microbatch in a module, forward and backward, in all equivalent layers.
     """
 
     kind: str
     name: str
-    alike: tuple[str, ...]
+    equivalent: tuple[str, ...]
     source: str
     parameters: tuple[Choice, ...]
     more_parameters: int
     result: Choice | None
     chains: tuple[Chain, ...]
     ops: tuple[Choice, ...]
-    moves: tuple[CollectiveRow, ...]
+    collectives: tuple[CollectiveRow, ...]
     compute: float = 0.0
     comm: float = 0.0
 

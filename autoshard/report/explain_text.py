@@ -12,18 +12,18 @@ from autoshard.report.explain import Choice, Explanation
 
 def explanation_lines(found: Explanation) -> Iterator[str]:
     """What a terminal shows."""
-    yield f"{found.name}   {found.kind}{_alike_text(found.alike)}"
+    yield f"{found.name}   {found.kind}{_equivalent_text(found.equivalent)}"
     if found.source:
         yield f"  {found.source}"
     if found.compute or found.comm:
         yield (
-            f"  {seconds_text(found.compute)} computing, {seconds_text(found.comm)} communication in a "
-            f"microbatch{f', in all {len(found.alike)}' if len(found.alike) > 1 else ''}"
+            f"  microbatch: compute {seconds_text(found.compute)} + communication {seconds_text(found.comm)}"
+            f"{f', sum of all {len(found.equivalent)}' if len(found.equivalent) > 1 else ''}"
         )
     if found.parameters:
         yield ""
         for choice in found.parameters:
-            size = f"{bytes_text(choice.bytes)} of {bytes_text(choice.whole)} on a rank"
+            size = f"{bytes_text(choice.rank_bytes)} per rank of {bytes_text(choice.global_bytes)}"
             yield f"{choice.what}  {choice.type}  {choice.layout}   {size}"
             yield from _reason_lines(choice.reason, choice.alternative, choice.margin)
         if found.more_parameters:
@@ -37,27 +37,27 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
         yield from chain_lines(chain)
     if found.ops:
         yield ""
-        title = {"module": "ops inside whose next best choice would cost most"}.get(found.kind, "used by")
+        title = {"module": "ops with the largest margins"}.get(found.kind, "used by")
         yield title
         for choice in found.ops:
             yield f"  {_op_line(choice)}  {choice.source}".rstrip()
             yield from _reason_lines(choice.reason, choice.alternative, choice.margin, "      ")
-    if found.moves:
+    if found.collectives:
         yield ""
         yield "collectives"
-        for move in found.moves:
-            times = f" x {move.calls}" if move.calls > 1 else ""
-            user = f", for {move.for_op}" if move.for_op else ""
+        for row in found.collectives:
+            times = f" x {row.calls}" if row.calls > 1 else ""
+            user = f", for {row.for_op}" if row.for_op else ""
             yield (
-                f"  {move.kind} over {move.axis} of {move.value}: {move.before} -> {move.after}, "
-                f"{bytes_text(move.wire)} a rank, {seconds_text(move.seconds)}{times}{user}"
+                f"  {row.kind} on {row.axis} of {row.value}: {row.before} -> {row.after}, "
+                f"payload {bytes_text(row.payload)} per rank, {seconds_text(row.seconds)}{times}{user}"
             )
 
 
-def _alike_text(alike: Sequence[str]) -> str:
-    if len(alike) < 2:
+def _equivalent_text(equivalent: Sequence[str]) -> str:
+    if len(equivalent) < 2:
         return ""
-    return f", decided alike for {len(alike)}: {starred_label(alike[0])}"
+    return f", same decision in {len(equivalent)} layers: {starred_label(equivalent[0])}"
 
 
 def _op_line(choice: Choice) -> str:
@@ -69,20 +69,20 @@ def _op_line(choice: Choice) -> str:
 def _reason_lines(reason: str, alternative: str, margin: float, indent: str = "  ") -> Iterator[str]:
     text = reason_text(reason, alternative, margin)
     if text:
-        yield f"{indent}why: {text}"
+        yield f"{indent}reason: {text}"
 
 
 def reason_text(reason: str, alternative: str, margin: float) -> str:
-    """``solver; the next best, dp:R tp:R, would cost a step 12.0 us more``"""
+    """``solver; next best dp:R tp:R adds 12.0 us to a step``"""
     if not alternative:
         return reason
-    cost = f"would cost a step {seconds_text(margin)} more" if margin > 0 else "would cost the same"
-    return f"{reason}; the next best, {alternative}, {cost}"
+    cost = f"adds {seconds_text(margin)} to a step" if margin > 0 else "costs the same"
+    return f"{reason}; next best {alternative} {cost}"
 
 
 def chain_lines(chain: Chain) -> Iterator[str]:
     """A chain, neighbours on the same line of the user's together."""
-    yield f"{chain.axis}:{chain.placement} comes from"
+    yield f"{chain.axis}:{chain.placement} is propagated from"
     wide = max((len(link.value) for link in chain.links), default=0)
     for links in _same_line(chain.links):
         last = links[-1]

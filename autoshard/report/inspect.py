@@ -1,4 +1,4 @@
-"""Programs for reading: with times, bytes on the wire, reasons, and for one rank with its local shapes."""
+"""Programs for reading: with times, payloads, reasons, and for one rank with its local shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from autoshard.simulate.pricing import NodeCost
 from autoshard.simulate.saved_for_backward import ResidentBytes
 
 #: above the columns at the end of every op's line, which begin there
-_COLUMNS = "   time | wire/rank | why"
+_COLUMNS = "   time | payload/rank | reason"
 _AT = 100
 
 
@@ -152,7 +152,7 @@ def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str
     mesh = Mesh.parse(program.whole_mesh)
     if view.rank is None:
         shapes = "GLOBAL shapes"
-        who = f"every rank of {mesh.world_size}, priced at the fullest"
+        who = f"all {mesh.world_size} ranks; costs are those of the rank with the largest shards"
     else:
         shapes = "LOCAL shapes"
         coords = mesh.coords(view.rank)
@@ -160,9 +160,10 @@ def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str
         parameters = _held_by(program, estimator, view.rank).parameters
         who = f"rank {view.rank} of {mesh.world_size} at {where} | parameters {bytes_text(parameters)}"
     return [
-        f"# autoshard | program | mesh {program.whole_mesh} | {shapes} | prices of {estimator.cluster.name}",
+        f"# autoshard | program | mesh {program.whole_mesh} | {shapes} | "
+        f"cost model of {estimator.cluster.name}",
         f"# {who}",
-        "# R whole on every rank of the axis, S(d) split along dim d, P partial (to be reduced)",
+        "# R Replicate, S(d) Shard along dim d, P Partial (pending reduction)",
         f"{'#':<{_AT}}  # {_COLUMNS}",
     ]
 
@@ -187,7 +188,7 @@ def _segment_head(program: Program, name: str) -> list[str]:
 def _columns(
     estimator: Estimator, segment: LoweredSegment, notes: Sequence[NodeNote]
 ) -> tuple[NodeNote, ...]:
-    """Notes whose reason is preceded by time and wire."""
+    """Notes whose reason is preceded by time and payload."""
     values = segment.placed()
     return tuple(
         replace(note, why=_row(estimator.node(node, values), note.why))
@@ -197,22 +198,22 @@ def _columns(
 
 def _row(cost: NodeCost, why: str) -> str:
     time = seconds_text(cost.seconds) if cost.seconds else ""
-    wire = bytes_text(cost.wire) if cost.wire else ""
-    return f"{time:>7} | {wire:>9} | {why}".rstrip()
+    payload = bytes_text(cost.wire) if cost.wire else ""
+    return f"{time:>7} | {payload:>12} | {why}".rstrip()
 
 
 def _sum_line(estimator: Estimator, name: str) -> str:
     cost = estimator.segment(name)
     plural = "" if cost.collectives == 1 else "s"
     return (
-        f"# layer   compute {seconds_text(cost.compute)}, comm {seconds_text(cost.comm)} in "
-        f"{cost.collectives} collective{plural}, {bytes_text(cost.wire)}/rank "
-        f"-> {seconds_text(cost.compute + cost.comm)}"
+        f"# segment {seconds_text(cost.compute + cost.comm)}: compute {seconds_text(cost.compute)} + "
+        f"communication {seconds_text(cost.comm)} in {cost.collectives} collective{plural}, "
+        f"payload {bytes_text(cost.wire)} per rank"
     )
 
 
 def footer(estimator: Estimator, program: Program) -> list[str]:
-    """What a rank holds, what a step costs, and what to look at."""
+    """Memory of a rank, cost of a step, and counts to check."""
     facts = checks(estimator, program)
     checked = (
         f"# checks  uneven shards {facts['uneven_shards']} | full gathers {facts['full_gathers']} | "
@@ -223,14 +224,14 @@ def footer(estimator: Estimator, program: Program) -> list[str]:
         table = [f"#   {line}" for line in table_lines(found)]
         step, memory = step_text(found), memory_text(found, estimator.cluster)
         name = f"{found.timeline.name}, {program.microbatches} microbatches"
-        return [f"# stages  {name}", *table, f"# step    {step}", f"# rank    {memory}", checked]
+        return [f"# stages  {name}", *table, f"# step    {step}", f"# memory  {memory}", checked]
     held, cost = estimator.held(), estimator.step()
-    times = f" of {program.microbatches} microbatches" if program.microbatches > 1 else ""
+    times = f" for {program.microbatches} microbatches" if program.microbatches > 1 else ""
     return [
-        f"# step    compute {seconds_text(cost.compute)}, comm {seconds_text(cost.comm)} in "
-        f"{cost.collectives} collectives, {bytes_text(cost.wire)}/rank -> "
-        f"{seconds_text(cost.compute + cost.comm)}{times}",
-        f"# rank    {held_text(held)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
+        f"# step    {seconds_text(cost.compute + cost.comm)}{times} without overlap: compute "
+        f"{seconds_text(cost.compute)} + communication {seconds_text(cost.comm)} in "
+        f"{cost.collectives} collectives, payload {bytes_text(cost.wire)} per rank",
+        f"# memory  {held_text(held)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
         checked,
     ]
 
@@ -310,15 +311,15 @@ def as_json(program: Program, cluster: Cluster, view: InspectView) -> dict[str, 
         "cluster": cluster.name,
         "rank": view.rank,
         "shapes": "global" if view.rank is None else "local",
-        "held_bytes": held_json(held),
+        "resident_bytes": held_json(held),
         "step": {
             "compute_seconds": step.compute,
             "comm_seconds": step.comm,
             "collectives": step.collectives,
-            "wire_bytes": int(step.wire),
+            "payload_bytes": int(step.wire),
         },
         "collectives": [
-            {"kind": t.kind, "axis": t.axis, "count": t.count, "wire_bytes": int(t.wire)}
+            {"kind": t.kind, "axis": t.axis, "count": t.count, "payload_bytes": int(t.wire)}
             for t in estimator.traffic()
         ],
         "checks": checks(estimator, program),
@@ -342,7 +343,7 @@ def _segment_json(program: Program, shown: Program, estimator: Estimator, name: 
         "compute_seconds": cost.compute,
         "comm_seconds": cost.comm,
         "collectives": cost.collectives,
-        "wire_bytes": int(cost.wire),
+        "payload_bytes": int(cost.wire),
         "nodes": [
             {
                 "outs": [

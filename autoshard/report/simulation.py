@@ -61,8 +61,10 @@ def bill(rate: Rates, found: StepEstimate, tokens: float, price: float | None) -
 def parts_of(found: StepEstimate) -> list[tuple[str, float]]:
     """(name, seconds) of what a step is spent on, in the order of a table."""
     spent = found.spent
-    axes = [(f"exposed on {name}", seconds) for name, seconds in spent.axes.items() if seconds > 0]
-    rows = [("compute", spent.compute), *axes, ("sends between stages", spent.p2p)]
+    axes = [
+        (f"exposed communication, {name}", seconds) for name, seconds in spent.axes.items() if seconds > 0
+    ]
+    rows = [("compute", spent.compute), *axes, ("exposed communication, p2p", spent.p2p)]
     return [*rows, ("bubble", spent.bubble), ("optimizer", spent.update)]
 
 
@@ -73,8 +75,8 @@ def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
     return [
         ("parameters", held.parameters),
         ("gradients", held.gradients),
-        ("optimizer", held.optimizer),
-        ("activations", held.activations),
+        ("optimizer state", held.optimizer),
+        ("saved for backward", held.activations),
         ("temporaries", row.peak - held.total),
     ]
 
@@ -84,6 +86,11 @@ def host_of(found: StepEstimate) -> list[tuple[str, float]]:
     if not found.host:
         return []
     return list(asdict(max(found.host, key=lambda held: held.total)).items())
+
+
+def _keyed(rows: list[tuple[str, float]]) -> dict[str, float]:
+    """Labels as keys: ``exposed_communication_dp``."""
+    return {name.replace(", ", "_").replace(" ", "_"): value for name, value in rows}
 
 
 def as_json(
@@ -97,28 +104,28 @@ def as_json(
         "devices": rate.devices,
         "microbatches": program.microbatches,
         "step_seconds": found.seconds,
-        "parts": dict(parts_of(found)),
+        "breakdown_seconds": _keyed(parts_of(found)),
         "mfu": found.mfu,
         "model_flop": found.model_flop,
         "items": rate.what,
         "items_per_step": rate.items,
         "items_per_second": rate.per_second,
         "items_per_second_per_device": rate.per_second / rate.devices,
-        "budget": None
+        "training": None
         if cost is None
         else {
             "tokens": cost.tokens,
             "steps": cost.steps,
             "days": cost.days,
             "device_hours": cost.hours,
-            "money": cost.money,
+            "cost": cost.money,
         },
         "memory": {
             "rank": row.rank,
             "peak_bytes": row.peak,
             "usable_bytes": usable_memory(cluster.device),
             "fits": row.peak <= usable_memory(cluster.device),
-            "held": dict(memory_of(found)),
-            **({"host": dict(host_of(found))} if found.host else {}),
+            "resident_bytes": _keyed(memory_of(found)),
+            **({"host_bytes": dict(host_of(found))} if found.host else {}),
         },
     }

@@ -10,12 +10,12 @@ from autoshard.simulate.saved_for_backward import ResidentBytes
 from autoshard.simulate.step import StepEstimate
 
 #: columns of the table, and which of them are numbers
-COLUMNS = ("stage", "rank", "layers", "forward", "backward", "in flight", "kept each", "peak of rank")
+COLUMNS = ("stage", "rank", "layers", "forward", "backward", "in flight", "saved/microbatch", "peak of rank")
 RIGHT = (0, 1, 3, 4, 5, 6, 7)
 
 
 def stage_rows(estimate: StepEstimate) -> list[tuple[str, ...]]:
-    """The cells of every stage; kept each: bytes per microbatch in flight, peak: of the whole rank."""
+    """The cells of every stage; saved: bytes per microbatch in flight, peak: of the whole rank."""
     return [
         (
             str(row.stage),
@@ -49,10 +49,10 @@ def step_text(estimate: StepEstimate) -> str:
     spent, ranks = estimate.spent, estimate.timeline.ranks
     share = f" (idle {estimate.timeline.bubble:.1%})"
     mean = f", means over {ranks} pipeline ranks" if ranks > 1 else ""
-    waits = f"p2p {seconds_text(spent.p2p)} + bubble {seconds_text(spent.bubble)}{share} + "
+    waits = f"exposed p2p {seconds_text(spent.p2p)} + bubble {seconds_text(spent.bubble)}{share} + "
     return (
-        f"{seconds_text(estimate.seconds)}: compute {seconds_text(spent.compute)} + comm "
-        f"{seconds_text(spent.exposed)} + {waits if ranks > 1 else ''}optimizer "
+        f"{seconds_text(estimate.seconds)}: compute {seconds_text(spent.compute)} + exposed "
+        f"communication {seconds_text(spent.exposed)} + {waits if ranks > 1 else ''}optimizer "
         f"{seconds_text(spent.update)}{mean}; MFU {estimate.mfu:.1%}"
     )
 
@@ -60,15 +60,15 @@ def step_text(estimate: StepEstimate) -> str:
 def memory_text(estimate: StepEstimate, cluster: Cluster) -> str:
     """What the fullest rank holds at its peak."""
     row = estimate.fullest
-    who = f"pipeline rank {row.rank} is the fullest: " if estimate.timeline.ranks > 1 else ""
+    who = f"pipeline rank {row.rank} holds most: " if estimate.timeline.ranks > 1 else ""
     return f"{who}{held_text(row.held)} of {bytes_text(cluster.device.memory_bytes)}"
 
 
 def held_text(held: ResidentBytes) -> str:
     """A sum of bytes, with its terms."""
     return (
-        f"params {bytes_text(held.parameters)} + grads {bytes_text(held.gradients)} + optimizer "
-        f"{bytes_text(held.optimizer)} + activations {bytes_text(held.activations)} = "
+        f"parameters {bytes_text(held.parameters)} + gradients {bytes_text(held.gradients)} + optimizer "
+        f"{bytes_text(held.optimizer)} + saved for backward {bytes_text(held.activations)} = "
         f"{bytes_text(held.total)}"
     )
 
@@ -79,12 +79,12 @@ def held_json(held: ResidentBytes) -> dict[str, int]:
         "parameters": int(held.parameters),
         "gradients": int(held.gradients),
         "optimizer": int(held.optimizer),
-        "activations": int(held.activations),
+        "saved_for_backward": int(held.activations),
     }
 
 
 def timeline_json(estimate: StepEstimate) -> dict[str, Any]:
-    """The simulated step as a document; seconds of ``spent_seconds`` are means over the pipeline ranks.
+    """The simulated step as a document; seconds of ``breakdown_seconds`` are means over the pipeline ranks.
 
     bubble: the share of the makespan in which a rank is idle, waiting for messages included.
     """
@@ -95,10 +95,10 @@ def timeline_json(estimate: StepEstimate) -> dict[str, Any]:
         "bubble": timeline.bubble,
         "mfu": estimate.mfu,
         "model_flop": estimate.model_flop,
-        "spent_seconds": {
+        "breakdown_seconds": {
             "compute": spent.compute,
-            "exposed_comm": spent.exposed,
-            "p2p": spent.p2p,
+            "exposed_communication": spent.exposed,
+            "exposed_p2p": spent.p2p,
             "bubble": spent.bubble,
             "optimizer": spent.update,
         },
@@ -112,7 +112,7 @@ def timeline_json(estimate: StepEstimate) -> dict[str, Any]:
                 "backward_input_seconds": costs.backward_input[row.stage],
                 "backward_weight_seconds": costs.backward_weight[row.stage],
                 "in_flight": row.in_flight,
-                "kept_bytes": int(row.kept),
+                "saved_bytes": int(row.kept),
             }
             for row in estimate.stages
         ],
@@ -126,7 +126,7 @@ def timeline_json(estimate: StepEstimate) -> dict[str, Any]:
                 "idle_seconds": row.idle,
                 "end_seconds": costs.update[row.rank],
                 "peak_bytes": int(row.held.total),
-                "held_bytes": held_json(row.held),
+                "resident_bytes": held_json(row.held),
             }
             for row in estimate.ranks
         ],

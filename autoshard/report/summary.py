@@ -1,4 +1,4 @@
-"""What a plan comes to: predicted time, what is proven, bytes per rank, the decisions that matter most."""
+"""A plan in figures: step time, optimality gap, bytes per rank, the decisions with the largest margins."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ class Decision:
 
 @dataclass(frozen=True)
 class ZeroGroup:
-    """Parameters that live alike over the data axes. bytes: of the whole model's parameters among them.
+    """Parameters with one strategy over the data axes. bytes: global, of all of them.
 
-    life: ``ZeRO-1`` to ``ZeRO-3``, ``whole`` (on every data rank), or ``divided`` (used as it is stored,
-    each rank its own part, as experts are whose rows are exchanged).
+    strategy: ``ZeRO-1`` to ``ZeRO-3``, ``replicated`` (on every data rank), or ``sharded`` (used as it is
+    stored, each rank its own shard, as with expert parallelism).
     """
 
-    life: str
+    strategy: str
     parameters: int
     bytes: float
 
 
 @dataclass(frozen=True)
 class RecomputeRow:
-    """calls of ``of`` calls of a kind of layer whose activations are computed again."""
+    """calls of ``total_calls`` of a segment whose activations are recomputed."""
 
     segment: str
     policy: str
     calls: int
-    of: int
+    total_calls: int
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The predicted step in seconds. exposed: communication nothing hides; hidden: what computing hides.
+    """The predicted step in seconds. exposed, overlapped: communication.
 
     mfu: FLOP of the model (recomputation not counted) over what the devices could do at their peak.
     """
@@ -72,8 +72,8 @@ class PredictedStep:
     seconds: float
     compute: float
     exposed: float
-    hidden: float
-    update: float
+    overlapped: float
+    optimizer: float
     mfu: float
     model_flop: float
 
@@ -82,7 +82,7 @@ class PredictedStep:
 class PipeStage:
     """A stage of a pipeline. begins, ends: where in the model; forward, backward: seconds of a microbatch.
 
-    held: bytes kept for one microbatch.
+    saved_bytes: for the backward of one microbatch.
     """
 
     rank: int
@@ -90,20 +90,20 @@ class PipeStage:
     ends: str
     forward: float
     backward: float
-    held: float
+    saved_bytes: float
 
 
 @dataclass(frozen=True)
 class PipelineRow:
-    """A pipeline. bubble: share of the step in which a rank waits, on average. equal: seconds of a step with
-    equally many layers per stage. tried: schedule -> seconds of a step, None where it does not fit."""
+    """A pipeline. bubble: share of the step in which a rank waits, on average. equal_stages_seconds: a step
+    with equally many layers per stage. tried: schedule -> seconds of a step, None where it does not fit."""
 
     ranks: int
     schedule: str
     chunks: int
     bubble: float
     peak_bytes: float
-    equal: float | None
+    equal_stages_seconds: float | None
     tried: dict[str, float | None]
     stages: tuple[PipeStage, ...]
     slices: int = 1
@@ -133,39 +133,40 @@ class TacticRow:
 
 @dataclass(frozen=True)
 class PeakRow:
-    """Simulated bytes of the fullest rank at its peak. inside: of what lives for a moment within a part.
+    """Simulated bytes of the fullest rank at its peak. saved_for_backward: activations.
 
-    host: of a rank in the memory of its node, by name, empty if nothing is offloaded; node: of all its ranks.
-    waits: seconds of a step in which ranks wait for their host, beside those that the plan predicts.
+    host: of a rank in the memory of its node, by name, empty if nothing is offloaded; node_host_bytes: of all
+    its ranks. host_wait_seconds: exposed host transfers of a step, beside those that the plan predicts.
     """
 
     bytes: float
     parameters: float
     gradients: float
     optimizer: float
-    activations: float
-    inside: float
+    saved_for_backward: float
+    temporaries: float
     host: dict[str, float] = field(default_factory=dict)
-    node: float = 0.0
-    waits: float = 0.0
+    node_host_bytes: float = 0.0
+    host_wait_seconds: float = 0.0
 
     @classmethod
     def of(cls, peak: Peak) -> PeakRow:
         held = peak.held
-        inside = peak.bytes - held.total
-        row = cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, inside)
+        temporaries = peak.bytes - held.total
+        row = cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, temporaries)
         if peak.host is None:
             return row
-        return replace(row, host=asdict(peak.host.held), node=peak.host.bytes, waits=peak.waits)
+        host = asdict(peak.host.held)
+        return replace(row, host=host, node_host_bytes=peak.host.bytes, host_wait_seconds=peak.waits)
 
 
 @dataclass(frozen=True)
 class PlanSummary:
     """A plan in figures. Bytes are those of the fullest rank; totals are of the whole model.
 
-    budget_bytes: None if memory was no limit. lower_bound, gap: of all configurations, the gap that of the
-    seconds, with stages as they are cut; own_bound, own_gap: of the chosen mesh and microbatches, before
-    anything is cut.
+    budget_bytes: None without a limit. dual_bound, gap: over all configurations, the gap that of the
+    seconds, with stages as they are cut; configuration_bound, configuration_gap: of the chosen mesh and
+    microbatches, before stages are cut.
     """
 
     mesh: str
@@ -173,7 +174,7 @@ class PlanSummary:
     cluster: str
     budget_bytes: int | None
     seconds: float
-    lower_bound: float
+    dual_bound: float
     gap: float
     method: str
     variables: int
@@ -190,20 +191,20 @@ class PlanSummary:
     mesh_reason: str = ""
     rank_order: str = ""
     microbatches: int = 1
-    microbatch: int = 0
+    microbatch_size: int = 0
     zero: tuple[ZeroGroup, ...] = ()
     recompute: tuple[RecomputeRow, ...] = ()
     step: PredictedStep | None = None
     memory: RankBytes | None = None
     baselines: tuple[BaselineRow, ...] = ()
-    stages: tuple[TacticRow, ...] = ()
-    own_bound: float = 0.0
-    own_gap: float = 0.0
+    tactics: tuple[TacticRow, ...] = ()
+    configuration_bound: float = 0.0
+    configuration_gap: float = 0.0
     pipeline: PipelineRow | None = None
     peak: PeakRow | None = None
     offload: str = ""
-    #: seconds of the step of the program, simulated message by message; None where none was made
-    simulated: float | None = None
+    #: seconds of the step of the program, every collective simulated; None where none was made
+    simulated_seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -226,10 +227,10 @@ def summarise(
     warnings = plan.warnings
     if uneven:
         warnings = (*warnings, f"{uneven} parameters do not divide evenly; some ranks hold less than others")
-    proof = plan.proof
-    seconds = proof.seconds if settled is None else _seconds(settled, staging)
-    # what cuts cost is not in the proof's own seconds: the gap is that of the step that is told
-    gap = proof.gap if staging is None else max(proof.gap, 1.0 - proof.lower_bound / seconds)
+    optimality = plan.optimality
+    seconds = optimality.seconds if settled is None else _seconds(settled, staging)
+    # the cost of cuts is not in optimality.seconds: the gap is that of the reported step
+    gap = optimality.gap if staging is None else max(optimality.gap, 1.0 - optimality.dual_bound / seconds)
     own, trained = own / ranks, trained / ranks
     return PlanSummary(
         plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
@@ -237,11 +238,11 @@ def summarise(
         plan.cluster,
         plan.budget,
         seconds,
-        proof.lower_bound,
+        optimality.dual_bound,
         gap,
-        proof.method,
-        proof.variables,
-        proof.states,
+        optimality.method,
+        optimality.variables,
+        optimality.states,
         sum(len(c.ports) * c.first.type.numel for c in classes),
         own,
         float(sum(len(c.ports) * c.first.type.nbytes for c in classes)),
@@ -263,8 +264,8 @@ def summarise(
         ()
         if settled is None
         else tuple(TacticRow(s.tactic, s.mesh, s.step.total, s.held.total) for s in settled.stages),
-        proof.own_bound,
-        proof.own_gap,
+        optimality.configuration_bound,
+        optimality.configuration_gap,
         None if staging is None else _pipeline(staging),
         None if peak is None else PeakRow.of(peak),
         plan.offload,
@@ -273,15 +274,15 @@ def summarise(
 
 
 def _zero(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> tuple[ZeroGroup, ...]:
-    """The lives of the trained parameters over the axes that split the batch."""
+    """The strategies of the trained parameters over the axes that shard the batch."""
     data = [k for k, axis in enumerate(mesh.axes) if axis.meaning.splits_batch]
     found: dict[str, tuple[int, float]] = {}
     for group in classes:
         if group.grads:
             life = plan.params[group.key]
             gathered = any(life.stored[k] != life.use[k] for k in data)
-            divided = any(isinstance(life.use[k], Shard) for k in data)
-            stage = zero_stage(life) if gathered else "divided" if divided else "whole"
+            sharded = any(isinstance(life.use[k], Shard) for k in data)
+            stage = zero_stage(life) if gathered else "sharded" if sharded else "replicated"
             count, size = found.get(stage, (0, 0.0))
             members = len(group.ports)
             found[stage] = (count + members, size + members * group.first.type.nbytes)

@@ -27,24 +27,24 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Changed:
-    """A decision that would be another one. count: how many it holds for; was, would: in words."""
+    """A decision that changes. count: how many it holds for; before, after: in words."""
 
     what: str
     count: int
-    was: str
-    would: str
+    before: str
+    after: str
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """An answer. asked: the pin or the mesh that was forced. why_not: why it cannot be, "" if it can.
+    """An answer. alternative: the forced pin or mesh. why_not: why it is infeasible, "" if it is not.
 
     base: the best plan without it, found anew. forced: the best plan with it, None if there is none.
-    same_as_stored: whether ``base`` decides all that the stored plan does. changed: decisions that would be
-    others, the one that was asked for among them.
+    same_as_stored: whether ``base`` decides all that the stored plan does. changed: decisions that change,
+    the forced one among them.
     """
 
-    asked: str
+    alternative: str
     base: PlanSummary
     forced: PlanSummary | None
     changed: tuple[Changed, ...] = ()
@@ -158,7 +158,7 @@ def decides_alike(one: Plan, other: Plan) -> bool:
     """Whether two plans of a model decide the same, whatever they say about why."""
 
     def decisions(plan: Plan) -> Plan:
-        return replace(plan, why={}, warnings=(), proof=one.proof, target="", cluster="")
+        return replace(plan, why={}, warnings=(), optimality=one.optimality, target="", cluster="")
 
     return decisions(one) == decisions(other)
 
@@ -180,8 +180,8 @@ def changes(base: Planned, forced: Planned) -> Iterator[Changed]:
 def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
     """What is decided for the whole model."""
 
-    def again(summary: PlanSummary) -> str:
-        rows = [f"{r.policy} for {r.calls} of {r.of} {r.segment}" for r in summary.recompute]
+    def recompute(summary: PlanSummary) -> str:
+        rows = [f"{r.policy} for {r.calls} of {r.total_calls} {r.segment}" for r in summary.recompute]
         return ", ".join(rows) or "nothing"
 
     def pipe(summary: PlanSummary) -> str:
@@ -189,14 +189,14 @@ def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
         return (
             "none"
             if row is None
-            else f"{row.schedule} x {row.chunks}, cuts behind "
+            else f"{row.schedule} x {row.chunks}, stages end after "
             + ", ".join(stage.ends for stage in row.stages[:-1])
         )
 
     pairs = {
         "mesh": (a.mesh, b.mesh),
         "microbatches": (str(a.microbatches), str(b.microbatches)),
-        "computed again": (again(a), again(b)),
+        "recompute": (recompute(a), recompute(b)),
         "pipeline": (pipe(a), pipe(b)),
     }
     for what, (was, would) in pairs.items():

@@ -43,7 +43,7 @@ class Scored:
 class ScoreSummary:
     """Errors in per cent over some runs, None where none was measured.
 
-    rows: with a measured step. oom_right, oom_wrong: runs that ran out of memory and were, or were not,
+    rows: with a measured step. oom_predicted, oom_missed: runs that ran out of memory and were, or were not,
     predicted to. rank_correlation: Spearman's, of predicted with measured steps; None for fewer than three
     runs or equal ones.
     """
@@ -53,8 +53,8 @@ class ScoreSummary:
     worst_abs_pct_error: float | None
     memory_rows: int
     memory_mean_abs_pct_error: float | None
-    oom_right: int
-    oom_wrong: int
+    oom_predicted: int
+    oom_missed: int
     rank_correlation: float | None
 
 

@@ -144,7 +144,7 @@ def document(result: Any) -> dict[str, Any]:
     """The one JSON document on stdout."""
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     return found
 
 
@@ -164,7 +164,7 @@ def test_plan_prints_what_was_decided_and_why(invoke: Invoke, place: Path) -> No
 
 def test_plan_json(invoke: Invoke) -> None:
     found = document(invoke("plan", "t:mlp", "--mesh", "dp=2,tp=2", "--json"))
-    assert found["ranks"] == 4 and found["gap"] >= 0 and found["lower_bound"] <= found["seconds"] * (1 + 1e-9)
+    assert found["ranks"] == 4 and found["gap"] >= 0 and found["dual_bound"] <= found["seconds"] * (1 + 1e-9)
     assert found["parameter_count"] == 16 * 64 * 2 + 64 + 16 + 32
     assert found["optimizer_bytes"] == 2 * found["parameter_bytes"]
 
@@ -251,7 +251,7 @@ def tamper(folder: Path, text: str) -> None:
 def test_inspect_the_program(invoke: Invoke, program: str) -> None:
     text = invoke("inspect", program).stdout
     assert "GLOBAL shapes" in text and "[64, 16]" in text
-    for line in ("# layer   compute", "# rank    params", "# checks  uneven shards 0"):
+    for line in ("# segment ", "# memory  parameters", "# checks  uneven shards 0"):
         assert line in text
     compile(text, "program", "exec")  # the dump is valid Python
 
@@ -261,7 +261,7 @@ def test_inspect_one_rank(invoke: Invoke, program: str) -> None:
     assert "LOCAL shapes" in text and "rank 3 of 4 at dp=1 tp=1 | parameters" in text
     assert "f32[4, 16] dp:S(0)" in text and "[8, 16] dp:S(0)" not in text
     found = document(invoke("inspect", program, "--rank", "3", "--json"))
-    assert found["shapes"] == "local" and found["held_bytes"]["parameters"] > 0
+    assert found["shapes"] == "local" and found["resident_bytes"]["parameters"] > 0
     assert found["checks"] == {"uneven_shards": 0, "full_gathers": 0, "ops_without_a_rule": 0}
 
 

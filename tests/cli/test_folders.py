@@ -48,7 +48,7 @@ def test_damaged_requests_are_refused(folder: Path, changed: dict[str, Any], wor
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("change", ["nodes", "why", "proof", "budget_bytes", "recompute", "mesh"])
+@pytest.mark.parametrize("change", ["nodes", "why", "optimality", "budget_bytes", "recompute", "mesh"])
 def test_damaged_plans_are_refused(change: str) -> None:
     raw = json.loads(PLAN.read_text())
     for value in ({"a": []}, [[1]], "", True):

@@ -263,10 +263,14 @@ def test_an_estimate_is_called_one() -> None:
 
 def test_the_chosen_configuration_has_a_bound_of_its_own() -> None:
     found = _searched()
-    assert found.bound <= found.own_bound <= found.placed.seconds
-    proof = _explained(found).proof
-    assert proof.own_bound == found.own_bound and 0.0 <= proof.own_gap <= proof.gap
-    assert msgspec.structs.replace(proof, own_bound=0.75 * proof.seconds).own_gap == pytest.approx(0.25)
+    assert found.bound <= found.configuration_bound <= found.placed.seconds
+    proof = _explained(found).optimality
+    assert (
+        proof.configuration_bound == found.configuration_bound and 0.0 <= proof.configuration_gap <= proof.gap
+    )
+    assert msgspec.structs.replace(
+        proof, configuration_bound=0.75 * proof.seconds
+    ).configuration_gap == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(

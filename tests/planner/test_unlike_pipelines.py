@@ -182,7 +182,7 @@ def test_the_slow_network_joins_two_stages() -> None:
     found, alone = _planned(HOLMES, 64, 1536), _planned(HOLMES, 64, 1536, staged=False)
     assert found.plan.pipeline is not None and found.plan.pipeline.ranks == 2
     assert _step(found) < _step(alone)
-    assert found.plan.proof.lower_bound <= _step(found)
+    assert found.plan.optimality.dual_bound <= _step(found)
     # with less to compute than to send, it is worth twice as much
     assert _step(_planned(HOLMES, 64, 64)) < 0.6 * _step(_planned(HOLMES, 64, 64, staged=False))
 

@@ -42,17 +42,17 @@ def pinned(*pins: str) -> Program:
 def test_the_same_program() -> None:
     made = program("llama", MESH)
     found = diff_of(side("a", made), side("b", made))
-    assert found.same and not found.notes and not found.whole and found.ops == ()
-    assert all(row.a == row.b for row in (*found.figures, *found.messages))
+    assert found.identical and not found.notes and not found.model_wide and found.ops == ()
+    assert all(row.a == row.b for row in (*found.figures, *found.payloads))
     plan = plan_from_json(made.plan)
-    assert found.alike == len(plan.nodes) + sum(p.kind == "param" for p in made.signature.ports)
+    assert found.identical_decisions == len(plan.nodes) + sum(p.kind == "param" for p in made.signature.ports)
 
 
 def test_a_pin_is_all_that_differs() -> None:
     glob = "model.layers.*.mlp.up_proj.weight"
     base, other = program("llama", MESH), pinned(f"{glob}=tp:S(1)")
     found = diff_of(side("a", base), side("b", other))
-    assert not found.same and found.same_model and found.same_axes and not found.whole
+    assert not found.identical and found.same_model and found.same_axes and not found.model_wide
     row = next(r for r in found.parameters if r.what == glob)
     assert row.count == 2 and "tp:S(1)" in row.b and row.a != row.b
     one, two = plan_from_json(base.plan), plan_from_json(other.plan)
@@ -76,7 +76,9 @@ def test_parts_of_the_step_add_up() -> None:
 def test_another_mesh_and_another_model() -> None:
     found = diff_of(side("a", program("llama", MESH)), side("b", program("llama", "fsdp=4")))
     assert found.same_model and not found.same_axes and found.ops is None
-    assert [r.what for r in found.whole][:1] == ["mesh"] and any("other axes" in n for n in found.notes)
+    assert [r.what for r in found.model_wide][:1] == ["mesh"] and any(
+        "different axes" in n for n in found.notes
+    )
     found = diff_of(side("a", program("llama", MESH)), side("b", program("gpt2", MESH)))
     assert not found.same_model and found.ops is None and not found.parameters
     assert any("other graphs" in n for n in found.notes)
@@ -86,11 +88,11 @@ def test_another_mesh_and_another_model() -> None:
 def test_pipelines() -> None:
     one, two = (pipeline("llama-deep", 2, "dp=2", s, 4) for s in ("1f1b", "gpipe"))
     found = diff_of(side("a", one), side("b", two))
-    assert [r.what for r in found.whole] == ["pipeline"] and not found.parameters
+    assert [r.what for r in found.model_wide] == ["pipeline"] and not found.parameters
     alone = diff_of(side("a", one), side("b", program("llama-deep", "dp=2")))
-    passes = next(r for r in alone.whole if r.what == "passes")
+    passes = next(r for r in alone.model_wide if r.what.startswith("passes"))
     assert "scatter_sends" in passes.a and "overlap_grad_reduce" in passes.b
-    assert "1f1b" in found.whole[0].a and "gpipe" in found.whole[0].b
+    assert "1f1b" in found.model_wide[0].a and "gpipe" in found.model_wide[0].b
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_the_command(tmp_path: Path) -> None:
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     result = invoke(a, b)
     assert result.exit_code == 0, result.output
-    for word in ("step", "b - a", "parameters that live otherwise", "ops that run otherwise", "are the same"):
+    for word in ("step", "b - a", "parameter placement", "op placement", "identical: "):
         assert word in result.stdout
     assert "the same" in invoke(a, a).stdout and "otherwise" not in invoke(a, a).stdout
     found = json.loads(invoke(a, b, "--json").stdout)

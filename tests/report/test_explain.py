@@ -126,9 +126,11 @@ def test_a_parameter() -> None:
     why = plan.why[why_key("param", key[1])]
     (choice,) = found.parameters
     assert (choice.reason, choice.alternative, choice.margin) == (why.reason, why.alternative, why.margin)
-    assert set(found.alike) == {p.target for p in flow.classes[key].ports} and choice.count == 2
+    assert set(found.equivalent) == {p.target for p in flow.classes[key].ports} and choice.count == 2
     assert ".py:" in found.source
-    assert any(move.axis == "dp" and "all_reduce" in move.kind for move in found.moves)  # of its gradient
+    assert any(
+        move.axis == "dp" and "all_reduce" in move.kind for move in found.collectives
+    )  # of its gradient
 
 
 @pytest.mark.parametrize("name, mesh", [("llama", MESH), ("gpt2", "fsdp=2,tp=2"), ("t5", MESH)])
@@ -153,7 +155,7 @@ def test_chains_end_where_a_placement_begins(name: str, mesh: str) -> None:
 def test_the_batch_axis_leads_to_the_input() -> None:
     found = explain_name(llama(), CPU, "layers.1.mlp.down_proj")
     chain = next(c for c in found.chains if c.axis == "dp")
-    assert chain.links[-1].value == "input_ids" and chain.end == "dp divides the batch"
+    assert chain.links[-1].value == "input_ids" and chain.end == "dp shards the batch"
     assert all(link.placement.startswith("S(0") for link in chain.links if not link.times)
 
 
@@ -177,8 +179,8 @@ def test_a_value_is_named_as_the_plan_names_it() -> None:
 
 def test_a_module_in_words() -> None:
     text = "\n".join(explanation_lines(explain_name(llama(), CPU, "layers.0.self_attn")))
-    assert "decided alike for 2: model.layers.*.self_attn" in text
-    for word in ("why: ", "comes from", "modeling_llama.py:", "dp divides the batch"):
+    assert "same decision in 2 layers: model.layers.*.self_attn" in text
+    for word in ("reason: ", "is propagated from", "modeling_llama.py:", "dp shards the batch"):
         assert word in text
 
 
@@ -204,7 +206,7 @@ def test_a_program_whose_axes_were_taken_apart() -> None:
         assert "\n".join(explanation_lines(found))
         assert found.kind == "parameter" or [c.axis for c in found.chains] == list(names)
     weight = explain_name(made, CPU, "layers.0.mlp.up_proj.weight")
-    assert {axis for move in weight.moves for axis in move.axis.split("+")} <= set(
+    assert {axis for move in weight.collectives for axis in move.axis.split("+")} <= set(
         names
     ) and weight.parameters[0].layout
     found = document(made, CPU)
@@ -257,7 +259,7 @@ def test_what_is_chosen_already_changes_nothing() -> None:
 def test_what_cannot_be_is_said() -> None:
     found = explain_name(llama(), CPU, "model.layers.0.mlp.up_proj.weight")
     answer = solver().pinned(pin_for(found, (("dp", Shard(0)),)))
-    assert answer.forced is None and "cannot hold" in answer.why_not and answer.seconds is None
+    assert answer.forced is None and "is infeasible" in answer.why_not and answer.seconds is None
     with pytest.raises(UsageError, match="no axis"):
         check_axes((("xx", R),), Mesh.parse(MESH))
 

@@ -37,7 +37,7 @@ FIELDS = frozenset(
     )
 )
 NODE_FIELDS = frozenset(
-    ("outs", "op", "type", "layout", "refs", "module", "source", "why", "compute", "comm", "wire")
+    ("outs", "op", "type", "layout", "refs", "module", "source", "why", "compute", "comm", "payload")
 )
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&\u2028\"'"
 
@@ -75,8 +75,8 @@ def test_costs_are_those_of_the_estimate(make: Any) -> None:
     assert root["compute"] == pytest.approx(sum(s.compute for s in sums))
     assert root["comm"] == pytest.approx(sum(s.comm for s in sums))
     assert root["forward"] + root["backward"] == pytest.approx(root["compute"] + root["comm"])
-    sent = sum(row["wire"] * row["runs"] for row in found["collectives"])
-    assert sent == pytest.approx(sum(s.wire for s in sums)) == pytest.approx(root["wire"])
+    sent = sum(row["payload"] * row["runs"] for row in found["collectives"])
+    assert sent == pytest.approx(sum(s.wire for s in sums)) == pytest.approx(root["payload"])
     step = estimate_step(made, CPU)
     assert found["step"]["seconds"] == step.seconds
     assert sum(p["seconds"] for p in found["step"]["parts"]) == pytest.approx(step.seconds)
@@ -110,7 +110,7 @@ def test_parameters_of_all_ranks_of_a_pipeline() -> None:
     rows = document(made, CPU)["parameters"]
     params = [p for p in made.signature.ports if p.kind == "param"]
     assert sum(r["count"] for r in rows if r["kind"] == "param") == len(params)
-    assert sum(r["whole"] for r in rows if r["kind"] == "param") == sum(p.type.nbytes for p in params)
+    assert sum(r["global_bytes"] for r in rows if r["kind"] == "param") == sum(p.type.nbytes for p in params)
 
 
 #: functions of a dump that are parts of main
@@ -401,7 +401,7 @@ def test_tables_sort(browser: Browser, whole: dict[str, Any]) -> None:
     browser.show(whole, "tab=collectives")
     assert browser.count("#collectives tbody tr") == len(whole["collectives"])
     browser.js("document.querySelectorAll('#collectives th')[2].click()")
-    wires = [row["wire"] for row in whole["collectives"]]
+    wires = [row["payload"] for row in whole["collectives"]]
     order = browser.js(
         "[...document.querySelectorAll('#collectives tbody tr')].map((r) => r.children[2].innerText)"
     )

@@ -578,14 +578,14 @@ def test_the_step_and_what_a_budget_takes(folder: Path, tmp_path: Path) -> None:
     result = run(str(folder), "--tokens", "1M", "--price", "2", "--perfetto", str(trace), "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"])
+    assert sum(found["breakdown_seconds"].values()) == pytest.approx(found["step_seconds"])
     assert found["items"] == "tokens" and found["devices"] == 4
     budget = found["budget"]
     assert budget["steps"] == -(-1_000_000 // found["items_per_step"])
     assert budget["device_hours"] == pytest.approx(4 * budget["steps"] * found["step_seconds"] / 3600)
     assert budget["money"] == pytest.approx(2 * budget["device_hours"])
     memory = found["memory"]
-    assert sum(memory["held"].values()) == pytest.approx(memory["peak_bytes"]) and memory["fits"]
+    assert sum(memory["resident_bytes"].values()) == pytest.approx(memory["peak_bytes"]) and memory["fits"]
     events = json.loads(trace.read_text())["traceEvents"]
     ops = [e for e in events if e["ph"] == "X" and e["pid"] > 0]
     assert {e["pid"] for e in ops} == {1, 2} and all(e["dur"] >= 0 for e in ops)
@@ -595,7 +595,7 @@ def test_the_step_and_what_a_budget_takes(folder: Path, tmp_path: Path) -> None:
 def test_text_names_what_the_time_goes_to(folder: Path) -> None:
     result = run(str(folder))
     assert result.exit_code == 0, result.output
-    for word in ("compute", "exposed on dp", "bubble", "optimizer", "tokens/s", "MFU", "fits"):
+    for word in ("compute", "exposed communication, dp", "bubble", "optimizer", "tokens/s", "MFU", "fits"):
         assert word in result.stdout
 
 

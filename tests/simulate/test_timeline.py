@@ -316,7 +316,7 @@ def test_inspect_shows_the_timeline(invoke: Invoke, folder: Path) -> None:
     shown = invoke("two", "--timeline", "--svg", "two.svg", "--perfetto", "two.json").stdout
     found = estimate_step(pipeline("llama-deep", 2, "dp=2", "1f1b", 4), CPU)
     lines = shown.splitlines()
-    assert lines[0] == "pp=2,dp=2  4 microbatches, prices of cpu-gloo"
+    assert lines[0] == "pp=2,dp=2  4 microbatches, cost model of cpu-gloo"
     assert sum("│" in line for line in lines) == 2
     assert [line.split()[:2] for line in lines if "model.layers" in line] == [["0", "0"], ["1", "1"]]
     assert f"MFU {found.mfu:.1%}" in shown and "pipeline rank" in shown
@@ -336,7 +336,7 @@ def test_inspect_timeline_json(invoke: Invoke) -> None:
     assert timeline["makespan_seconds"] == pytest.approx(found.seconds)
     assert timeline["bubble"] == pytest.approx(found.timeline.bubble)
     assert [r["peak_bytes"] for r in timeline["ranks"]] == [int(p) for p in found.timeline.peak]
-    assert sum(timeline["spent_seconds"].values()) == pytest.approx(found.seconds)
+    assert sum(timeline["breakdown_seconds"].values()) == pytest.approx(found.seconds)
     whole = json.loads(invoke("two", "--json").stdout)
     assert whole["timeline"] == timeline and whole["mesh"] == "pp=2,dp=2"
 
@@ -379,7 +379,7 @@ def test_inspect_one_rank_of_four(invoke: Invoke) -> None:
     assert "def forward_1():" in text and "def forward_0():" not in text
     found = json.loads(invoke("two", "--rank", "3", "--json").stdout)
     ranks = found["timeline"]["ranks"]
-    assert found["held_bytes"] == ranks[1]["held_bytes"] != ranks[0]["held_bytes"]
+    assert found["resident_bytes"] == ranks[1]["resident_bytes"] != ranks[0]["resident_bytes"]
 
 
 def test_what_inspect_refuses(invoke: Invoke) -> None:

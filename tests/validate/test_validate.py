@@ -502,7 +502,7 @@ def test_runs_out_of_memory_count_as_right_or_wrong() -> None:
         score("y", None, 1.0, oom=True),
     ]
     found = summary(lost)
-    assert (found.rows, found.oom_right, found.oom_wrong) == (0, 1, 1)
+    assert (found.rows, found.oom_predicted, found.oom_missed) == (0, 1, 1)
     assert found.mean_abs_pct_error is None
     assert found.memory_mean_abs_pct_error is None
 
@@ -567,7 +567,7 @@ def test_json_has_its_schema(tmp_path: Path) -> None:
     assert told["schema"] == 1
     assert set(told["overall"]) >= {
         *("rows", "mean_abs_pct_error", "worst_abs_pct_error", "memory_mean_abs_pct_error"),
-        *("oom_right", "oom_wrong"),
+        *("oom_predicted", "oom_missed"),
     }
     assert set(told["ranking"]) == {"groups", "picked", "mean_regret_pct", "worst_regret_pct"}
     assert set(told["studies"]) == {"a", "b"}

@@ -269,7 +269,7 @@ function drawItem(item, chosen, most) {
   };
   const seconds_ = cost ? seconds(cost) : "";
   const inner = item.nodes?.filter((node) => node.message).length || 0;
-  const second = talk ? moved(item.node) + (item.node.wire ? ` · ${bytes(item.node.wire)}` : " · free")
+  const second = talk ? moved(item.node) + (item.node.payload ? ` · ${bytes(item.node.payload)}` : " · free")
     : item.kind === "module" ? `${item.nodes.length} op${item.nodes.length > 1 ? "s" : ""}${inner ? ` · ⇄ ${inner}` : ""}${item.segment.calls > 1 && !segmentAlone() ? ` · × ${item.segment.calls}` : ""}`
     : item.ports ? list(item.ports.map((port) => port.name), 2)
     : item.kind === "port" && item.from ? `from ${item.from}` : item.type;
@@ -298,7 +298,7 @@ function words(layout) {
   return layout.split(" ").filter(Boolean).map((word) => {
     const [axis, where] = word.split(":");
     const dim = /^S\((\d+)/.exec(where || "");
-    const text = where === "R" ? "whole on every rank" : dim ? `split along dim ${dim[1]}` : "partial, to be reduced";
+    const text = where === "R" ? "Replicate" : dim ? `Shard along dim ${dim[1]}` : "Partial, pending reduction";
     return [axis, where, text];
   });
 }
@@ -310,7 +310,7 @@ function aboutItem(item) {
   const { node, segment } = item;
   if (item.kind === "module") return aboutChild(item);
   if (item.ports)
-    return el("div", {}, el("h3", {}, item.name), el("p", { class: "soft" }, "that nothing else drawn here takes"),
+    return el("div", {}, el("h3", {}, item.name), el("p", { class: "soft" }, "not used by anything else in this graph"),
       ...item.ports.map((port) => el("p", {}, el("div", {}, port.name), el("div", { class: "soft" }, `${port.type} `, placed(port.layout)))));
   if (!node || item.kind === "port" || item.kind === "param")
     return el("div", {}, el("h3", {}, item.name), el("p", { class: "soft" }, item.from ? `comes from ${item.from}` : "an input of this segment"),
@@ -323,16 +323,16 @@ function aboutItem(item) {
       ["type", node.type],
       ...words(node.layout).map(([axis, where, text]) => [axis, `${where} — ${text}`]),
       ["before", node.kind ? placed(node.before) : ""],
-      ["computing", node.compute ? seconds(node.compute) : ""],
-      ["sending", node.comm ? `${seconds(node.comm)}, ${bytes(node.wire)} a rank` : ""],
-      ["runs", `${count(segment.runs)} time${segment.runs > 1 ? "s" : ""} a step`],
+      ["compute", node.compute ? seconds(node.compute) : ""],
+      ["communication", node.comm ? `${seconds(node.comm)}, payload ${bytes(node.payload)} per rank` : ""],
+      ["runs", `${count(segment.runs)} time${segment.runs > 1 ? "s" : ""} per step`],
       ["module", node.module || "none"],
-      ["takes", list(node.refs)],
-      ["goes to", list(users.map((other) => other.outs[0]))],
+      ["inputs", list(node.refs)],
+      ["used by", list(users.map((other) => other.outs[0]))],
     ]),
-    node.why ? el("div", { class: "why" }, el("b", {}, "why "), node.why) : node.kind
-      ? el("div", { class: "why" }, el("b", {}, "why "), `what makes the value and what takes it want other placements (${moved(node)})`) : null,
-    el("div", { class: "soft" }, "the whole chain of reasons:"),
+    node.why ? el("div", { class: "why" }, el("b", {}, "reason "), node.why) : node.kind
+      ? el("div", { class: "why" }, el("b", {}, "reason "), `a reshard: producer and consumer have different placements (${moved(node)})`) : null,
+    el("div", { class: "soft" }, "all reasons:"),
     el("div", { class: "command" }, `autoshard explain DIR ${segment.name}/${node.outs[0]}`));
 }
 
@@ -348,7 +348,7 @@ function aboutChild(item) {
 const moduleFacts = (row) => [
   ["layers", row.layers > 1 ? row.layers : ""],
   ["forward", seconds(row.forward)], ["backward", seconds(row.backward)],
-  ["computing", seconds(row.compute)], ["sending", row.comm ? `${seconds(row.comm)}, ${bytes(row.wire)} a rank` : "nothing"],
+  ["compute", seconds(row.compute)], ["communication", row.comm ? `${seconds(row.comm)}, payload ${bytes(row.payload)} per rank` : "none"],
   ["of the model", percent(time(row) / (time(total) || 1))],
 ];
 
@@ -358,10 +358,10 @@ function aboutModule(segment) {
   const talk = data.collectives.filter((c) => inside(c.module, state.module));
   return el("div", {},
     el("h3", {}, state.module || data.title),
-    el("div", { class: "soft" }, "in a step, all layers and stages together"),
+    el("div", { class: "soft" }, "per step, sum of all layers and stages"),
     facts([...moduleFacts(row),
-      ["collectives", talk.length ? `${count(sum(talk, (c) => c.runs))} a step` : "none"],
-      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""} a microbatch` : ""]]),
+      ["collectives", talk.length ? `${count(sum(talk, (c) => c.runs))} per step` : "none"],
+      ["drawn", segment ? `${segment.name}, called ${segment.calls} time${segment.calls > 1 ? "s" : ""} per microbatch` : ""]]),
     held.length ? el("div", {}, el("b", {}, "parameters"), ...held.slice(0, 10).map((p) => el("p", {},
       el("div", {}, state.module ? p.name.slice(state.module.length + 1) : p.name, p.count > 1 ? el("span", { class: "soft" }, ` × ${p.count}`) : ""),
       el("div", { class: "soft" }, placed(p.layout)),

@@ -43,15 +43,15 @@ function changed(row) {
 function drawCollectives() {
   const rows = data.collectives.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.wire * r.runs))} sent in a step by a rank of each stage`), place);
-  if (!rows.length) return replace(place, el("p", { class: "empty" }, "nothing is sent here"));
+  replace($("collectives"), scope(`${rows.length} collectives, ${bytes(sum(rows, (r) => r.payload * r.runs))} of payload per step and rank, sum of all stages`), place);
+  if (!rows.length) return replace(place, el("p", { class: "empty" }, "no collectives here"));
   return sortable(place, "collectives", [
     ["collective", (r) => el("b", {}, r.kind), null],
     ["placement", (r) => el("span", { class: "placed" }, el("b", {}, r.axis), ` ${changed(r)}`), null],
-    ["bytes a rank", (r) => bytes(r.wire), (r) => r.wire],
+    ["payload/rank", (r) => bytes(r.payload), (r) => r.payload],
     ["time", (r) => seconds(r.seconds), (r) => r.seconds],
-    ["times", (r) => count(r.runs), (r) => r.runs],
-    ["in all", (r) => seconds(r.seconds * r.runs), (r) => r.seconds * r.runs],
+    ["calls", (r) => count(r.runs), (r) => r.runs],
+    ["total time", (r) => seconds(r.seconds * r.runs), (r) => r.seconds * r.runs],
     ["value", (r) => el("span", {}, el("code", {}, `${r.segment}/${r.value}`), r.values > 1 ? el("span", { class: "soft" }, ` and ${r.values - 1} more`) : ""), null],
     ["module", (r) => el("span", { title: r.source }, r.module), null],
   ], rows, (row) => showOp(row.segment, segments.get(row.segment).nodes[row.node]));
@@ -60,8 +60,8 @@ function drawCollectives() {
 function drawParameters() {
   const rows = data.parameters.filter((row) => inside(row.module, state.module));
   const place = el("div");
-  const held = bytes(sum(rows.filter((r) => r.kind === "param"), (r) => r.bytes));
-  const ranks = data.timeline.owner.length > 1 ? `ranks of all stages together store ${held}` : `a rank stores ${held}`;
+  const held = bytes(sum(rows.filter((r) => r.kind === "param"), (r) => r.rank_bytes));
+  const ranks = data.timeline.owner.length > 1 ? `${held} per rank, sum of all stages` : `${held} per rank`;
   replace($("parameters"), scope(`${rows.length} kinds of parameters, buffers and inputs (${ranks})`), place);
   if (!rows.length) return replace(place, el("p", { class: "empty" }, "this module has no parameters"));
   return sortable(place, "parameters", [
@@ -69,8 +69,8 @@ function drawParameters() {
     ["count", (r) => count(r.count), (r) => r.count],
     ["type", (r) => el("code", {}, r.type), null],
     ["placement, and the next best", (r) => el("span", {}, placed(r.layout), el("div", { class: "soft" },
-      ...(r.alternative ? [placed(r.alternative), r.margin > 5e-10 ? ` +${seconds(r.margin)} a step` : ", the same"] : [r.reason]))), null],
-    ["on a rank", (r) => bytes(r.bytes), (r) => r.bytes],
-    ["of", (r) => bytes(r.whole), (r) => r.whole],
+      ...(r.alternative ? [placed(r.alternative), r.margin > 5e-10 ? ` +${seconds(r.margin)} per step` : ", the same"] : [r.reason]))), null],
+    ["per rank", (r) => bytes(r.rank_bytes), (r) => r.rank_bytes],
+    ["global", (r) => bytes(r.global_bytes), (r) => r.global_bytes],
   ], rows, (row) => choose(known(row.module) ?? "", { tab: "graph" }));
 }

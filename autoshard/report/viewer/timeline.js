@@ -43,7 +43,7 @@ function drawTimeline() {
       el("th", { class: k === 2 ? null : "number" }, name))),
     ...memory.stages.map((row) => el("tr", {},
       ...[[row.stage, 1], [row.rank, 1], [row.layers, 0], [seconds(row.forward), 1], [seconds(row.backward), 1],
-          [row.in_flight, 1], [bytes(row.kept), 1]].map(([text, number]) =>
+          [row.in_flight, 1], [bytes(row.saved_bytes), 1]].map(([text, number]) =>
         el("td", { class: number ? "number" : null }, String(text)))))));
   movable(gantt);
   movable(curve);

@@ -146,10 +146,10 @@ function drawHead() {
   const share = memory.peak / memory.capacity;
   const figures = [
     ["step", seconds(step.seconds), "predicted"],
-    [`${step.what} per second`, count(step.per_second), ""],
+    [`${step.items}/s`, count(step.items_per_second), ""],
     ["model FLOP utilisation", percent(step.mfu), ""],
-    ["memory of the fullest rank", bytes(memory.peak), `of ${bytes(memory.capacity)}, ${percent(share)}`],
-    ["ranks", count(data.ranks), `${data.device}, prices of ${data.cluster}`],
+    ["peak memory per rank", bytes(memory.peak), `of ${bytes(memory.capacity)}, ${percent(share)}`],
+    ["ranks", count(data.ranks), `${data.device}, cost model of ${data.cluster}`],
     ["microbatches", count(data.microbatches), ""],
   ];
   replace($("figures"), ...figures.map(([name, value, note]) => el("div", { class: "figure" },
@@ -207,7 +207,7 @@ function drawTree(before) {
     return el("div", {
       class: "row", role: "treeitem", "aria-level": depth + 1, "aria-selected": chosen, "data-path": path,
       "aria-expanded": inner ? open.has(path) : null, style: `padding-left:${6 + 12 * depth}px`,
-      title: `${path || "the whole model"}, all layers and stages\ncomputing ${seconds(row.compute)}, communication ${seconds(row.comm)}`,
+      title: `${path || "the model"}, all layers and stages\ncompute ${seconds(row.compute)}, communication ${seconds(row.comm)}`,
       onclick: () => choose(path, state.tab === "overview" ? { tab: "graph" } : {}),
     },
     el("span", { class: "fold", onclick: (event) => { event.stopPropagation(); fold(path); } },
@@ -321,8 +321,8 @@ function listenToSearch() {
 
 // -- overview ---------------------------------------------------------------------------------------------------
 
-const PARTS = { compute: "F", "sends between stages": "I", bubble: "faint", optimizer: "update",
-                parameters: "F", gradients: "B", activations: "W", "inside a part": "memory" };
+const PARTS = { compute: "F", "exposed communication, p2p": "I", bubble: "faint", optimizer: "update",
+                parameters: "F", gradients: "B", "saved for backward": "W", temporaries: "memory" };
 const AXES = ["B", "W", "memory", "talk"];
 
 function stack(title, parts, value, text, whole) {
@@ -342,17 +342,17 @@ function stack(title, parts, value, text, whole) {
 
 function drawOverview() {
   const { plan, step, memory } = data;
-  const again = plan.recompute.map((row) => `${row.policy} for ${row.calls} calls of ${row.segment}`).join(", ");
+  const recompute = plan.recompute.map((row) => `${row.policy} for ${row.calls} calls of ${row.segment}`).join(", ");
   const pipe = plan.pipeline;
   const facts = [
     ["mesh", data.mesh + (plan.mesh_reason ? ` — ${plan.mesh_reason}` : "")],
     ["batch", plan.batch ? `${count(plan.batch * data.microbatches)} sequences a step` +
       (data.microbatches > 1 ? `: ${data.microbatches} microbatches of ${plan.batch}` : "") : "none"],
     ["pipeline", pipe ? `${pipe.schedule}, ${pipe.ranks} ranks, ${pipe.chunks} stage${pipe.chunks > 1 ? "s" : ""} each` : "none"],
-    ["computed again", again || "nothing"],
-    ["proof", plan.proof.gap < 1e-9 ? "the best plan for these prices of the search"
-      : `at most ${(100 * plan.proof.gap).toFixed(2)} % from the best for these prices of the search`],
-    ["search", `${count(plan.decisions)} decisions, ${count(plan.choices)} choices`],
+    ["recompute", recompute || "nothing"],
+    ["optimality", plan.optimality.gap < 1e-9 ? "optimal, by the cost model of the search"
+      : `gap at most ${(100 * plan.optimality.gap).toFixed(2)} %, by the cost model of the search`],
+    ["search", `${count(plan.decisions)} decisions, ${count(plan.states)} states`],
   ];
   const costly = data.modules.filter((row) => row.path && !(children.get(row.path) || []).length)
     .sort((a, b) => time(b) - time(a)).slice(0, 8);
@@ -360,26 +360,26 @@ function drawOverview() {
   replace($("overview"),
     ...plan.warnings.map((text) => el("p", { class: "warning" }, text)),
     el("div", { class: "columns" },
-      stack("where a step goes", step.parts, "seconds", seconds, sum(step.parts, (p) => p.seconds) || 1),
-      stack(`what rank ${memory.rank} holds at its peak`, memory.parts, "bytes", bytes, memory.peak || 1),
-      el("div", {}, el("h2", {}, "decided for the whole model"),
+      stack("step time", step.parts, "seconds", seconds, sum(step.parts, (p) => p.seconds) || 1),
+      stack(`peak memory of rank ${memory.rank}`, memory.parts, "bytes", bytes, memory.peak || 1),
+      el("div", {}, el("h2", {}, "model-wide decisions"),
         el("table", { class: "facts" }, ...facts.map(([name, text]) => el("tr", {}, el("td", {}, name), el("td", {}, text))))),
-      el("div", {}, el("h2", {}, "modules that take longest"),
+      el("div", {}, el("h2", {}, "slowest modules"),
         el("table", {}, ...costly.map((row) => el("tr", { class: "link", onclick: () => choose(row.path, { tab: "graph" }) },
           el("td", {}, row.path, row.layers > 1 ? el("span", { class: "soft" }, ` × ${row.layers}`) : ""),
           el("td", { class: "number" }, seconds(time(row))),
           el("td", { class: "number soft" }, percent(time(row) / (time(total) || 1)))))))),
-    weighty.length ? el("h2", {}, "decisions that matter most ",
-      el("span", { class: "note" }, "what a step would lose with the next best choice")) : null,
+    weighty.length ? el("h2", {}, "decisions with the largest margins ",
+      el("span", { class: "note" }, "what the next best choice adds to a step")) : null,
     weighty.length ? el("table", {},
-      el("tr", {}, ...["op", "in", "placement", "next best", "would cost"].map((name, k) => el("th", { class: k === 4 ? "number" : null }, name))),
+      el("tr", {}, ...["op", "in", "placement", "next best", "adds"].map((name, k) => el("th", { class: k === 4 ? "number" : null }, name))),
       ...weighty.map(({ segment, node, next, more }) => el("tr", { class: "link", onclick: () => showOp(segment.name, node) },
         el("td", {}, node.op, more ? el("span", { class: "soft" }, ` and ${more} more`) : ""), el("td", {}, node.module || segment.name, segment.backward ? el("span", { class: "soft" }, " backward") : ""),
         el("td", {}, placed(node.layout)), el("td", {}, placed(next.other)),
         el("td", { class: "number" }, `+${seconds(next.micro * 1e-6)}`)))) : null);
 }
 
-/** Ops whose next best choice would cost most; ops of a module that would cost the same hang together. */
+/** Ops with the largest margins; ops of a module with equal margins are one row. */
 function weightiest(most) {
   const found = new Map();
   for (const segment of data.segments) {
@@ -393,7 +393,7 @@ function weightiest(most) {
   return [...found.values()].sort((a, b) => b.next.micro - a.next.micro).slice(0, most);
 }
 
-/** The next best choice that a reason names, and microseconds that it would cost. */
+/** The next best choice that a reason names, and the microseconds that it adds. */
 function margin(why) {
   const found = /next best (.+) \+(\d+) us/.exec(why);
   return found ? { other: found[1], micro: Number(found[2]) } : { other: "", micro: 0 };

@@ -31,31 +31,31 @@ class Why(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class OptimalityGap(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How good the plan is known to be, for the cost model: seconds found, and no plan below the bound.
+    """The step time of the plan, and the dual bound of all plans, by the cost model.
 
-    own_bound: seconds; no plan with the same mesh and microbatches is below it.
+    configuration_bound: the dual bound of plans with the same mesh and microbatches.
     """
 
     seconds: float
-    lower_bound: float
+    dual_bound: float
     gap: float
     method: str
     variables: int
     states: int
-    own_bound: float = 0.0
+    configuration_bound: float = 0.0
 
     @property
-    def own_gap(self) -> float:
+    def configuration_gap(self) -> float:
         """Share of the seconds that another plan with the same mesh and microbatches may save at most."""
-        return max(0.0, (self.seconds - self.own_bound) / self.seconds) if self.seconds else 0.0
+        return max(0.0, (self.seconds - self.configuration_bound) / self.seconds) if self.seconds else 0.0
 
 
 class Recompute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What backward computes again instead of keeping it.
+    """What backward recomputes instead of saving it.
 
-    policy: ``full`` keeps only the inputs of a call; ``selective`` also keeps the results of matrix
-    products and attention, and runs again what is cheap between them. calls: for so many calls of the
-    segment, the first ones of the forward pass (whose activations would be kept longest).
+    policy: ``full`` saves only the inputs of a call; ``selective`` also saves the results of matrix
+    products and attention, and recomputes what is cheap between them. calls: for so many calls of the
+    segment, the first ones of the forward pass (whose activations are live longest).
     """
 
     policy: Literal["selective", "full"]
@@ -102,16 +102,16 @@ class Pipeline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class Plan:
     """Decisions for one model on one mesh.
 
-    mesh: ``dp=2,tp=2``. cluster: name of the cluster whose prices were used. budget: bytes per
+    mesh: ``dp=2,tp=2``. cluster: name of the cluster of the cost model. budget: bytes per
     rank, None if no limit was set.
     fingerprint: of the folded graph the plan is for. nodes: the way every op runs. values: the layout
     of shared values and segment inputs. params: the life of every class of parameters. ports: layout
     of inputs and tangents. results: layout of outputs, by position in the joint results.
     why: reasons, under the same keys as text. warnings: things a reader should know. target: where the
-    model came from. replicated: ops without a rule, which run on whole tensors. microbatches: the graph is
+    model came from. replicated: ops without a rule, which run replicated. microbatches: the graph is
     one microbatch, and a step runs it so many times. batch: sequences of a microbatch over the whole mesh,
     0 if the model has no batch. order: the device of every rank, () if rank r has device r. recompute:
-    forward segment -> what of it runs again in backward. pipeline: None for a single stage; the mesh is
+    forward segment -> what of it is recomputed in backward. pipeline: None for a single stage; the mesh is
     that of the ranks of one stage. offload: what it takes to be in host memory (see `offload.Offload`).
     step_fingerprint: of the graph that a program of several microbatches is stored with, whose losses add up
     to those of the whole batch; "" where that is the graph the plan is for.
@@ -128,7 +128,7 @@ class Plan:
     results: dict[int, Layout]
     why: dict[str, Why]
     warnings: tuple[str, ...]
-    proof: OptimalityGap
+    optimality: OptimalityGap
     target: str = ""
     replicated: tuple[str, ...] = ()
     microbatches: int = 1

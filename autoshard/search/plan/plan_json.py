@@ -17,7 +17,7 @@ from autoshard.rules.states import OpState
 from autoshard.search.plan.plan import OptimalityGap, Pipeline, Plan, Recompute, Why
 from autoshard.search.problem.decisions import ParamState
 
-SCHEMA = 5
+SCHEMA = 6
 #: a layout: one placement per mesh axis
 _Words: TypeAlias = list[str]
 
@@ -46,7 +46,7 @@ class _PlanFile(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_d
     pipeline: Pipeline | None
     offload: str = ""
     step_fingerprint: str = ""
-    proof: OptimalityGap
+    optimality: OptimalityGap
 
 
 _ROWS = ("nodes", "values", "params", "ports", "results")

@@ -17,6 +17,7 @@ from autoshard.ir.placement import Layout, Placement, parse_placement
 from autoshard.search.problem.cost_terms import compose
 from autoshard.search.problem.decisions import NodeVar, ParamVar, PortVar, Variable
 from autoshard.search.problem.problem import Model, Problem
+from autoshard.search.problem.search_axes import SearchAxes
 from autoshard.solver.network import Array, NoFiniteAssignment
 from autoshard.solver.solve import solve
 
@@ -125,13 +126,13 @@ def check_pins(pins: Sequence[Pin], masks: Sequence[Sequence[Array | None]], pro
     named = " and ".join(f"'{pins[k]}'" for k in chosen)
     if len(chosen) == 1:
         raise UsageError(
-            f"the pin {named} cannot hold",
+            f"the pin {named} is infeasible",
             why="no op that makes or takes the tensor can run with it on this mesh",
             hint="pin another placement, or leave the tensor to the search",
         )
     raise UsageError(
         f"the pins {named} contradict each other",
-        why="each can hold alone, but the ops between the tensors allow no placements for all of them",
+        why="each alone is feasible, but the ops between the tensors allow no placements for all of them",
         hint="drop one of them",
     )
 
@@ -203,7 +204,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
         if matching:
             _all_or_none(pin, matching, own)
             number = problem.index[group.key]
-            found[number] = _allowed(pin, problem.variables[number], wanted, 0, problem)
+            found[number] = _allowed(pin, problem.variables[number], wanted, 0, problem.axes, mesh)
             hits += 1
     for (segment, value), own in names.results((pin,)):
         known += own
@@ -211,7 +212,7 @@ def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array 
         if matching:
             _all_or_none(pin, matching, own)
             number, position = _maker(names.model, problem, segment, value)
-            found[number] = _allowed(pin, problem.variables[number], wanted, position, problem)
+            found[number] = _allowed(pin, problem.variables[number], wanted, position, problem.axes, mesh)
             hits += 1
     if not hits:
         near = get_close_matches(pin.glob, known, n=3, cutoff=0.4)
@@ -241,10 +242,14 @@ def _maker(model: Model, problem: Problem, segment: str, value: str) -> tuple[in
 
 
 def _allowed(
-    pin: Pin, variable: Variable, wanted: Sequence[tuple[int, Placement]], position: int, problem: Problem
+    pin: Pin,
+    variable: Variable,
+    wanted: Sequence[tuple[int, Placement]],
+    position: int,
+    axes: SearchAxes,
+    mesh: Mesh,
 ) -> Array:
     """0 for the states that have the wanted placements, inf for the others."""
-    axes = problem.axes
 
     def fits(layout: Layout | None) -> bool:
         return layout is not None and all(layout[axis] == placed for axis, placed in wanted)
@@ -266,24 +271,25 @@ def _allowed(
             ok = [fits(axes.to_mesh(layout)) for layout in variable.states]
     if not any(ok):
         raise UsageError(
-            f"the pin '{pin}' cannot hold",
-            why=f"possible there: {'; '.join(_possible(variable, position, problem)[:8])}",
+            f"the pin '{pin}' is infeasible",
+            why=f"feasible layouts: {'; '.join(_feasible(variable, position, axes, mesh)[:8])}",
             hint="pin one of these, or use another mesh",
         )
     return np.where(ok, 0.0, np.inf)
 
 
-def _possible(variable: Variable, position: int, problem: Problem) -> list[str]:
-    """Layouts that a variable may take, as text."""
+def _feasible(variable: Variable, position: int, axes: SearchAxes, mesh: Mesh) -> list[str]:
+    """Layouts that a variable may take, as text: ``dp:R tp:S(0)``."""
     layouts: list[Layout | None]
     match variable:
         case ParamVar():
             layouts = [s.stored for s in variable.states]
         case NodeVar():
             outs = [s.outputs[position] for s in variable.states]
-            layouts = [None if o is None else problem.axes.to_mesh(o) for o in outs]
+            layouts = [None if o is None else axes.to_mesh(o) for o in outs]
         case PortVar():
-            layouts = [problem.axes.to_mesh(s) for s in variable.states]
+            layouts = [axes.to_mesh(s) for s in variable.states]
         case _:
             layouts = []
-    return list(dict.fromkeys(" ".join(map(str, lay)) for lay in layouts if lay is not None))
+    texts = (" ".join(f"{n}:{p}" for n, p in zip(mesh.names, x, strict=True)) for x in layouts if x)
+    return list(dict.fromkeys(texts))

@@ -44,14 +44,14 @@ def explain(
     """
     placed, problem = settled.placed, settled.formulated.problem
     mesh, where = settled.configuration.mesh, settled.configuration
-    proof = OptimalityGap(
+    optimality = OptimalityGap(
         placed.seconds,
         settled.bound,
         max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
         placed.solution.method,
         len(problem.variables),
         problem.choices,
-        settled.own_bound,
+        settled.configuration_bound,
     )
     plan = Plan(
         mesh=str(mesh),
@@ -65,7 +65,7 @@ def explain(
         results={},
         why={},
         warnings=_warnings(settled, cluster, budget, replicated),
-        proof=proof,
+        optimality=optimality,
         target=target,
         replicated=tuple(replicated),
         microbatches=where.microbatches,
@@ -109,13 +109,13 @@ def _warnings(
     if settled.interrupted:
         warnings.append("the search was interrupted: this is the best plan found until then")
     if settled.spent:
-        warnings.append("the search did all the work that it may: this is the best plan found until then")
+        warnings.append("the search reached its work limit: this is the best plan found until then")
     if not settled.formulated.strict:
-        warnings.append(f"not all work could be divided as the axes of {settled.formulated.mesh} mean")
+        warnings.append(f"not all work could be sharded as the axes of {settled.formulated.mesh} mean")
     room = usable_memory(cluster.device)
     if budget is None and settled.placed.bytes > room:
         held = bytes_up(settled.placed.bytes)
-        warnings.append(f"about {held} per rank are held, a {cluster.device.name} has {bytes_up(room)}")
+        warnings.append(f"a rank needs about {held}, a {cluster.device.name} has {bytes_up(room)}")
     return tuple(warnings)
 
 
@@ -160,12 +160,12 @@ def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: Se
         if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh, axes) != own
     ]
     if not others:
-        return Why("the only way")
+        return Why("no alternative")
     best, index = min(others)
     margin = max(0.0, best - float(costs[state]))
-    reason = "solver" if margin > 0 else "solver (a tie)"
+    reason = "solver" if margin > 0 else "solver (tie)"
     if not exact:
-        reason = f"{reason}, all else as it is"
+        reason = f"{reason}, all else fixed"
     return Why(reason, _face(variable, index, mesh, axes), margin)
 
 

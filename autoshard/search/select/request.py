@@ -58,7 +58,7 @@ class Rejected:
 class CandidateSolution:
     """The best found.
 
-    bound: seconds; no plan that was considered is faster. own_bound: seconds; no placements and no
+    bound: seconds; no plan that was considered is faster. configuration_bound: seconds; no placements and no
     recomputation make the chosen configuration faster. rejected: other configurations, those that were
     solved first, best first. interrupted: whether the search was stopped before its end. spent: whether it
     ended because all work was done that was asked of it.
@@ -76,5 +76,5 @@ class CandidateSolution:
     stages: tuple[Stage, ...] = ()
 
     @property
-    def own_bound(self) -> float:
+    def configuration_bound(self) -> float:
         return self.placed.lower_bound
