@@ -35,42 +35,42 @@ def check_command(
 
         say = Progress()
         options = options_of(target, batch, seq)
-        own = load_rules(rules)
+        custom_rules = load_rules(rules)
         say(f"building {target}")
         built = build(target, batch=options.get("batch"), seq=options.get("seq"))
         for note in built.notes:
             say.note(note)
         say("capturing")
         args, kwargs = split_inputs(built.inputs)
-        found = coverage(capture(built.model, args, kwargs), own)
+        report = coverage(capture(built.model, args, kwargs), custom_rules)
         if json:
-            print_json({"command": "check", "target": target, "options": options, **found.as_json()})
+            print_json({"command": "check", "target": target, "options": options, **report.as_json()})
         else:
-            _print(found)
-        if found.missing:
+            _print(report)
+        if report.missing:
             raise typer.Exit(NO_RULE)
 
 
-def _print(found: Coverage) -> None:
+def _print(report: Coverage) -> None:
     console = stdout()
-    console.print(f"captured  {found.calls} calls of {found.kinds} ops, {found.segments} segments")
-    if found.missing:
-        number = len(found.missing)
+    console.print(f"captured  {report.calls} calls of {report.kinds} ops, {report.segments} segments")
+    if report.missing:
+        number = len(report.missing)
         console.print(f"[bold red]no rule[/]   for {number} op{'s' * (number > 1)}")
     else:
         console.print("rules     every op has one")
-    _print_ops("no rule", found.missing)
-    _print_ops("runs replicated", found.replicated)
-    if found.uneven:
+    _print_ops("no rule", report.missing)
+    _print_ops("runs replicated", report.replicated)
+    if report.uneven:
         console.print()
-        made = table("uneven", "size", "shape")
-        for row in found.uneven[:_MOST_UNEVEN]:
-            made.add_row(row.name, str(row.size), "x".join(map(str, row.shape)))
-        if len(found.uneven) > _MOST_UNEVEN:
-            made.add_row(f"... {len(found.uneven) - _MOST_UNEVEN} more", "", "")
-        print_table(made)
+        rows_table = table("uneven", "size", "shape")
+        for row in report.uneven[:_MOST_UNEVEN]:
+            rows_table.add_row(row.name, str(row.size), "x".join(map(str, row.shape)))
+        if len(report.uneven) > _MOST_UNEVEN:
+            rows_table.add_row(f"... {len(report.uneven) - _MOST_UNEVEN} more", "", "")
+        print_table(rows_table)
         console.print("an odd size can be sharded, but not evenly")
-    if found.missing:
+    if report.missing:
         console.print(
             "\nadd rules (--rules FILE.py), or run these ops on global tensors (--replicate-unknown)"
         )
@@ -80,10 +80,10 @@ def _print_ops(title: str, ops: tuple[OpCalls, ...]) -> None:
     if not ops:
         return
     stdout().print()
-    made = table(title, "calls", "called at", "in", right=(1,))
+    op_table = table(title, "calls", "called at", "in", right=(1,))
     for row in ops:
-        made.add_row(row.op, str(row.count), _some(row.sources), _some(row.modules))
-    print_table(made)
+        op_table.add_row(row.op, str(row.count), _some(row.sources), _some(row.modules))
+    print_table(op_table)
 
 
 def _some(names: tuple[str, ...]) -> str:

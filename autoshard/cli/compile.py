@@ -92,7 +92,7 @@ def _from_plan(
 
     stored, request = read_plan(folder)
     inputs = dict(request.inputs)
-    own = load_rules(rules)
+    custom_rules = load_rules(rules)
     say(f"building {request.target}")
     built = build(request.target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     compiled = api.compile(
@@ -100,7 +100,7 @@ def _from_plan(
         stored,
         example_inputs=built.inputs,
         cluster=cluster or stored.cluster,
-        rules=own,
+        rules=custom_rules,
         progress=say,
         **vars(passes),
     )

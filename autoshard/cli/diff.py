@@ -40,45 +40,44 @@ def diff_command(
         opener = Opener(rules, Progress(quiet=json))
         opened = [opener.open(folder) for folder in (a, b)]
         sides = [Side(str(o.folder), o.program, prices_of(o.program.plan, cluster)) for o in opened]
-        found = diff_of(*sides)
+        diff = diff_of(*sides)
         if json:
-            print_json({"command": "diff", "version": 2, **found.as_json()})
+            print_json({"command": "diff", "version": 2, **diff.as_json()})
         else:
-            _print(found, all)
+            _print(diff, all)
 
 
-def _print(found: Diff, all: bool) -> None:
+def _print(diff: Diff, all: bool) -> None:
     console = stdout()
     for side, which in enumerate(("a", "b")):
-        target = f"  {found.targets[side]}" if found.targets[side] else ""
+        target = f"  {diff.targets[side]}" if diff.targets[side] else ""
         console.print(
-            f"{which}  {found.meshes[side]}  {found.names[side]}{target}  "
-            f"cost model of {found.clusters[side]}",
+            f"{which}  {diff.meshes[side]}  {diff.names[side]}{target}  cost model of {diff.clusters[side]}",
             markup=False,
         )
-    for note in found.notes:
+    for note in diff.notes:
         console.print("[yellow]note[/] ", end="")
         console.print(note, markup=False)
-    if found.identical:
-        console.print(f"\nidentical: all {found.identical_decisions} decisions", markup=False)
+    if diff.identical:
+        console.print(f"\nidentical: all {diff.identical_decisions} decisions", markup=False)
     console.print()
-    _print_figures("metric", found.figures)
-    if found.payloads:
+    _print_figures("metric", diff.figures)
+    if diff.payloads:
         console.print()
-        _print_figures("payload per rank and step", found.payloads)
-    _print_decisions("model-wide decision", found.model_wide, len(found.model_wide))
-    _print_decisions("parameter placement", found.parameters, len(found.parameters))
-    if found.ops:
-        _print_decisions("op placement", found.ops, len(found.ops) if all else _MOST_OPS)
-    if not found.identical:
-        console.print(f"\nidentical: {found.identical_decisions} decisions", markup=False)
+        _print_figures("payload per rank and step", diff.payloads)
+    _print_decisions("model-wide decision", diff.model_wide, len(diff.model_wide))
+    _print_decisions("parameter placement", diff.parameters, len(diff.parameters))
+    if diff.ops:
+        _print_decisions("op placement", diff.ops, len(diff.ops) if all else _MOST_OPS)
+    if not diff.identical:
+        console.print(f"\nidentical: {diff.identical_decisions} decisions", markup=False)
 
 
 def _print_figures(title: str, rows: tuple[Figure, ...]) -> None:
-    made = table(title, "a", "b", "b - a", "", right=(1, 2, 3, 4))
+    figure_table = table(title, "a", "b", "b - a", "", right=(1, 2, 3, 4))
     for row in rows:
-        made.add_row(row.name, *_cells(row))
-    print_table(made)
+        figure_table.add_row(row.name, *_cells(row))
+    print_table(figure_table)
 
 
 def _cells(row: Figure) -> tuple[str, str, str, str]:
@@ -113,9 +112,9 @@ def _print_decisions(title: str, rows: tuple[Decided, ...], most: int) -> None:
     if not rows:
         return
     stdout().print()
-    made = table(title, "count", "a", "b", right=(1,))
+    decision_table = table(title, "count", "a", "b", right=(1,))
     for row in rows[:most]:
-        made.add_row(row.what, str(row.count), row.a, row.b)
+        decision_table.add_row(row.what, str(row.count), row.a, row.b)
     if len(rows) > most:
-        made.add_row(f"... {len(rows) - most} more (--all)", "", "", "")
-    print_table(made)
+        decision_table.add_row(f"... {len(rows) - most} more (--all)", "", "", "")
+    print_table(decision_table)

@@ -69,23 +69,25 @@ def explain_command(
             raise UsageError("nothing to explain", hint="give a name, or --why-not mesh=dp=8,tp=8")
         say = Progress(quiet=json)
         opener = Opener(rules, say)
-        wanted = None if why_not is None else alternative_of(why_not, name)
-        if wanted is not None and not isinstance(wanted, Mesh):
-            check_axes(wanted, Mesh.parse(opener.plan_of(folder).mesh))  # before anything that takes time
+        alternative = None if why_not is None else alternative_of(why_not, name)
+        if alternative is not None and not isinstance(alternative, Mesh):
+            check_axes(
+                alternative, Mesh.parse(opener.plan_of(folder).mesh)
+            )  # before anything that takes time
         opened = opener.open(folder)
         prices = prices_of(opened.program.plan, cluster)
-        found = None if name is None else explain_name(opened.program, prices, name)
-        answer = None if wanted is None else _answer(opener, opened, prices, found, wanted)
+        explanation = None if name is None else explain_name(opened.program, prices, name)
+        answer = None if alternative is None else _answer(opener, opened, prices, explanation, alternative)
         if json:
             document: dict[str, Any] = {"command": "explain", "folder": str(folder), "version": 2}
-            if found is not None:
-                document["explanation"] = found.as_json()
+            if explanation is not None:
+                document["explanation"] = explanation.as_json()
             if answer is not None:
                 document["why_not"] = whatif_json(answer)
             print_json(document)
             return
         console = stdout()
-        lines = [] if found is None else list(explanation_lines(found))
+        lines = [] if explanation is None else list(explanation_lines(explanation))
         if answer is not None:
             lines += ["", *whatif_lines(answer, asks_all=opened.asks_all)]
         for line in lines:
@@ -93,7 +95,11 @@ def explain_command(
 
 
 def _answer(
-    opener: Opener, opened: Opened, prices: Cluster, found: Explanation | None, wanted: Wanted | Mesh
+    opener: Opener,
+    opened: Opened,
+    prices: Cluster,
+    explanation: Explanation | None,
+    alternative: Wanted | Mesh,
 ) -> WhatIf:
     """Solve the question of the folder again, with the alternative."""
     from autoshard.cli.why_not import pin_for
@@ -103,7 +109,7 @@ def _answer(
     request = opened.request
     planned = opened.planned or opener.planned(opened.plan, request, prices)
     solver = Solver(planned.analysis, opened.plan, prices, request.options, opener.say)
-    if isinstance(wanted, Mesh):
-        return solver.on_mesh(wanted)
-    assert found is not None
-    return solver.pinned(pin_for(found, wanted))
+    if isinstance(alternative, Mesh):
+        return solver.on_mesh(alternative)
+    assert explanation is not None
+    return solver.pinned(pin_for(explanation, alternative))

@@ -81,13 +81,13 @@ def _planned(folder: Path, rules: Path | None, say: Progress) -> tuple[Planned, 
     from autoshard.runtime.arguments import split_inputs
 
     stored, request = read_plan(folder)
-    own = load_rules(rules)
+    custom_rules = load_rules(rules)
     say(f"building {request.target}")
     built = build(request.target, batch=request.inputs.get("batch"), seq=request.inputs.get("seq"))
     args, kwargs = split_inputs(built.inputs)
     say("capturing")
     joint = capture(built.model, args, kwargs)
-    analysis = analyse(joint, replicate_unknown=bool(stored.replicated), rules=own, progress=say)
+    analysis = analyse(joint, replicate_unknown=bool(stored.replicated), rules=custom_rules, progress=say)
     return Planned(stored, analysis, load_cluster(stored.cluster)), built
 
 

@@ -34,8 +34,8 @@ def check_plan_folder(folder: Path, *, overwrite: bool) -> None:
     """UsageError if something other than an older plan would be lost."""
     if not folder.exists():
         return
-    held = {p.name for p in folder.iterdir()} if folder.is_dir() else {""}
-    if held and not (overwrite and held <= _FILES):
+    present = {p.name for p in folder.iterdir()} if folder.is_dir() else {""}
+    if present and not (overwrite and present <= _FILES):
         raise UsageError(
             f"{folder} exists already",
             why="only a folder that holds nothing but an older plan is ever overwritten",
@@ -63,8 +63,8 @@ def read_plan(folder: Path) -> tuple[Plan, Request]:
         ) from None
     try:
         raw = json.loads(request_text)
-        if (found := raw.pop("schema", None)) != _SCHEMA:
-            raise ValueError(f"schema {found}, this version reads {_SCHEMA}")
+        if (schema := raw.pop("schema", None)) != _SCHEMA:
+            raise ValueError(f"schema {schema}, this version reads {_SCHEMA}")
         request = decoded(raw, Request, "request.json")
     except (ValueError, TypeError, AttributeError, RecursionError, UsageError) as error:
         raise VerificationError(

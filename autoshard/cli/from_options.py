@@ -25,8 +25,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     kinds = {name: kind for name, kind in hints.items() if kind in _KINDS}
     parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(command).parameters.items():
-        made = map(_parameter, visible_fields(kinds[name])) if name in kinds else (parameter,)
-        for each in made:
+        parameters_of = map(_parameter, visible_fields(kinds[name])) if name in kinds else (parameter,)
+        for each in parameters_of:
             annotation = hints.get(each.name, each.annotation) if each is parameter else each.annotation
             keyword = each.replace(annotation=annotation, kind=inspect.Parameter.KEYWORD_ONLY)
             parameters.setdefault(each.name, keyword)
@@ -37,8 +37,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         with reporting(bool(given.get("debug"))):
             for name, kind in kinds.items():
                 built[name] = kind(**{f.name: _value(f, given[f.name]) for f in visible_fields(kind)})
-        own = {k: v for k, v in given.items() if k in hints and k not in kinds}
-        command(**own, **built)
+        arguments = {k: v for k, v in given.items() if k in hints and k not in kinds}
+        command(**arguments, **built)
 
     run.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: p.annotation for name, p in parameters.items()}

@@ -61,12 +61,12 @@ def inspect_command(
         from autoshard.program.store import load_program
         from autoshard.report.inspect import InspectView, annotated, as_json, dump_after, pass_name
 
-        asked = timeline or svg is not None or perfetto is not None
+        wants_timeline = timeline or svg is not None or perfetto is not None
         given = {"--after": after, "--rank": rank, "--segment": segment, "--stage": stage}
         names = {name for name, value in given.items() if value is not None}
-        _check_options(names, asked)
+        _check_options(names, wants_timeline)
         pages = {"--html": html, "--dot": dot}
-        _check_pages({k for k, path in pages.items() if path is not None}, names, asked)
+        _check_pages({k for k, path in pages.items() if path is not None}, names, wants_timeline)
         program = load_program(folder, only_read=True)
         if after is not None:
             text = dump_after(program, after, segment)
@@ -79,7 +79,7 @@ def inspect_command(
         if html is not None or dot is not None:
             _write_pages(program, prices, folder, html, dot, segment, json)
             return
-        if asked:
+        if wants_timeline:
             _show_timeline(program, prices, folder, svg, perfetto, json)
             return
         view = InspectView(rank, segment, stage)
@@ -125,16 +125,16 @@ def _write_pages(
     from autoshard.report.dot import dot_text
     from autoshard.report.html import page
 
-    found = document(program, prices)
+    data = document(program, prices)
     written: dict[str, str] = {}
     if html is not None:
-        write_text(html, page(found), "--html")
+        write_text(html, page(data), "--html")
         written["html"] = str(html)
     if dot is not None:
-        write_text(dot, dot_text(found, segment), "--dot")
+        write_text(dot, dot_text(data, segment), "--dot")
         written["dot"] = str(dot)
     if json:
-        print_json({"command": "inspect", "folder": str(folder), "written": written, "document": found})
+        print_json({"command": "inspect", "folder": str(folder), "written": written, "document": data})
         return
     for path in written.values():
         stdout().print(f"written {path}", markup=False)
@@ -157,13 +157,13 @@ def _show_timeline(
     )
     from autoshard.simulate.step import estimate_step
 
-    found = estimate_step(program, prices)
+    estimate = estimate_step(program, prices)
     written: dict[str, str] = {}
     if svg is not None:
-        write_text(svg, gantt.svg(found.timeline), "--svg")
+        write_text(svg, gantt.svg(estimate.timeline), "--svg")
         written["svg"] = str(svg)
     if perfetto is not None:
-        write_text(perfetto, dumps(gantt.perfetto(found.timeline)) + "\n", "--perfetto")
+        write_text(perfetto, dumps(gantt.perfetto(estimate.timeline)) + "\n", "--perfetto")
         written["perfetto"] = str(perfetto)
     if json:
         document = {
@@ -172,7 +172,7 @@ def _show_timeline(
             "mesh": program.whole_mesh,
             "cluster": prices.name,
             "microbatches": program.microbatches,
-            "timeline": timeline_json(found),
+            "timeline": timeline_json(estimate),
             "written": written,
         }
         print_json(document)
@@ -180,17 +180,17 @@ def _show_timeline(
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
     console.print(f"[bold]{program.whole_mesh}[/]  {count}, cost model of {prices.name}\n")
-    console.print(gantt.text(found.timeline, console.width if console.is_terminal else 100))
+    console.print(gantt.text(estimate.timeline, console.width if console.is_terminal else 100))
     console.print("[dim]update: gradients are reduced over ranks and stages, then AdamW[/]")
     if program.mesh != program.whole_mesh:
         console.print(f"[dim]one row per pipeline rank; all ranks of {program.mesh} in it do the same[/]")
     console.print()
-    made = table(*COLUMNS, right=RIGHT)
-    for row in stage_rows(found):
-        made.add_row(*row)
-    print_table(made)
-    console.print(f"\nstep time  {step_text(found)}", markup=False)
-    console.print(f"memory     {memory_text(found, prices)}", markup=False)
+    stage_table = table(*COLUMNS, right=RIGHT)
+    for row in stage_rows(estimate):
+        stage_table.add_row(*row)
+    print_table(stage_table)
+    console.print(f"\nstep time  {step_text(estimate)}", markup=False)
+    console.print(f"memory     {memory_text(estimate, prices)}", markup=False)
     for what in program.alone:
         console.print(f"per microbatch, not over the global batch: {what}", markup=False)
     for path in written.values():

@@ -99,11 +99,11 @@ class Opener:
         machine = cluster or load_cluster(plan.cluster)
         if key not in self._known:
             path = self.rules or (Path(request.rules) if request.rules else None)
-            own = load_rules(path)
+            custom_rules = load_rules(path)
             self.say(f"building {request.target}")
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)
-            source = Source(built.model, args, kwargs, bool(plan.replicated), own)
+            source = Source(built.model, args, kwargs, bool(plan.replicated), custom_rules)
             self._known[key] = Planned(plan, source.analysed(self.say), machine, None, source)
         return replace(self._known[key], plan=plan, cluster=machine)
 

@@ -84,19 +84,19 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def table(*columns: str, title: str | None = None, right: tuple[int, ...] = ()) -> Table:
     """A table without frames; ``right``: columns of numbers."""
-    made = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    result = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
-        made.add_column(
+        result.add_column(
             column, justify="right" if number in right else "left", header_style="dim", overflow="fold"
         )
-    return made
+    return result
 
 
-def print_table(made: Table) -> None:
+def print_table(rows: Table) -> None:
     """Folded to fit a terminal, as wide as it needs to be in a pipe or a file."""
     console = stdout()
     width = console.width if console.is_terminal else 1000
-    Console(file=sys.stdout, highlight=False, width=width).print(made)
+    Console(file=sys.stdout, highlight=False, width=width).print(rows)
 
 
 def memory_of(text: str | None) -> int | None:

@@ -100,24 +100,26 @@ def make_plan(
     say: Progress,
 ) -> Planned:
     """Build the target on the meta device and plan it. inputs: sizes of the target's example inputs."""
-    where = destination(mesh, cluster, options.devices)  # before the model is built: mistakes show at once
+    target_mesh = destination(
+        mesh, cluster, options.devices
+    )  # before the model is built: mistakes show at once
     from autoshard import api
     from autoshard.interop.targets import build, load_rules
     from autoshard.ir.offload import Offload
 
     Offload.parse(options.offload)
-    own = load_rules(rules)
+    custom_rules = load_rules(rules)
     say(f"building {target}")
     built = build(target, batch=inputs.get("batch"), seq=inputs.get("seq"))
     for note in built.notes:
         say.note(note)
     return api.plan(
         built.model,
-        where,
+        target_mesh,
         example_inputs=built.inputs,
         cluster=cluster if mesh else None,
         options=options,
-        rules=own,
+        rules=custom_rules,
         target=target,
         progress=say,
     )
@@ -281,11 +283,11 @@ def _print_pipeline(summary: PlanSummary) -> None:
     if row is None:
         return
     stdout().print()
-    made = table(
+    stage_table = table(
         "stage", "rank", "ends after", "forward", "backward", "saved per microbatch", right=(1, 3, 4, 5)
     )
     for number, stage in enumerate(row.stages):
-        made.add_row(
+        stage_table.add_row(
             str(number),
             str(stage.rank),
             stage.ends,
@@ -293,14 +295,14 @@ def _print_pipeline(summary: PlanSummary) -> None:
             seconds_text(stage.backward),
             bytes_text(stage.saved_bytes),
         )
-    print_table(made)
+    print_table(stage_table)
     others = [(n, s) for n, s in row.tried.items()]
     if len(others) > 1:
         stdout().print()
-        made = table("schedule, best stages", "pipeline time per step", right=(1,))
+        stage_table = table("schedule, best stages", "pipeline time per step", right=(1,))
         for name, seconds in sorted(others, key=lambda o: (o[1] is None, o[1] or 0.0)):
-            made.add_row(name, "does not fit" if seconds is None else seconds_text(seconds))
-        print_table(made)
+            stage_table.add_row(name, "does not fit" if seconds is None else seconds_text(seconds))
+        print_table(stage_table)
 
 
 def _print_stages(summary: PlanSummary) -> None:
@@ -309,10 +311,10 @@ def _print_stages(summary: PlanSummary) -> None:
     if not summary.tactics:
         return
     stdout().print()
-    made = table("after the tactic", "mesh", "step", "bytes per rank", right=(2, 3))
+    tactic_table = table("after the tactic", "mesh", "step", "bytes per rank", right=(2, 3))
     for row in summary.tactics:
-        made.add_row(row.tactic, row.mesh, seconds_text(row.seconds), bytes_text(row.bytes))
-    print_table(made)
+        tactic_table.add_row(row.tactic, row.mesh, seconds_text(row.seconds), bytes_text(row.bytes))
+    print_table(tactic_table)
 
 
 def _print_baselines(summary: PlanSummary) -> None:
@@ -321,13 +323,17 @@ def _print_baselines(summary: PlanSummary) -> None:
     if not summary.baselines:
         return
     stdout().print()
-    made = table("baseline, tuned", "mesh", "microbatches", "step", "relative to the plan", right=(2, 3, 4))
+    baseline_table = table(
+        "baseline, tuned", "mesh", "microbatches", "step", "relative to the plan", right=(2, 3, 4)
+    )
     for r in summary.baselines:
         if r.seconds is None or r.ratio is None:
-            made.add_row(r.name, r.mesh, "", "", r.why)
+            baseline_table.add_row(r.name, r.mesh, "", "", r.why)
         else:
-            made.add_row(r.name, r.mesh, str(r.microbatches), seconds_text(r.seconds), f"{r.ratio:.2f} x")
-    print_table(made)
+            baseline_table.add_row(
+                r.name, r.mesh, str(r.microbatches), seconds_text(r.seconds), f"{r.ratio:.2f} x"
+            )
+    print_table(baseline_table)
 
 
 def _budget(budget: int | None) -> str:
@@ -340,11 +346,11 @@ def _print_decisions(title: str, rows: tuple[Decision, ...], most: int) -> None:
     from autoshard.ir.units import seconds_text
 
     stdout().print()
-    made = table(title, "count", "placement", "next best", "adds", right=(1, 4))
+    decision_table = table(title, "count", "placement", "next best", "adds", right=(1, 4))
     for row in rows[:most]:
         tie = "+0 us" if row.alternative else ""
         cost = f"+{seconds_text(row.margin)}" if row.margin >= TIE_SECONDS else tie
-        made.add_row(row.what, str(row.count), row.choice, row.alternative or row.reason, cost)
+        decision_table.add_row(row.what, str(row.count), row.choice, row.alternative or row.reason, cost)
     if len(rows) > most:
-        made.add_row(f"... {len(rows) - most} more kinds", "", "", "", "")
-    print_table(made)
+        decision_table.add_row(f"... {len(rows) - most} more kinds", "", "", "", "")
+    print_table(decision_table)

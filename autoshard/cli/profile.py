@@ -96,11 +96,11 @@ def _check_free(out: Path, matrix: bool, overwrite: bool, first: bool) -> None:
     """UsageError on every rank, before anything is measured, if rank 0 could not write the files."""
     import torch.distributed as dist
 
-    found: list[tuple[str, str] | None] = [_obstacle(out, matrix, overwrite) if first else None]
+    obstacle: list[tuple[str, str] | None] = [_obstacle(out, matrix, overwrite) if first else None]
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    if found[0] is not None:
-        what, hint = found[0]
+        dist.broadcast_object_list(obstacle, src=0)
+    if obstacle[0] is not None:
+        what, hint = obstacle[0]
         raise UsageError(what, hint=hint)
 
 
@@ -110,10 +110,10 @@ def _obstacle(out: Path, matrix: bool, overwrite: bool) -> tuple[str, str] | Non
         return f"{out} is not a .toml file", "cluster files end in .toml, for instance -o my.toml"
     if not out.parent.is_dir():
         return f"there is no folder {out.parent}", "make it first"
-    wanted = [out, *((out.with_suffix(".csv"), out.with_suffix(".latency.csv")) if matrix else ())]
-    taken = next((path for path in wanted if path.exists() and not (overwrite and path.is_file())), None)
-    if taken is not None:
-        return f"{taken} exists already", "choose another name, or pass --overwrite"
+    files = [out, *((out.with_suffix(".csv"), out.with_suffix(".latency.csv")) if matrix else ())]
+    existing = next((path for path in files if path.exists() and not (overwrite and path.is_file())), None)
+    if existing is not None:
+        return f"{existing} exists already", "choose another name, or pass --overwrite"
     if not os.access(out.parent, os.W_OK):
         return f"{out.parent} cannot be written to", "choose another folder"
     return None

@@ -54,8 +54,8 @@ def run_command(
         from autoshard.runtime.microbatch import whole_batch
         from autoshard.runtime.train import feed_of, parameter_bytes, train, vocabulary_of
 
-        own = load_rules(rules)
-        program = load_program(folder, rules=own)
+        custom_rules = load_rules(rules)
+        program = load_program(folder, rules=custom_rules)
         first = int(os.environ.get("RANK", 0)) == 0
         say = Progress(quiet=not first)
         with _process_group(Mesh.parse(program.whole_mesh), folder):
@@ -63,14 +63,14 @@ def run_command(
             built = model_of(program, folder, target, seed)
             example = whole_batch(program, split_inputs(built.inputs))
             feed, source = feed_of(example, load_corpus(data), vocabulary_of(built.model), seed)
-            model = api.load(folder, built.model, seed=seed, rules=own)
-            held, whole = parameter_bytes(model)
+            model = api.load(folder, built.model, seed=seed, rules=custom_rules)
+            rank_bytes, model_bytes = parameter_bytes(model)
             pieces = f", {program.microbatches} microbatches a step" if program.microbatches > 1 else ""
             say(f"training on {source}{pieces}")
             show = _printer(steps, first, say if json else None)
             reports = train(model, feed, steps=steps, lr=lr, clip=clip or None, on_step=show)
             if first:
-                _report(folder, program, source, reports, held, whole, json)
+                _report(folder, program, source, reports, rank_bytes, model_bytes, json)
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def _report(
     program: Program,
     source: str,
     reports: list[StepReport],
-    held: int,
-    whole: int,
+    rank_bytes: int,
+    model_bytes: int,
     json: bool,
 ) -> None:
     from statistics import median
@@ -142,12 +142,12 @@ def _report(
             "losses": [r.loss for r in reports],
             "grad_norms": [r.grad_norm for r in reports],
             "seconds": [r.seconds for r in reports],
-            "parameter_bytes_rank": held,
-            "parameter_bytes_model": whole,
+            "parameter_bytes_rank": rank_bytes,
+            "parameter_bytes_model": model_bytes,
         }
         print_json(document)
         return
     console = stdout()
     console.print(f"loss {reports[0].loss:.5f} -> {reports[-1].loss:.5f} in {len(reports)} steps")
     console.print(f"{typical * 1e3:.0f} ms a step (median)")
-    console.print(f"{bytes_text(held)} of {bytes_text(whole)} of parameters on rank 0")
+    console.print(f"{bytes_text(rank_bytes)} of {bytes_text(model_bytes)} of parameters on rank 0")

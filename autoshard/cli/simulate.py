@@ -58,17 +58,17 @@ def simulate_command(
         program = load_program(folder, only_read=True)
         machine = prices_of(program.plan, cluster)
         say(f"simulating {program.whole_mesh} on {machine.name}")
-        found, prices = simulated(program, machine)
-        rate = simulation.rates(program, found)
-        cost = None if budget is None else simulation.bill(rate, found, budget, price)
+        estimate, prices = simulated(program, machine)
+        rate = simulation.rates(program, estimate)
+        cost = None if budget is None else simulation.bill(rate, estimate, budget, price)
         if perfetto is not None:
-            _write_trace(perfetto, found, prices)
+            _write_trace(perfetto, estimate, prices)
         if json:
-            document = simulation.as_json(program, machine, found, rate, cost)
+            document = simulation.as_json(program, machine, estimate, rate, cost)
             written = {} if perfetto is None else {"perfetto": str(perfetto)}
             print_json({"command": "simulate", "folder": str(folder), **document, "written": written})
         else:
-            _print(program, machine, found, rate, cost)
+            _print(program, machine, estimate, rate, cost)
 
 
 def tokens_of(text: str) -> float:
@@ -84,19 +84,21 @@ def tokens_of(text: str) -> float:
     return count
 
 
-def _write_trace(path: Path, found: StepEstimate, prices: object) -> None:
+def _write_trace(path: Path, estimate: StepEstimate, prices: object) -> None:
     from json import dumps
 
     from autoshard.cli.inspect import write_text
     from autoshard.report import gantt
     from autoshard.report.trace import op_events
 
-    trace = gantt.perfetto(found.timeline)
-    trace["traceEvents"] += op_events(found, prices)  # type: ignore[arg-type]
+    trace = gantt.perfetto(estimate.timeline)
+    trace["traceEvents"] += op_events(estimate, prices)  # type: ignore[arg-type]
     write_text(path, dumps(trace) + "\n", "--perfetto")
 
 
-def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None) -> None:
+def _print(
+    program: Program, cluster: Cluster, estimate: StepEstimate, rate: Rates, cost: Bill | None
+) -> None:
     from autoshard.cluster import usable_memory
     from autoshard.ir.units import bytes_text, seconds_text
     from autoshard.report import simulation
@@ -104,14 +106,14 @@ def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates,
     console = stdout()
     count = f"{program.microbatches} microbatch{'es' * (program.microbatches > 1)}"
     console.print(f"[bold]{program.whole_mesh}[/]  {rate.devices} x {cluster.device.name}, {count}\n")
-    made = table("breakdown", "time", "share", right=(1, 2))
-    for name, seconds in simulation.parts_of(found):
-        made.add_row(name, seconds_text(seconds), f"{100 * seconds / found.seconds:.1f} %")
-    made.add_row("[bold]step time[/]", f"[bold]{seconds_text(found.seconds)}[/]", "")
-    print_table(made)
+    breakdown = table("breakdown", "time", "share", right=(1, 2))
+    for name, seconds in simulation.parts_of(estimate):
+        breakdown.add_row(name, seconds_text(seconds), f"{100 * seconds / estimate.seconds:.1f} %")
+    breakdown.add_row("[bold]step time[/]", f"[bold]{seconds_text(estimate.seconds)}[/]", "")
+    print_table(breakdown)
     console.print(
         f"\nthroughput   {rate.per_second:,.0f} {rate.what}/s, "
-        f"{rate.per_second / rate.devices:,.0f} {rate.what}/s per device, MFU {100 * found.mfu:.1f} %",
+        f"{rate.per_second / rate.devices:,.0f} {rate.what}/s per device, MFU {100 * estimate.mfu:.1f} %",
         markup=False,
     )
     if cost is not None:
@@ -121,7 +123,7 @@ def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates,
             f"{cost.hours:,.0f} device-hours{money}",
             markup=False,
         )
-    row = found.fullest
+    row = estimate.fullest
     usable = usable_memory(cluster.device)
     verdict = "fits" if row.peak <= usable else "[bold red]does not fit[/]"
     console.print(
@@ -129,9 +131,9 @@ def _print(program: Program, cluster: Cluster, found: StepEstimate, rate: Rates,
         f"{verdict}\n"
     )
     resident = table("at the peak", "size", right=(1,))
-    for name, nbytes in simulation.memory_of(found):
+    for name, nbytes in simulation.memory_of(estimate):
         resident.add_row(name, bytes_text(nbytes))
-    for name, nbytes in simulation.host_of(found):
+    for name, nbytes in simulation.host_of(estimate):
         if nbytes:
             resident.add_row(f"{name} in host memory", bytes_text(nbytes))
     print_table(resident)

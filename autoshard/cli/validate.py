@@ -64,26 +64,26 @@ def validate_command(
         machine = None if cluster is None else load_cluster(cluster)
         given = read_rows(rows, study or ())
         order = {row.id: number for number, row in enumerate(given)}
-        told = {row.id: row for row in given if isinstance(row, Run)}
+        runs_by_id = {row.id: row for row in given if isinstance(row, Run)}
         unsupported = [row for row in given if isinstance(row, Unsupported)]
         if fit:
             assert out is not None
             _calibrate(given, say, machine, out, json)
             return
-        found: list[Scored] = []
-        for made in rebuilt([row for row in given if isinstance(row, Run)], say, machine):
-            if isinstance(made, Unsupported):
-                unsupported.append(made)
+        scores: list[Scored] = []
+        for result in rebuilt([row for row in given if isinstance(row, Run)], say, machine):
+            if isinstance(result, Unsupported):
+                unsupported.append(result)
                 continue
-            step = estimate_step(made.program, made.cluster, behaviour=made.behaviour)
-            found.append(scored(made, step.seconds, step.fullest.peak))
-        found.sort(key=lambda row: order[row.id])
+            step = estimate_step(result.program, result.cluster, behaviour=result.behaviour)
+            scores.append(scored(result, step.seconds, step.fullest.peak))
+        scores.sort(key=lambda row: order[row.id])
         unsupported.sort(key=lambda row: order[row.id])
-        plans = ranking(found, [alternatives_of(told[row.id]) for row in found])
+        plans = ranking(scores, [alternatives_of(runs_by_id[row.id]) for row in scores])
         if json:
-            print_json(document(found, unsupported, plans))
+            print_json(document(scores, unsupported, plans))
         else:
-            _print(found, unsupported, plans)
+            _print(scores, unsupported, plans)
 
 
 def _calibrate(
@@ -97,7 +97,7 @@ def _calibrate(
     from autoshard.validate.rows import Run
 
     timed = [row for row in given if isinstance(row, Run) and row.seconds is not None and not row.oom]
-    runs = [made for made in rebuilt(timed, say, machine) if isinstance(made, Rebuilt)]
+    runs = [result for result in rebuilt(timed, say, machine) if isinstance(result, Rebuilt)]
     fitted = fit(runs, say)
     errors = errors_by_study(runs, fitted)
     files = cluster_files(runs, fitted, out)
@@ -116,26 +116,26 @@ def _calibrate(
             }
         )
         return
-    made = table("study", "runs", "fitted to all", "held out", "worst", right=(1, 2, 3, 4))
+    result = table("study", "runs", "fitted to all", "held out", "worst", right=(1, 2, 3, 4))
     for name, one in errors.items():
-        made.add_row(
+        result.add_row(
             name, str(one.rows), _plain(one.fitted), _plain(one.held_out), _plain(one.held_out_worst)
         )
-    print_table(made)
+    print_table(result)
     for path in files:
         stdout().print(f"written {path}", markup=False)
 
 
-def document(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> dict[str, Any]:
+def document(scores: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> dict[str, Any]:
     """What ``--json`` prints beside the schema."""
     from autoshard.validate.score import by_study, summary
 
-    overall = asdict(summary(found))
+    overall = asdict(summary(scores))
     overall.pop("rank_correlation")  # steps of different studies are far apart, whatever is predicted
     return {
         "overall": overall,
         "ranking": asdict(plans),
-        "studies": {name: asdict(one) for name, one in by_study(found).items()},
+        "studies": {name: asdict(one) for name, one in by_study(scores).items()},
         "rows": [
             {
                 "id": row.id,
@@ -148,17 +148,17 @@ def document(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans:
                 "predicted_oom": row.predicted_oom,
                 "notes": list(row.notes),
             }
-            for row in found
+            for row in scores
         ],
         "unsupported": [{"id": row.id, "reason": row.reason} for row in unsupported],
     }
 
 
-def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> None:
+def _print(scores: Sequence[Scored], unsupported: Sequence[Unsupported], plans: Ranking) -> None:
     from autoshard.ir.units import seconds_text
     from autoshard.validate.score import by_study, summary
 
-    if found:
+    if scores:
         rows = table(
             "run",
             "measured",
@@ -169,7 +169,7 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
             "error",
             right=(1, 2, 3, 4, 5, 6),
         )
-        for row in found:
+        for row in scores:
             rows.add_row(
                 row.id,
                 _measured(row),
@@ -181,7 +181,7 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
             )
         print_table(rows)
         stdout().print()
-        print_table(_studies({**by_study(found), "all": summary(found)}))
+        print_table(_studies({**by_study(scores), "all": summary(scores)}))
         if plans.groups:
             stdout().print(
                 f"\nplan selection: the fastest plan, or one within 3 %, is selected in {plans.picked} of "
@@ -189,37 +189,37 @@ def _print(found: Sequence[Scored], unsupported: Sequence[Unsupported], plans: R
                 f"fastest on average, {plans.worst_regret_pct:.1f} % at most",
                 highlight=False,
             )
-    _notes("assumed", [(row.id, note) for row in found for note in row.notes])
+    _notes("assumed", [(row.id, note) for row in scores for note in row.notes])
     _notes("not compared", [(row.id, row.reason) for row in unsupported])
 
 
 def _studies(summaries: dict[str, ScoreSummary]) -> Any:
-    made = table(
+    study_table = table(
         *("study", "runs", "mean error", "worst", "rank correlation", "memory error", "OOM predicted"),
         right=(1, 2, 3, 4, 5, 6),
     )
     for name, one in summaries.items():
-        lost = one.oom_predicted + one.oom_missed
-        made.add_row(
+        ran_out = one.oom_predicted + one.oom_missed
+        study_table.add_row(
             name or "(no study)",
             str(one.rows),
             _plain(one.mean_abs_pct_error),
             _plain(one.worst_abs_pct_error),
             "" if one.rank_correlation is None or name == "all" else f"{one.rank_correlation:.3f}",
             _plain(one.memory_mean_abs_pct_error),
-            f"{one.oom_predicted} of {lost}" if lost else "",
+            f"{one.oom_predicted} of {ran_out}" if ran_out else "",
         )
-    return made
+    return study_table
 
 
 def _notes(title: str, pairs: Sequence[tuple[str, str]]) -> None:
     """Runs by what is said of them."""
-    said: dict[str, list[str]] = {}
+    runs_by_note: dict[str, list[str]] = {}
     for name, text in pairs:
-        said.setdefault(text, []).append(name)
-    if said:
+        runs_by_note.setdefault(text, []).append(name)
+    if runs_by_note:
         stdout().print(f"\n{title}", markup=False)
-    for text, names in said.items():
+    for text, names in runs_by_note.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         stdout().print(f"  {text}: {', '.join(names[:_SHOWN])}{more}", markup=False)
 

@@ -62,25 +62,25 @@ def verify_command(
             raise UsageError("--static, --lockstep and --twin exclude each other", hint="give one of them")
         say = Progress(quiet=json)
         say(f"reading {folder}")
-        own = load_rules(rules)
-        program = load_program(folder, rules=own)
-        most = memory_of(limit) or 0
+        custom_rules = load_rules(rules)
+        program = load_program(folder, rules=custom_rules)
+        limit_bytes = memory_of(limit) or 0
         if lockstep:
-            _check_size(program, most)
-        proved = _proved(program, own, cluster, say)
+            _check_size(program, limit_bytes)
+        proved = _proved(program, custom_rules, cluster, say)
         document: dict[str, object] = {"command": "verify", "folder": str(folder), "ok": proved.ok}
         if not json:
             _print_static(proved)
         if recapture:
-            _check_model(program, folder, target, own, say)
+            _check_model(program, folder, target, custom_rules, say)
         outcome, small = None, None
-        if lockstep or (not static and not twin and proved.ok and _runs(program, most)):
-            outcome = _run(program, folder, own, target, steps, seed, say)
+        if lockstep or (not static and not twin and proved.ok and _runs(program, limit_bytes)):
+            outcome = _run(program, folder, custom_rules, target, steps, seed, say)
             document |= _document(outcome)
         elif not static and proved.ok:
             small = _twin(program, folder, target, steps, seed, say, needed=twin)
             if small is None:
-                say.note(_not_run(program, most))
+                say.note(_not_run(program, limit_bytes))
             else:
                 document |= _document(small.outcome) | {"scaled_down": _twin_document(small)}
         ran = outcome or (small.outcome if small is not None else None)
@@ -141,19 +141,21 @@ def _target_of(program: Program, folder: Path, other: str | None) -> str:
     return target
 
 
-def _runs(program: Program, most: int) -> bool:
+def _runs(program: Program, limit_bytes: int) -> bool:
     """Whether the model is small enough to be run here."""
     from autoshard.verify.lockstep import parameter_bytes
 
-    return parameter_bytes(program) <= most
+    return parameter_bytes(program) <= limit_bytes
 
 
-def _not_run(program: Program, most: int) -> str:
+def _not_run(program: Program, limit_bytes: int) -> str:
     from autoshard.ir.units import bytes_text
     from autoshard.verify.lockstep import parameter_bytes
 
     size = bytes_text(parameter_bytes(program))
-    return f"not run: parameters are {size}, the limit {bytes_text(most)}; only configs are scaled down"
+    return (
+        f"not run: parameters are {size}, the limit {bytes_text(limit_bytes)}; only configs are scaled down"
+    )
 
 
 def _twin(
@@ -224,14 +226,14 @@ def _print_static(report: StaticReport) -> None:
     console = stdout()
     ranks = f"{report.ranks:,} rank{'s' * (report.ranks > 1)}"
     console.print(f"[bold]{report.mesh}[/]  {ranks} proved without running, {report.seconds:.1f} s")
-    made = table("rules", "checked", "", "")
+    rule_table = table("rules", "checked", "", "")
     for name, count, note, outcome in rows_of(report):
         colour = "green" if outcome == "ok" else "yellow" if outcome == "not covered" else "bold red"
-        made.add_row(name, count, f"[{colour}]{outcome}[/]", note)
-    print_table(made)
-    for found in report.findings:
+        rule_table.add_row(name, count, f"[{colour}]{outcome}[/]", note)
+    print_table(rule_table)
+    for finding in report.findings:
         console.print()
-        for line in lines_of(found):
+        for line in lines_of(finding):
             console.print(line, markup=False)
     console.print()
 
@@ -301,13 +303,13 @@ def _print(outcome: Verification) -> None:
         f"[bold]{outcome.mesh}[/]  {outcome.ranks} ranks in lockstep against {outcome.reference}, "
         f"relative errors, limit {outcome.tolerance.error:g}"
     )
-    made = table("", "tensors", "worst", "at", "", right=(1, 2))
+    check_table = table("", "tensors", "worst", "at", "", right=(1, 2))
     for kind, checks in outcome.kinds().items():
         worst = max(checks, key=lambda c: c.error)
         bad = sum(not c.ok for c in checks)
         word = "[green]ok[/]" if not bad else f"[bold red]{bad} wrong[/]"
-        made.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
-    print_table(made)
+        check_table.add_row(kind, str(len(checks)), f"{worst.error:.1e}", worst.name, word)
+    print_table(check_table)
     for r in outcome.rounded:
         done = "gathered" if r.kind == "all_gather" else "reduced"
         console.print(

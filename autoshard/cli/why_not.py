@@ -35,36 +35,36 @@ def alternative_of(text: str, name: str | None) -> Wanted | Mesh:
         raise UsageError(
             f"--why-not {text} needs a name", hint="autoshard explain DIR NAME --why-not tp=Replicate"
         )
-    wanted = []
+    placements = []
     for part in re.split(r",(?![^(]*\))", text):
         match = re.match(r"^\s*(\w+)\s*[=:]\s*(.+?)\s*$", part)
         if match is None:
             raise UsageError(f"--why-not {text} cannot be read", hint=_FORM)
-        wanted.append((match.group(1), _placement(match.group(2), text)))
-    return tuple(wanted)
+        placements.append((match.group(1), _placement(match.group(2), text)))
+    return tuple(placements)
 
 
-def _placement(word: str, text: str) -> Placement:
-    lower = word.lower()
+def _placement(name: str, text: str) -> Placement:
+    lower = name.lower()
     shard = _SHARD.match(lower.replace(" ", ""))
-    short = f"S({shard.group(1)})" if shard else _WORDS.get(lower, word)
+    short = f"S({shard.group(1)})" if shard else _WORDS.get(lower, name)
     try:
         return parse_placement(short)
     except ValueError as error:
         raise UsageError(f"--why-not {text} cannot be read", why=str(error), hint=_FORM) from None
 
 
-def check_axes(wanted: Wanted, mesh: Mesh) -> None:
+def check_axes(alternative: Wanted, mesh: Mesh) -> None:
     """UsageError for an axis that the mesh does not have. mesh: of the ranks of one stage."""
-    for axis, _ in wanted:
+    for axis, _ in alternative:
         mesh.index(axis)
 
 
-def pin_for(found: Explanation, wanted: Wanted) -> Pin:
+def pin_for(explanation: Explanation, alternative: Wanted) -> Pin:
     """The pin that forces an alternative on what was explained, in all layers that are decided alike."""
-    if found.kind == "value":
-        return Pin(escape(found.name), wanted)
-    return Pin(_glob(found.equivalent or (found.name,)), wanted)
+    if explanation.kind == "value":
+        return Pin(escape(explanation.name), alternative)
+    return Pin(_glob(explanation.equivalent or (explanation.name,)), alternative)
 
 
 def _glob(names: Sequence[str]) -> str:

@@ -70,27 +70,27 @@ class Chains:
         links: list[Link] = []
         seen: set[tuple[str, str]] = set()
         skipped = gap = 0
-        here: Place | None = place
+        current: Place | None = place
         end, why = "", Why("")
-        while here is not None:
-            made = self.maker(here)
-            layout = self.layout(here)
-            if isinstance(made, _Made):
-                key = (self._segment_name(made.call), here.value)
+        while current is not None:
+            producer = self.maker(current)
+            layout = self.layout(current)
+            if isinstance(producer, _Made):
+                key = (self._segment_name(producer.call), current.value)
                 # between layers that are passed over, so are the collectives that main has there
-                if key in seen or (skipped and made.call is None):
+                if key in seen or (skipped and producer.call is None):
                     gap = gap or len(links)
                     skipped += 1
                 else:
                     seen.add(key)
-                    links.append(self._link(made, here, layout[axis]))
-                here, end, why = self._before(made, here.value, layout, axis)
+                    links.append(self._link(producer, current, layout[axis]))
+                current, end, why = self._before(producer, current.value, layout, axis)
             else:
-                port = self.index.ports_by_value[here.value]
+                port = self.index.ports_by_value[current.value]
                 name = self.index.name_of(port)
                 links.append(Link(name, port.kind, str(layout[axis]), "", ""))
-                end, why = self._port_end(here.value, axis)
-                here = None
+                end, why = self._port_end(current.value, axis)
+                current = None
         if skipped:
             links.insert(gap, Link("...", "same path through earlier layers", "", "", "", skipped))
         return Chain(self.mesh.names[axis], str(self.layout(place)[axis]), tuple(links), end, why)
@@ -100,14 +100,14 @@ class Chains:
     def maker(self, place: Place) -> _Made | None:
         """Who makes a value; None for an input or a parameter of the program."""
         if place.call is None:
-            found = self.index.makers.get(place.value)
-            if found is None:
+            producer = self.index.makers.get(place.value)
+            if producer is None:
                 return None
-            item = self.lowered.main[found[0]]
+            item = self.lowered.main[producer[0]]
             if isinstance(item, Node):
                 return _Made(item, None, None)
-            inner = self.lowered.segments[item.segment].graph.outputs[found[1]]
-            return self.maker(Place(found[0], inner))
+            inner = self.lowered.segments[item.segment].graph.outputs[producer[1]]
+            return self.maker(Place(producer[0], inner))
         call = self.lowered.main[place.call]
         assert isinstance(call, Call)
         segment = self.lowered.segments[call.segment]
@@ -120,11 +120,11 @@ class Chains:
         """The same value where it is made: inside the call that makes it."""
         while True:
             if place.call is None:
-                found = self.index.makers.get(place.value)
-                item = None if found is None else self.lowered.main[found[0]]
-                if found is None or not isinstance(item, Call):
+                producer = self.index.makers.get(place.value)
+                item = None if producer is None else self.lowered.main[producer[0]]
+                if producer is None or not isinstance(item, Call):
                     return place
-                place = Place(found[0], self.lowered.segments[item.segment].graph.outputs[found[1]])
+                place = Place(producer[0], self.lowered.segments[item.segment].graph.outputs[producer[1]])
                 continue
             call = self.lowered.main[place.call]
             assert isinstance(call, Call)
@@ -159,85 +159,87 @@ class Chains:
         assert isinstance(call, Call)
         return self.lowered.segments[call.segment].layouts[place.value]
 
-    def note(self, made: _Made) -> tuple[str, str, Why]:
+    def note(self, producer: _Made) -> tuple[str, str, Why]:
         """(module, the user's line, the reason) of a node."""
-        if made.call is None:
-            return made.node.origin.fqn, made.node.origin.source, Why("")
-        call = self.lowered.main[made.call]
+        if producer.call is None:
+            return producer.node.origin.fqn, producer.node.origin.source, Why("")
+        call = self.lowered.main[producer.call]
         assert isinstance(call, Call)
-        note = self.program.notes[call.segment][self._numbers[call.segment][made.node.name]]
-        why = self.decisions.why_of_op(call.segment, made.node.name, note.why)
+        note = self.program.notes[call.segment][self._numbers[call.segment][producer.node.name]]
+        why = self.decisions.why_of_op(call.segment, producer.node.name, note.why)
         return self.index.relabelled(note.fqn, call.label), note.source, why
 
     def _segment_name(self, call: int | None) -> str:
         item = None if call is None else self.lowered.main[call]
         return item.segment if isinstance(item, Call) else ""
 
-    def _link(self, made: _Made, place: Place, placed: Placement) -> Link:
-        module, source, _ = self.note(made)
-        return Link(place.value, op_text(made.node.op), str(placed), module, source)
+    def _link(self, producer: _Made, place: Place, placement: Placement) -> Link:
+        module, source, _ = self.note(producer)
+        return Link(place.value, op_text(producer.node.op), str(placement), module, source)
 
-    def _begins(self, made: _Made, value: str, begin: str) -> tuple[None, str, Why]:
+    def _begins(self, producer: _Made, value: str, begin: str) -> tuple[None, str, Why]:
         """`_before` of what a message brings, and for whom."""
-        user = self._required_by(made, value)
+        user = self._required_by(producer, value)
         as_required = f", as {user[0]} requires" if user else ""
-        return None, begin + as_required, user[1] if user else self.note(made)[2]
+        return None, begin + as_required, user[1] if user else self.note(producer)[2]
 
-    def _before(self, made: _Made, value: str, layout: Layout, axis: int) -> tuple[Place | None, str, Why]:
+    def _before(
+        self, producer: _Made, value: str, layout: Layout, axis: int
+    ) -> tuple[Place | None, str, Why]:
         """(the value that a placement comes from, why it begins here if there is none, the decision)."""
         name = self.mesh.names[axis]
-        ins = [Place(made.call, ref) for ref in refs_of(made.node)]
-        why = self.note(made)[2]
-        if made.node.op == MM_SCATTER and axes_of(made.node) == (name,):
-            begin = f"{op_text(made.node.op)} reduces it over {name} and leaves a shard on every rank"
-            return self._begins(made, value, begin)
-        if _moves(made.node, value) and ins:
+        ins = [Place(producer.call, ref) for ref in refs_of(producer.node)]
+        why = self.note(producer)[2]
+        if producer.node.op == MM_SCATTER and axes_of(producer.node) == (name,):
+            begin = f"{op_text(producer.node.op)} reduces it over {name} and leaves a shard on every rank"
+            return self._begins(producer, value, begin)
+        if _moves(producer.node, value) and ins:
             # of several values in one message, each result is that of the input in its place
-            moved = ins[made.node.outs.index(value)] if len(ins) == len(made.node.outs) else ins[0]
+            moved = ins[producer.node.outs.index(value)] if len(ins) == len(producer.node.outs) else ins[0]
             before = self.layout(moved)[axis]
             if before == layout[axis]:
                 return self.settled(moved), "", Why("")
-            begin = f"{op_text(made.node.op)} reshards it from {before} to {layout[axis]} on {name}"
-            return self._begins(made, value, begin)
-        split = [p for p in ins if self.layout(p)[axis] != R]
-        wish = layout[axis]
-        if wish == R:
-            whole = self._unsplit(ins, axis)
-            if whole is not None:
-                return whole, "", Why("")
-            text = "its op computes the full result on every rank" if split else "no input is sharded"
-            return None, f"{text}{' of' if split else ' over'} {name}", why
-        if not split:
+            begin = f"{op_text(producer.node.op)} reshards it from {before} to {layout[axis]} on {name}"
+            return self._begins(producer, value, begin)
+        sharded = [p for p in ins if self.layout(p)[axis] != R]
+        placement = layout[axis]
+        if placement == R:
+            gathered = self._unsplit(ins, axis)
+            if gathered is not None:
+                return gathered, "", Why("")
+            text = "its op computes the full result on every rank" if sharded else "no input is sharded"
+            return None, f"{text}{' of' if sharded else ' over'} {name}", why
+        if not sharded:
             return None, f"each rank of {name} computes its own shard", why
-        if isinstance(wish, Partial) and all(self.layout(p)[axis] != wish for p in split):
+        if isinstance(placement, Partial) and all(self.layout(p)[axis] != placement for p in sharded):
             return None, f"each rank of {name} reduces over its shard of a dim", why
-        return self.settled(self._likeliest(split, layout, axis)), "", Why("")
+        return self.settled(self._likeliest(sharded, layout, axis)), "", Why("")
 
     def _unsplit(self, ins: Sequence[Place], axis: int) -> Place | None:
         """Of whole inputs, the one that a collective made whole, if any did directly."""
         for place in ins:
-            made = self.maker(place)
-            if made is not None and _moves(made.node, place.value) and self._moves(made, axis):
+            producer = self.maker(place)
+            if producer is not None and _moves(producer.node, place.value) and self._moves(producer, axis):
                 return self.settled(place)
         return None
 
-    def _moves(self, made: _Made, axis: int) -> bool:
-        return str(self.mesh.names[axis]) in [str(a) for a in made.node.args[1:2]]
+    def _moves(self, producer: _Made, axis: int) -> bool:
+        return str(self.mesh.names[axis]) in [str(a) for a in producer.node.args[1:2]]
 
     def _likeliest(self, split: Sequence[Place], layout: Layout, axis: int) -> Place:
         """The input to follow: one that lies as the result does, made by an op rather than stored."""
-        alike = [p for p in split if self.layout(p)[axis] == layout[axis]] or list(split)
-        made = [p for p in alike if self.maker(p) is not None]
-        return (made or alike)[0]
+        candidates = [p for p in split if self.layout(p)[axis] == layout[axis]] or list(split)
+        computed = [p for p in candidates if self.maker(p) is not None]
+        return (computed or candidates)[0]
 
-    def _required_by(self, made: _Made, value: str) -> tuple[str, Why] | None:
+    def _required_by(self, producer: _Made, value: str) -> tuple[str, Why] | None:
         """The first op that uses what a collective makes, in words, with its reason."""
-        user = self._first_user(made.call, value)
+        user = self._first_user(producer.call, value)
         if user is None:
             return None
         module, source, why = self.note(user)
-        where = " ".join(filter(None, (module, f"({source})" if source else "")))
-        return f"{op_text(user.node.op)} {user.node.name}{f' in {where}' if where else ''}", why
+        location = " ".join(filter(None, (module, f"({source})" if source else "")))
+        return f"{op_text(user.node.op)} {user.node.name}{f' in {location}' if location else ''}", why
 
     def _first_user(self, call: int | None, value: str) -> _Made | None:
         """The first op that reads a value, in its own segment or in one that it is handed to."""
@@ -261,13 +263,13 @@ class Chains:
         """Why an input or a parameter lies on an axis as it does."""
         port = self.index.ports_by_value[value]
         name, why = self.mesh.names[axis], self.decisions.why_of_port(port)
-        placed = self.lowered.values[value].layout[axis]
+        placement = self.lowered.values[value].layout[axis]
         meaning = self.mesh.axes[axis].meaning
         if port.kind in ("input", "tangent"):
-            if placed != R and meaning.splits_batch:
+            if placement != R and meaning.splits_batch:
                 return f"{name} shards the batch", why
-            return f"the input is {'replicated' if placed == R else 'sharded'} over {name}", why
-        return f"it is stored {'replicated' if placed == R else 'sharded'} over {name}", why
+            return f"the input is {'replicated' if placement == R else 'sharded'} over {name}", why
+        return f"it is stored {'replicated' if placement == R else 'sharded'} over {name}", why
 
 
 def _moves(node: Node, value: str) -> bool:

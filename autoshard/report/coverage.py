@@ -72,7 +72,7 @@ def _indivisible(node: Node, types: Mapping[str, TensorType], rule: RuleFn | Non
 
 def _uneven(joint: Joint) -> tuple[Uneven, ...]:
     """Odd sizes of matrices and of the batch; vectors follow the matrices that they are added to."""
-    found: list[Uneven] = []
+    rows: list[Uneven] = []
     for port in joint.ports:
         dims: tuple[int, ...] = ()
         name = port.target
@@ -80,5 +80,5 @@ def _uneven(joint: Joint) -> tuple[Uneven, ...]:
             dims = port.type.shape
         elif port.kind == "input" and port.target in joint.batch_inputs:
             dims, name = port.type.shape[:1], joint.input_names[int(port.target)]
-        found += [Uneven(name, n, port.type.shape) for n in dims if n > 2 and n % 2]
-    return tuple(found)
+        rows += [Uneven(name, n, port.type.shape) for n in dims if n > 2 and n % 2]
+    return tuple(rows)

@@ -86,21 +86,21 @@ class Decisions:
     @cached_property
     def classes(self) -> Mapping[str, tuple[Port, ...]]:
         """Parameters and buffers that the plan decides about together, by their key (``@3``)."""
-        found: dict[str, list[Port]] = {}
+        ports_by_key: dict[str, list[Port]] = {}
         for port in self.program.signature.ports:
             key = self.program.classes.get(port.name)
             if key is not None and ("", key) in self.plan.params:
-                found.setdefault(key, []).append(port)
-        return {key: tuple(ports) for key, ports in found.items()}
+                ports_by_key.setdefault(key, []).append(port)
+        return {key: tuple(ports) for key, ports in ports_by_key.items()}
 
     def op_of(self, segment: str, value: str) -> Op | None:
         """The op of the searched graph that makes a value of the program, None for what passes made.
 
         Passes may cut a segment in parts, whose names begin with its own.
         """
-        for known in sorted(self.plan_segments, key=len, reverse=True):
-            if (segment == known or segment.startswith(f"{known}_")) and (known, value) in self.by_value:
-                return self.by_value[known, value]
+        for prefix in sorted(self.plan_segments, key=len, reverse=True):
+            if (segment == prefix or segment.startswith(f"{prefix}_")) and (prefix, value) in self.by_value:
+                return self.by_value[prefix, value]
         return None
 
     def why_of_op(self, segment: str, value: str, note: str) -> Why:
@@ -146,8 +146,8 @@ def starred(name: str, labels: Collection[str]) -> str:
 
 def starred_label(label: str) -> str:
     """``model.layers.*`` for ``model.layers.3``: the last number of a path is that of the layer."""
-    found = list(_LAST_NUMBER.finditer(label))
-    return label if not found else f"{label[: found[-1].start()]}.*{label[found[-1].end() :]}"
+    matches = list(_LAST_NUMBER.finditer(label))
+    return label if not matches else f"{label[: matches[-1].start()]}.*{label[matches[-1].end() :]}"
 
 
 def ops_of_dump(text: str) -> Iterator[Op]:
@@ -177,8 +177,8 @@ def _one(words: str) -> tuple[str, str]:
 
 
 def _calls(line: str) -> int:
-    found = re.search(r"\(called (\d+) times\)$", line)
-    return int(found.group(1)) if found else 1
+    match = re.search(r"\(called (\d+) times\)$", line)
+    return int(match.group(1)) if match else 1
 
 
 def _target(statement: ast.stmt) -> str:

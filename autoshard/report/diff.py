@@ -87,11 +87,11 @@ def diff_of(a: Side, b: Side) -> Diff:
     one, two = _Side(a), _Side(b)
     same_model = one.plan.fingerprint == two.plan.fingerprint
     same_axes = one.decisions.mesh.names == two.decisions.mesh.names
-    parameters, alike, notes = _parameters(one, two)
+    parameters, agreeing, notes = _parameters(one, two)
     ops = None
     if same_model and same_axes:
         ops, more = _ops(one, two)
-        alike += more
+        agreeing += more
     return Diff(
         (a.name, b.name),
         (a.program.whole_mesh, b.program.whole_mesh),
@@ -104,7 +104,7 @@ def diff_of(a: Side, b: Side) -> Diff:
         tuple(_model_wide(one, two)),
         parameters,
         ops,
-        alike,
+        agreeing,
         (*_notes(one, two, same_model, same_axes), *notes),
     )
 
@@ -151,10 +151,10 @@ def _payloads(a: _Side, b: _Side) -> Iterator[Figure]:
     one, two = ({(t.kind, t.axis): t for t in s.estimator.traffic()} for s in (a, b))
     for key in dict.fromkeys((*one, *two)):
         kind, axis = key
-        wires = [t.wire if (t := side.get(key)) is not None else None for side in (one, two)]
+        payloads = [t.wire if (t := side.get(key)) is not None else None for side in (one, two)]
         counts = [str(t.count) if (t := side.get(key)) is not None else "0" for side in (one, two)]
         times = counts[0] if counts[0] == counts[1] else f"{counts[0]} | {counts[1]}"
-        yield Figure(f"{kind} on {axis}, {times} calls", wires[0], wires[1], "B")
+        yield Figure(f"{kind} on {axis}, {times} calls", payloads[0], payloads[1], "B")
 
 
 def _model_wide(a: _Side, b: _Side) -> Iterator[Decided]:
@@ -196,24 +196,24 @@ def _pipeline(side: _Side) -> str:
 def _parameters(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int, tuple[str, ...]]:
     """(those that differ, how many agree, notes on those that only one model has)."""
     one, two = _lives(a), _lives(b)
-    found: dict[tuple[str, str, str], int] = {}
-    alike = 0
+    differing: dict[tuple[str, str, str], int] = {}
+    agreeing = 0
     for name in [n for n in one if n in two]:
         if one[name] == two[name]:
-            alike += 1
+            agreeing += 1
         else:
             key = (a.decisions.starred(name), one[name], two[name])
-            found[key] = found.get(key, 0) + 1
-    rows = tuple(Decided(what, count, was, would) for (what, was, would), count in found.items())
+            differing[key] = differing.get(key, 0) + 1
+    rows = tuple(Decided(what, count, was, would) for (what, was, would), count in differing.items())
     notes = []
-    for name, side, own, other in (("a", a, one, two), ("b", b, two, one)):
-        missing = [n for n in own if n not in other]
+    for name, side, ours, other in (("a", a, one, two), ("b", b, two, one)):
+        missing = [n for n in ours if n not in other]
         if missing:
             kinds = list(dict.fromkeys(side.decisions.starred(n) for n in missing))
             more = f" and {len(kinds) - _MOST_NAMES} more kinds" if len(kinds) > _MOST_NAMES else ""
             some = ", ".join(kinds[:_MOST_NAMES])
             notes.append(f"{len(missing)} parameters are only in {name}: {some}{more}")
-    return rows, alike, tuple(notes)
+    return rows, agreeing, tuple(notes)
 
 
 def _lives(side: _Side) -> dict[str, str]:
@@ -224,14 +224,16 @@ def _lives(side: _Side) -> dict[str, str]:
 def _ops(a: _Side, b: _Side) -> tuple[tuple[Decided, ...], int]:
     """(ops whose placement differs, how many agree); the graphs are the same."""
     names = a.decisions.mesh.names
-    found, alike = [], 0
+    differing, agreeing = [], 0
     for key, op in a.decisions.ops.items():
         one, two = a.plan.nodes.get(key), b.plan.nodes.get(key)
         if one is None or two is None or _same(one, two, names, b.decisions.mesh):
-            alike += 1
+            agreeing += 1
         else:
-            found.append(Decided(_op_name(op, a.decisions), op.calls, _face(one, names), _face(two, names)))
-    return tuple(found), alike
+            differing.append(
+                Decided(_op_name(op, a.decisions), op.calls, _face(one, names), _face(two, names))
+            )
+    return tuple(differing), agreeing
 
 
 def _same(one: OpState, two: OpState, names: tuple[str, ...], mesh: Mesh) -> bool:

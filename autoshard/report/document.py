@@ -35,11 +35,11 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
     text of each segment after each pass, as numbers of ``lines``; ``timeline``: actions of pipeline ranks;
     ``streams``: the ops of one microbatch of each stage, computing and one stream per mesh axis.
     """
-    found, prices = simulated(program, cluster)
+    estimate, prices = simulated(program, cluster)
     pricer, decisions = prices.pricer, Decisions.of(program)
     segments = list(segments_of(program, pricer, decisions))
     lines, passes = _passes(program)
-    rate = rates(program, found)
+    rate = rates(program, estimate)
     mesh = Mesh.parse(program.whole_mesh)
     return {
         "version": VERSION,
@@ -52,8 +52,8 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
         "device": cluster.device.name,
         "microbatches": program.microbatches,
         "options": dict(program.options),
-        "step": _step(found, rate.per_second, rate.what),
-        "memory": _memory(found, cluster),
+        "step": _step(estimate, rate.per_second, rate.what),
+        "memory": _memory(estimate, cluster),
         "plan": _plan(decisions.plan),
         "segments": [s.as_json() for s in segments],
         "modules": module_rows(segments, modules_of_parameters(program, decisions)),
@@ -61,7 +61,7 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
         "collectives": list(collective_rows(segments)),
         "lines": lines,
         "passes": passes,
-        "timeline": _timeline(found, prices),
+        "timeline": _timeline(estimate, prices),
         "streams": list(_streams(prices)),
     }
 
@@ -69,26 +69,26 @@ def document(program: Program, cluster: Cluster) -> dict[str, Any]:
 # -- the step --------------------------------------------------------------------------------------------
 
 
-def _step(found: StepEstimate, per_second: float, what: str) -> dict[str, Any]:
+def _step(estimate: StepEstimate, per_second: float, what: str) -> dict[str, Any]:
     return {
-        "seconds": found.seconds,
-        "parts": [{"name": name, "seconds": s} for name, s in parts_of(found)],
-        "mfu": found.mfu,
-        "model_flop": found.model_flop,
+        "seconds": estimate.seconds,
+        "parts": [{"name": name, "seconds": s} for name, s in parts_of(estimate)],
+        "mfu": estimate.mfu,
+        "model_flop": estimate.model_flop,
         "items_per_second": per_second,
         "items": what,
     }
 
 
-def _memory(found: StepEstimate, cluster: Cluster) -> dict[str, Any]:
+def _memory(estimate: StepEstimate, cluster: Cluster) -> dict[str, Any]:
     return {
         "capacity": cluster.device.memory_bytes,
-        "rank": found.fullest.rank,
-        "peak": found.fullest.peak,
-        "parts": [{"name": name, "bytes": n} for name, n in memory_of(found)],
+        "rank": estimate.fullest.rank,
+        "peak": estimate.fullest.peak,
+        "parts": [{"name": name, "bytes": n} for name, n in memory_of(estimate)],
         "ranks": [
             {"rank": r.rank, "stages": list(r.stages), "peak": r.peak, "busy": r.busy, "idle": r.idle}
-            for r in found.ranks
+            for r in estimate.ranks
         ],
         "stages": [
             {
@@ -100,7 +100,7 @@ def _memory(found: StepEstimate, cluster: Cluster) -> dict[str, Any]:
                 "in_flight": s.in_flight,
                 "saved_bytes": s.kept,
             }
-            for s in found.stages
+            for s in estimate.stages
         ],
     }
 
@@ -129,24 +129,24 @@ def _plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _timeline(found: StepEstimate, prices: StagePrices) -> dict[str, Any]:
+def _timeline(estimate: StepEstimate, prices: StagePrices) -> dict[str, Any]:
     """spans: per rank, five numbers an action: kind (its place in ``kinds``), stage, microbatch, start and
     length in units of ``unit`` seconds. levels: per rank, four numbers an action and the end of the step:
     start, length, bytes held as it begins, bytes at its own peak."""
-    timeline, levels = found.timeline, MemoryCurves(found, prices)
+    timeline, levels = estimate.timeline, MemoryCurves(estimate, prices)
     kinds = ["F", "B", "I", "W"]
     unit = timeline.makespan / 1e6 or 1.0
     ranks: list[list[int]] = []
-    held = 0
+    span_count = 0
     for spans in timeline.spans:
-        held += len(spans)
-        if ranks and held > _MOST_SPANS:
+        span_count += len(spans)
+        if ranks and span_count > _MOST_SPANS:
             break
         flat: list[int] = []
         for span in spans:
-            what, start = span.action, round(span.start / unit)
-            kind = kinds.index(what.kind)
-            flat += [kind, what.stage, what.microbatch, start, max(0, round(span.end / unit) - start)]
+            action, start = span.action, round(span.start / unit)
+            kind = kinds.index(action.kind)
+            flat += [kind, action.stage, action.microbatch, start, max(0, round(span.end / unit) - start)]
         ranks.append(flat)
     return {
         "name": timeline.name,
@@ -173,14 +173,14 @@ def _streams(prices: StagePrices) -> Iterator[dict[str, Any]]:
     """Per stage and phase of one microbatch. spans: four numbers an op: stream (0 computes, 1 + axis sends),
     its place in ``ops``, start and length in units of ``unit`` seconds. Left out where the page would grow
     too big."""
-    lowered, left = prices.program.lowered, _MOST_SPANS
+    lowered, remaining = prices.program.lowered, _MOST_SPANS
     for part in lowered.parts:
         if part.phase not in ("forward", "backward", "weight") or part.slice:
             continue
         items = lowered.of(part)
         played = prices.parts_of(part.stage).play(items, spans=True)
-        left -= len(played.spans)
-        if left < 0:
+        remaining -= len(played.spans)
+        if remaining < 0:
             return
         unit = played.seconds / 1e6 or 1.0
         ops: dict[str, int] = {}
@@ -188,9 +188,9 @@ def _streams(prices: StagePrices) -> Iterator[dict[str, Any]]:
         for span in sorted(played.spans, key=lambda s: (s.stream, s.start)):
             item = items[span.step]
             task = prices.parts.sheet(item).tasks[span.task]
-            where = f"{item.segment}/" if isinstance(item, Call) else ""
+            location = f"{item.segment}/" if isinstance(item, Call) else ""
             label = f" in {item.label}" if isinstance(item, Call) and item.label else ""
-            number = ops.setdefault(f"{task.op.removeprefix('aten.')} {where}{task.name}{label}", len(ops))
+            number = ops.setdefault(f"{task.op.removeprefix('aten.')} {location}{task.name}{label}", len(ops))
             start = round(span.start / unit)
             flat += [span.stream, number, start, max(1, round(span.end / unit) - start)]
         yield {
@@ -210,7 +210,7 @@ def _streams(prices: StagePrices) -> Iterator[dict[str, Any]]:
 def _passes(program: Program) -> tuple[list[str], list[dict[str, Any]]]:
     """(lines, each once; per pass, the numbers of the lines of each segment)."""
     numbers: dict[str, int] = {}
-    found = []
+    passes = []
     for name in sorted(program.dumps):
         blocks: dict[str, list[int]] = {}
         for block in program.dumps[name].split("\n\n")[1:]:
@@ -218,7 +218,7 @@ def _passes(program: Program) -> tuple[list[str], list[dict[str, Any]]]:
             head = next((r for r in rows if r.startswith("def ")), "")
             if head:
                 segment = head.removeprefix("def ").partition("(")[0]
-                own = [r for r in rows if not r.startswith("# ")]
-                blocks[segment] = [numbers.setdefault(r.rstrip(), len(numbers)) for r in own]
-        found.append({"name": name, "segments": blocks})
-    return list(numbers), found
+                body = [r for r in rows if not r.startswith("# ")]
+                blocks[segment] = [numbers.setdefault(r.rstrip(), len(numbers)) for r in body]
+        passes.append({"name": name, "segments": blocks})
+    return list(numbers), passes

@@ -37,8 +37,8 @@ def module_rows(segments: Sequence[Segment], parameters: Iterable[str]) -> list[
                 row["compute"] += segment.runs * node["compute"]
                 row["comm"] += segment.runs * node["comm"]
                 row["payload"] += segment.runs * node["payload"]
-    for path, found in layers.items():
-        rows[path]["layers"] = max(1, len(found))
+    for path, labels in layers.items():
+        rows[path]["layers"] = max(1, len(labels))
     for module in parameters:
         for path in upwards(module):
             rows.setdefault(path, _row(path, 1))

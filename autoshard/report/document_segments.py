@@ -116,42 +116,42 @@ def segments_of(program: Program, pricer: Pricer, decisions: Decisions) -> Itera
 
 def _sources(program: Program) -> dict[tuple[str, str], list[list[str]]]:
     """(segment, input) -> the (segment, value) that its calls take, through collectives in main."""
-    made: dict[str, list[str]] = {}
-    found: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
+    producers: dict[str, list[str]] = {}
+    sources_of: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
     for item in program.lowered.main:
         if isinstance(item, Node):
             ins = list(refs_of(item))
             pairs = zip(
                 item.outs, ins if len(ins) == len(item.outs) else ins[:1] * len(item.outs), strict=False
             )
-            made.update((out, made[ref]) for out, ref in pairs if ref in made)
+            producers.update((out, producers[ref]) for out, ref in pairs if ref in producers)
             continue
         graph = program.lowered.segments[item.segment].graph
         for (name, _), arg in zip(graph.inputs, item.args, strict=True):
-            if arg in made:
-                found.setdefault((item.segment, name), {})[tuple(made[arg])] = made[arg]
-        made.update((o, [item.segment, i]) for o, i in zip(item.outs, graph.outputs, strict=True))
-    return {place: list(sources.values()) for place, sources in found.items()}
+            if arg in producers:
+                sources_of.setdefault((item.segment, name), {})[tuple(producers[arg])] = producers[arg]
+        producers.update((o, [item.segment, i]) for o, i in zip(item.outs, graph.outputs, strict=True))
+    return {place: list(sources.values()) for place, sources in sources_of.items()}
 
 
 def _weights(program: Program) -> dict[str, set[str]]:
     """Segment -> its inputs that are parameters or buffers, or copies of them that collectives made."""
     lowered = program.lowered
     stored = {p.name for p in program.signature.ports if p.kind in ("param", "buffer", "const")}
-    found: dict[str, set[str]] = {}
+    weights: dict[str, set[str]] = {}
     for item in lowered.main:
         if isinstance(item, Node):
             if item.op.startswith("comm.") and stored >= set(refs_of(item)):
                 stored |= set(item.outs)
             continue
         graph = lowered.segments[item.segment].graph
-        own = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
-        found.setdefault(item.segment, set()).update(own)
+        local = {n for (n, _), arg in zip(graph.inputs, item.args, strict=True) if arg in stored}
+        weights.setdefault(item.segment, set()).update(local)
         for node in graph.nodes:
-            if node.op.startswith("comm.") and own >= set(refs_of(node)):
-                own |= set(node.outs)
-        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in own}
-    return found
+            if node.op.startswith("comm.") and local >= set(refs_of(node)):
+                local |= set(node.outs)
+        stored |= {o for o, inner in zip(item.outs, graph.outputs, strict=True) if inner in local}
+    return weights
 
 
 def _node(
@@ -165,7 +165,7 @@ def _node(
     cost = pricer.node(node, values)
     refs = list(dict.fromkeys(refs_of(node)))
     placed = [values[o] for o, t in zip(node.outs, node.types, strict=True) if t is not None]
-    made: dict[str, Any] = {
+    row: dict[str, Any] = {
         "outs": list(node.outs),
         "op": op_text(node.op),
         "type": str(placed[0].type) if placed else "",
@@ -179,13 +179,13 @@ def _node(
         "payload": cost.wire,
     }
     if node.op in VIEWS:
-        made["view"] = True
+        row["view"] = True
     if node.op.startswith("comm."):
-        made["kind"] = collective_kind(node) or "slice"
-        made["axis"] = "+".join(axes_of(node))
-        made["message"] = is_message(node)
-        made["before"] = layout_text(values[refs[0]].layout, names) if refs else ""
-    return made
+        row["kind"] = collective_kind(node) or "slice"
+        row["axis"] = "+".join(axes_of(node))
+        row["message"] = is_message(node)
+        row["before"] = layout_text(values[refs[0]].layout, names) if refs else ""
+    return row
 
 
 def collective_rows(segments: Sequence[Segment]) -> Iterator[dict[str, Any]]:

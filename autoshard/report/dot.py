@@ -39,15 +39,15 @@ def _segment(prefix: str, segment: Mapping[str, Any]) -> Iterator[str]:
     times = f"{segment['name']}, called {segment['calls']} time{'s' * (segment['calls'] != 1)}"
     yield f"  subgraph {_quoted(f'cluster_{prefix}')} {{"
     yield f"    label={_quoted(times)};"
-    made: dict[str, str] = {}
+    node_of: dict[str, str] = {}
     for number, port in enumerate(segment["inputs"]):
-        made[port["name"]] = f"{prefix}i{number}"
+        node_of[port["name"]] = f"{prefix}i{number}"
         colour = _WEIGHT if port["kind"] == "weight" else _INPUT
         text = [port["name"], port["type"], port["layout"]]
-        yield f'    {made[port["name"]]} [label={_lines(text)}, style=dashed, color="{colour}"];'
+        yield f'    {node_of[port["name"]]} [label={_lines(text)}, style=dashed, color="{colour}"];'
     for number, node in enumerate(segment["nodes"]):
         name = f"{prefix}n{number}"
-        made.update(dict.fromkeys(node["outs"], name))
+        node_of.update(dict.fromkeys(node["outs"], name))
         cost = node["compute"] + node["comm"]
         if "kind" in node:
             payload = f"{bytes_text(node['payload'])}, " if node["payload"] else ""
@@ -62,8 +62,8 @@ def _segment(prefix: str, segment: Mapping[str, Any]) -> Iterator[str]:
         yield f"    {name} [label={_lines(text)}, {shape}, tooltip={_quoted(tip)}];"
     for number, node in enumerate(segment["nodes"]):
         for ref in node["refs"]:
-            if ref in made:
-                yield f"    {made[ref]} -> {prefix}n{number};"
+            if ref in node_of:
+                yield f"    {node_of[ref]} -> {prefix}n{number};"
     yield "  }"
 
 

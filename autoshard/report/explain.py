@@ -86,8 +86,8 @@ class Explanation:
     comm: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(asdict(self))
-        return found
+        document: dict[str, Any] = msgspec.to_builtins(asdict(self))
+        return document
 
 
 def explain_name(program: Program, cluster: Cluster, name: str) -> Explanation:
@@ -114,7 +114,7 @@ class _Explainer:
     # -- parameters and inputs -------------------------------------------------------------------------
 
     def _port(self, subject: LookupSubject, port: Port) -> Explanation:
-        alike = [self.index.name_of(p) for p in self._class_of(port)]
+        equivalent = [self.index.name_of(p) for p in self._class_of(port)]
         uses = list(self._uses(port))
         first = next((place for place, node in uses if not node.op.startswith("comm.")), None)
         source = self._source(first) if first is not None else ""
@@ -122,7 +122,7 @@ class _Explainer:
         return Explanation(
             subject.kind,
             subject.name,
-            tuple(alike),
+            tuple(equivalent),
             source,
             (self._choice_of_port(port),),
             0,
@@ -164,27 +164,27 @@ class _Explainer:
         grad = next(
             (r for r in self.program.signature.results if r.kind == "grad" and r.target == port.target), None
         )
-        here = None if grad is None else Place(None, grad.value)
-        while here is not None:
-            made = self.chains.maker(here)
-            if made is None or not made.node.op.startswith("comm."):
+        current = None if grad is None else Place(None, grad.value)
+        while current is not None:
+            producer = self.chains.maker(current)
+            if producer is None or not producer.node.op.startswith("comm."):
                 return
-            place = Place(made.call, result_of(made.node))
-            if is_message(made.node):
-                yield self._move(place, made.node)
-            ins = list(refs_of(made.node))
-            at = made.node.outs.index(self.chains.settled(here).value)
-            here = Place(made.call, ins[at] if len(ins) == len(made.node.outs) else ins[0])
+            place = Place(producer.call, result_of(producer.node))
+            if is_message(producer.node):
+                yield self._move(place, producer.node)
+            ins = list(refs_of(producer.node))
+            at = producer.node.outs.index(self.chains.settled(current).value)
+            current = Place(producer.call, ins[at] if len(ins) == len(producer.node.outs) else ins[0])
 
     # -- values and modules ----------------------------------------------------------------------------
 
     def _value(self, subject: LookupSubject, place: Place) -> Explanation:
         place = self.chains.settled(place)
-        made = self.chains.maker(place)
-        assert made is not None
+        producer = self.chains.maker(place)
+        assert producer is not None
         # under the name that it has in the plan, which can be pinned
         op = (
-            self.decisions.op_of(self._call(place).segment, made.node.name)
+            self.decisions.op_of(self._call(place).segment, producer.node.name)
             if place.call is not None
             else None
         )
@@ -197,7 +197,7 @@ class _Explainer:
             self._source(place),
             (),
             0,
-            self._choice(place, made.node),
+            self._choice(place, producer.node),
             self.chains.of(place),
             tuple(self._choice(p, n) for p, n in uses if not n.op.startswith("comm."))[:_MOST_OPS],
             tuple(self._move(p, n) for p, n in uses if is_message(n)),
@@ -208,13 +208,13 @@ class _Explainer:
         nodes = [(place, self._node(place)) for place in places]
         result = self._result(subject.name, nodes)
         inside = f"{subject.name}."
-        held = [
+        ports = [
             p for n, p in self.index.ports.items() if n.startswith(inside) and p.kind in ("param", "buffer")
         ]
-        held.sort(key=lambda p: -p.type.nbytes)
-        own = self.index.same_layers(result)
-        label = next((x for x in own if subject.name == x or subject.name.startswith(f"{x}.")), "")
-        alike = tuple(x + subject.name[len(label) :] for x in own) if label else (subject.name,)
+        ports.sort(key=lambda p: -p.type.nbytes)
+        layers = self.index.same_layers(result)
+        label = next((x for x in layers if subject.name == x or subject.name.startswith(f"{x}.")), "")
+        equivalent = tuple(x + subject.name[len(label) :] for x in layers) if label else (subject.name,)
         ranked = sorted(
             (self._choice(p, n) for p, n in nodes if not n.op.startswith("comm.")), key=lambda c: -c.margin
         )
@@ -222,10 +222,10 @@ class _Explainer:
         return Explanation(
             subject.kind,
             subject.name,
-            alike,
+            equivalent,
             self._source(result),
-            tuple(map(self._choice_of_port, held[:_MOST_PARAMETERS])),
-            max(0, len(held) - _MOST_PARAMETERS),
+            tuple(map(self._choice_of_port, ports[:_MOST_PARAMETERS])),
+            max(0, len(ports) - _MOST_PARAMETERS),
             self._choice(result, self._node(result)),
             self.chains.of(result),
             tuple(ranked[:_MOST_OPS]),
@@ -236,24 +236,24 @@ class _Explainer:
 
     def _result(self, module: str, nodes: Sequence[tuple[Place, Node]]) -> Place:
         """The last value of a module that something outside it uses, before any collective."""
-        found = nodes[-1][0]
+        last = nodes[-1][0]
         for place, node in nodes:
             if node.op.startswith("comm."):
                 continue
             users = list(self._users(place))
             outside = [p for p, _ in users if not self._within(p, module)]
             if outside or not users:
-                found = place
-        return found
+                last = place
+        return last
 
     def _within(self, place: Place, module: str) -> bool:
-        made = self.chains.maker(place)
-        assert made is not None
-        return f"{self.chains.note(made)[0]}.".startswith(f"{module}.")
+        producer = self.chains.maker(place)
+        assert producer is not None
+        return f"{self.chains.note(producer)[0]}.".startswith(f"{module}.")
 
     def _inside(self, module: str) -> Iterator[tuple[Place, Node, LoweredSegment]]:
         """Nodes of a module and of those alike, forward and backward, each segment once."""
-        wanted = self.decisions.starred(module)
+        path = self.decisions.starred(module)
         seen: set[str] = set()
         for number, item in enumerate(self.lowered.main):
             if not isinstance(item, Call) or item.segment in seen:
@@ -261,8 +261,8 @@ class _Explainer:
             seen.add(item.segment)
             segment = self.lowered.segments[item.segment]
             for node, note in zip(segment.graph.nodes, self.program.notes[item.segment], strict=True):
-                own = f"{self.decisions.starred(note.fqn)}.".startswith(f"{wanted}.")
-                if own and result_of(node):
+                inside = f"{self.decisions.starred(note.fqn)}.".startswith(f"{path}.")
+                if inside and result_of(node):
                     yield Place(number, result_of(node)), node, segment
 
     def _spent(self, module: str) -> tuple[float, float]:
@@ -281,17 +281,17 @@ class _Explainer:
     # -- pieces ----------------------------------------------------------------------------------------
 
     def _node(self, place: Place) -> Node:
-        made = self.chains.maker(place)
-        assert made is not None
-        return made.node
+        producer = self.chains.maker(place)
+        assert producer is not None
+        return producer.node
 
     def _users(self, place: Place) -> list[tuple[Place, Node]]:
         if place.call is None:
             nodes: Iterable[Node] = (i for i in self.lowered.main if isinstance(i, Node))
         else:
             nodes = self.lowered.segments[self._call(place).segment].graph.nodes
-        found = [(Place(place.call, result_of(n)), n) for n in nodes if place.value in refs_of(n)]
-        return [(p, n) for p, n in found if p.value]
+        users = [(Place(place.call, result_of(n)), n) for n in nodes if place.value in refs_of(n)]
+        return [(p, n) for p, n in users if p.value]
 
     def _call(self, place: Place) -> Call:
         assert place.call is not None
@@ -303,22 +303,22 @@ class _Explainer:
         """How often a microbatch runs what makes a value."""
         if place.call is None:
             return 1
-        own = self._call(place).segment
-        return sum(isinstance(i, Call) and i.segment == own for i in self.lowered.main)
+        segment = self._call(place).segment
+        return sum(isinstance(i, Call) and i.segment == segment for i in self.lowered.main)
 
     def _source(self, place: Place) -> str:
-        made = self.chains.maker(place)
-        return "" if made is None else self.chains.note(made)[1]
+        producer = self.chains.maker(place)
+        return "" if producer is None else self.chains.note(producer)[1]
 
     def _choice_of_port(self, port: Port) -> Choice:
-        why, placed = self.decisions.why_of_port(port), self.lowered.values[port.name]
+        why, value = self.decisions.why_of_port(port), self.lowered.values[port.name]
         return Choice(
             self.index.name_of(port),
             "",
             len(self._class_of(port)),
             str(port.type),
             self.decisions.life_of_port(port),
-            self.prices.bytes_of(placed.type, placed.layout),
+            self.prices.bytes_of(value.type, value.layout),
             float(port.type.nbytes),
             0.0,
             "",
@@ -329,10 +329,10 @@ class _Explainer:
 
     def _choice(self, place: Place, node: Node) -> Choice:
         """The decision about the op that makes a value."""
-        made = self.chains.maker(place)
-        assert made is not None
-        _, source, why = self.chains.note(made)
-        values = self.lowered.values if made.segment is None else made.segment.placed()
+        producer = self.chains.maker(place)
+        assert producer is not None
+        _, source, why = self.chains.note(producer)
+        values = self.lowered.values if producer.segment is None else producer.segment.placed()
         type_ = next((t for t in node.types if t is not None), None)
         if is_ring(node) and place.value in node.outs:
             type_ = node.types[node.outs.index(place.value)]
@@ -353,12 +353,12 @@ class _Explainer:
         )
 
     def _move(self, place: Place, node: Node) -> CollectiveRow:
-        made = self.chains.maker(place)
-        assert made is not None
-        values = self.lowered.values if made.segment is None else made.segment.placed()
+        producer = self.chains.maker(place)
+        assert producer is not None
+        values = self.lowered.values if producer.segment is None else producer.segment.placed()
         cost = self.prices.node(node, values)
         before = self.chains.layout(Place(place.call, next(refs_of(node))))
-        module, source, _ = self.chains.note(made)
+        module, source, _ = self.chains.note(producer)
         user = next(
             (f"{op_text(n.op)} {n.name}" for p, n in self._users(place) if not n.op.startswith("comm.")), ""
         )

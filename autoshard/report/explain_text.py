@@ -10,42 +10,45 @@ from autoshard.report.decided import starred_label
 from autoshard.report.explain import Choice, Explanation
 
 
-def explanation_lines(found: Explanation) -> Iterator[str]:
+def explanation_lines(explanation: Explanation) -> Iterator[str]:
     """What a terminal shows."""
-    yield f"{found.name}   {found.kind}{_equivalent_text(found.equivalent)}"
-    if found.source:
-        yield f"  {found.source}"
-    if found.compute or found.comm:
+    yield f"{explanation.name}   {explanation.kind}{_equivalent_text(explanation.equivalent)}"
+    if explanation.source:
+        yield f"  {explanation.source}"
+    if explanation.compute or explanation.comm:
         yield (
-            f"  microbatch: compute {seconds_text(found.compute)} + communication {seconds_text(found.comm)}"
-            f"{f', sum of all {len(found.equivalent)}' if len(found.equivalent) > 1 else ''}"
+            f"  microbatch: compute {seconds_text(explanation.compute)} + "
+            f"communication {seconds_text(explanation.comm)}"
+            f"{f', sum of all {len(explanation.equivalent)}' if len(explanation.equivalent) > 1 else ''}"
         )
-    if found.parameters:
+    if explanation.parameters:
         yield ""
-        for choice in found.parameters:
+        for choice in explanation.parameters:
             size = f"{bytes_text(choice.rank_bytes)} per rank of {bytes_text(choice.global_bytes)}"
             yield f"{choice.what}  {choice.type}  {choice.layout}   {size}"
             yield from _reason_lines(choice.reason, choice.alternative, choice.margin)
-        if found.more_parameters:
-            yield f"... {found.more_parameters} more parameters"
-    if found.result is not None:
+        if explanation.more_parameters:
+            yield f"... {explanation.more_parameters} more parameters"
+    if explanation.result is not None:
         yield ""
-        yield f"result  {_op_line(found.result)}"
-        yield from _reason_lines(found.result.reason, found.result.alternative, found.result.margin)
-    for chain in found.chains:
+        yield f"result  {_op_line(explanation.result)}"
+        yield from _reason_lines(
+            explanation.result.reason, explanation.result.alternative, explanation.result.margin
+        )
+    for chain in explanation.chains:
         yield ""
         yield from chain_lines(chain)
-    if found.ops:
+    if explanation.ops:
         yield ""
-        title = {"module": "ops with the largest margins"}.get(found.kind, "used by")
+        title = {"module": "ops with the largest margins"}.get(explanation.kind, "used by")
         yield title
-        for choice in found.ops:
+        for choice in explanation.ops:
             yield f"  {_op_line(choice)}  {choice.source}".rstrip()
             yield from _reason_lines(choice.reason, choice.alternative, choice.margin, "      ")
-    if found.collectives:
+    if explanation.collectives:
         yield ""
         yield "collectives"
-        for row in found.collectives:
+        for row in explanation.collectives:
             times = f" x {row.calls}" if row.calls > 1 else ""
             user = f", for {row.for_op}" if row.for_op else ""
             yield (
@@ -89,10 +92,10 @@ def chain_lines(chain: Chain) -> Iterator[str]:
         if last.times:
             yield f"  ...  {last.how} ({last.times} ops)"
             continue
-        how = " <- ".join(link.how for link in links)
-        where = "  ".join(filter(None, (last.module, last.source)))
-        placed = f"{chain.axis}:{links[0].placement}"
-        yield f"  {links[0].value:<{wide}}  {placed:<10} {how}{f'   {where}' if where else ''}"
+        ops = " <- ".join(link.how for link in links)
+        location = "  ".join(filter(None, (last.module, last.source)))
+        placement = f"{chain.axis}:{links[0].placement}"
+        yield f"  {links[0].value:<{wide}}  {placement:<10} {ops}{f'   {location}' if location else ''}"
     yield f"  because {chain.end}"
     why = chain.why
     if not why.alternative:
@@ -103,13 +106,13 @@ def chain_lines(chain: Chain) -> Iterator[str]:
 def _same_line(links: Sequence[Link]) -> Iterator[list[Link]]:
     group: list[Link] = []
     for link in links:
-        same = group and (group[-1].module, group[-1].source, group[-1].placement, group[-1].times) == (
+        continues = group and (group[-1].module, group[-1].source, group[-1].placement, group[-1].times) == (
             link.module,
             link.source,
             link.placement,
             link.times,
         )
-        if same and link.source and not link.times:
+        if continues and link.source and not link.times:
             group.append(link)
         else:
             if group:

@@ -72,19 +72,19 @@ def svg(timeline: Timeline, width: int = 1200) -> str:
         ]
         shades = _shades(timeline, rank)
         for span in spans:
-            what, shade = span.action, shades[span.action.stage]
+            action, shade = span.action, shades[span.action.stage]
             title = (
-                f"{_WORDS[what.kind]}, stage {what.stage}, microbatch {what.microbatch}: "
+                f"{_WORDS[action.kind]}, stage {action.stage}, microbatch {action.microbatch}: "
                 f"{seconds_text(span.start)} to {seconds_text(span.end)}"
             )
-            colour = _paler(_COLOURS[what.kind], shade)
+            colour = _paler(_COLOURS[action.kind], shade)
             parts.append(
                 _svg_box(left + span.start * scale, y, (span.end - span.start) * scale, row, colour, title)
             )
-            label = str(what.microbatch)
+            label = str(action.microbatch)
             if (span.end - span.start) * scale >= 7 * len(label) + 2:
                 x = left + (span.start + span.end) / 2 * scale
-                ink = "white" if what.kind == "F" and not shade else "black"
+                ink = "white" if action.kind == "F" and not shade else "black"
                 parts.append(
                     f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle" fill="{ink}" '
                     f'pointer-events="none">{label}</text>'
@@ -106,7 +106,7 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
     """Chrome's trace format (JSON), for ui.perfetto.dev: a thread per rank, an arrow per send, and a
     counter of the bytes that each rank holds. Microseconds."""
     events: list[dict[str, Any]] = [_meta("process_name", 0, f"pipeline {timeline.name}")]
-    where: dict[tuple[str, int, int, int], ActionSpan] = {}
+    spans_by_result: dict[tuple[str, int, int, int], ActionSpan] = {}
     sliced = any(span.action.slice for spans in timeline.spans for span in spans)
     for rank, spans in enumerate(timeline.spans):
         stages = [s for s, owner in enumerate(timeline.owner) if owner == rank]
@@ -115,11 +115,11 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
         order = {"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": rank}
         events.append({**order, "args": {"sort_index": rank}})
         for span in spans:
-            where[_result(span.action)] = span
+            spans_by_result[_result(span.action)] = span
             events.append(_complete(str(span.action), _WORDS[span.action.kind], rank, span.start, span.end))
-            what = span.action
-            part = {"slice": what.slice} if sliced else {}
-            events[-1]["args"] = {"stage": what.stage, "microbatch": what.microbatch, **part}
+            action = span.action
+            part = {"slice": action.slice} if sliced else {}
+            events[-1]["args"] = {"stage": action.stage, "microbatch": action.microbatch, **part}
         if timeline.update[rank]:
             start = spans[-1].end if spans else 0.0
             events.append(_complete("update", "update", rank, start, start + timeline.update[rank]))
@@ -127,12 +127,12 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
             counter = {"name": f"rank {rank} bytes", "ph": "C", "pid": 0, "ts": _microseconds(time)}
             events.append({**counter, "args": {"bytes": held}})
     for number, send in enumerate(timeline.sends):
-        made = where[_result(send.action)]
-        used = where[_result(send.action, onward=True)]
+        source = spans_by_result[_result(send.action)]
+        target = spans_by_result[_result(send.action, onward=True)]
         same = {"name": "send", "cat": "send", "id": number, "pid": 0}
         # An arrow binds to the slices that enclose its ends, so both are a little inside of them.
-        leaves = made.end - 1e-3 * (made.end - made.start)
-        lands = used.start + 1e-3 * (used.end - used.start)
+        leaves = source.end - 1e-3 * (source.end - source.start)
+        lands = target.start + 1e-3 * (target.end - target.start)
         events.append({**same, "ph": "s", "tid": send.source, "ts": _microseconds(leaves)})
         events.append({**same, "ph": "f", "bp": "e", "tid": send.target, "ts": _microseconds(lands)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -32,7 +32,7 @@ def page(document: Mapping[str, Any]) -> str:
 def script_json(document: Mapping[str, Any]) -> str:
     """JSON that may stand inside a script element whatever the names in it are."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return re.sub("[<>&\u2028\u2029]", lambda found: _UNSAFE[found.group()], text)
+    return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match.group()], text)
 
 
 def _file(name: str) -> str:

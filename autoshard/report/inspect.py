@@ -67,10 +67,10 @@ def _shown(program: Program, view: InspectView) -> _Shown:
         stages = (view.stage,)
     parts = [p for p in program.lowered.parts if p.stage in stages]
     called = {i.segment for p in parts for i in program.lowered.of(p) if isinstance(i, Call)}
-    known = [name for name in program.lowered.segments if name in called]
-    if view.segment is not None and view.segment not in known:
-        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {', '.join(known)}")
-    return _Shown(inner, stages, tuple(n for n in known if view.segment in (None, n)))
+    names = [name for name in program.lowered.segments if name in called]
+    if view.segment is not None and view.segment not in names:
+        raise UsageError(f"there is no segment {view.segment!r}", hint=f"one of {', '.join(names)}")
+    return _Shown(inner, stages, tuple(n for n in names if view.segment in (None, n)))
 
 
 def _place(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
@@ -84,48 +84,48 @@ def _place(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
     return Mesh.parse(program.mesh).rank(coords), stages
 
 
-def pass_name(program: Program, wanted: str) -> str:
+def pass_name(program: Program, name: str) -> str:
     """The pass that a name, its number or an unambiguous part of it means (``16``, ``bucket``)."""
-    known = [p for p in NUMBERED.values() if p in program.dumps] or list(program.dumps)
-    found = [p for p in known if wanted in (p, p.partition("_")[2])] or [p for p in known if wanted in p]
-    if len(found) != 1:
+    passes = [p for p in NUMBERED.values() if p in program.dumps] or list(program.dumps)
+    matches = [p for p in passes if name in (p, p.partition("_")[2])] or [p for p in passes if name in p]
+    if len(matches) != 1:
         raise UsageError(
-            f"no pass is called {wanted!r}" if not found else f"{wanted!r} could be {', '.join(found)}",
-            hint=f"one of {', '.join(known)}",
+            f"no pass is called {name!r}" if not matches else f"{name!r} could be {', '.join(matches)}",
+            hint=f"one of {', '.join(passes)}",
         )
-    return found[0]
+    return matches[0]
 
 
-def dump_after(program: Program, wanted: str, segment: str | None = None) -> str:
+def dump_after(program: Program, name: str, segment: str | None = None) -> str:
     """The graph after a pass, as it was written when the program was compiled."""
-    text = program.dumps[pass_name(program, wanted)]
+    text = program.dumps[pass_name(program, name)]
     if segment is None:
         return text
     head, *blocks = text.split("\n\n")
-    chosen = [b for b in blocks if f"def {segment}(" in b]
-    if not chosen:
+    wanted_blocks = [b for b in blocks if f"def {segment}(" in b]
+    if not wanted_blocks:
         names = [b.split("def ")[1].split("(")[0] for b in blocks if "def " in b]
         raise UsageError(
             f"there is no segment {segment!r} after this pass", hint=f"one of {', '.join(names)}"
         )
-    return "\n\n".join([head, *chosen]).rstrip("\n") + "\n"
+    return "\n\n".join([head, *wanted_blocks]).rstrip("\n") + "\n"
 
 
 def annotated(program: Program, cluster: Cluster, view: InspectView) -> str:
     """The final program with what each op costs on a rank, and sums at the end of every segment."""
-    what = _shown(program, view)
+    view_of = _shown(program, view)
     names = axis_names(program.mesh)
-    estimator = Estimator(program, cluster, what.rank)
-    shown = program if view.rank is None else for_rank(program, what.rank)
+    estimator = Estimator(program, cluster, view_of.rank)
+    shown = program if view.rank is None else for_rank(program, view_of.rank)
     lines = _head(program, estimator, view)
     numbered = numbered_notes(program)
-    for name in what.segments:
-        segment, whole = shown.lowered.segments[name], program.lowered.segments[name]
-        notes = _columns(estimator, whole, numbered[name])
+    for name in view_of.segments:
+        segment, lowered = shown.lowered.segments[name], program.lowered.segments[name]
+        notes = _columns(estimator, lowered, numbered[name])
         lines += ["", "", *_segment_head(program, name), *segment_lines(segment, notes, names)]
         lines.append(_sum_line(estimator, name))
     if view.segment is None:
-        lines += ["", "", *_of_stages(program, what.stages, main_lines(shown, names))]
+        lines += ["", "", *_of_stages(program, view_of.stages, main_lines(shown, names))]
         lines += footer(estimator, program)
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -139,13 +139,13 @@ def _of_stages(program: Program, stages: Sequence[int], lines: Sequence[str]) ->
     used = {v for p in parts for v in ends_of(lowered, p).uses}
     ports = {p.name for p in program.signature.ports} - used
     heads = {f"def {part_name(lowered, p)}():": p.stage in stages for p in lowered.parts}
-    found: list[str] = []
+    kept_lines: list[str] = []
     keep = True
     for line in lines:
         keep = heads.get(line, keep)
         if keep and line.partition(":")[0] not in ports:
-            found.append(line)
-    return found
+            kept_lines.append(line)
+    return kept_lines
 
 
 def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str]:
@@ -156,9 +156,9 @@ def _head(program: Program, estimator: Estimator, view: InspectView) -> list[str
     else:
         shapes = "LOCAL shapes"
         coords = mesh.coords(view.rank)
-        where = " ".join(f"{n}={c}" for n, c in zip(mesh.names, coords, strict=True))
+        coordinates = " ".join(f"{n}={c}" for n, c in zip(mesh.names, coords, strict=True))
         parameters = _held_by(program, estimator, view.rank).parameters
-        who = f"rank {view.rank} of {mesh.world_size} at {where} | parameters {bytes_text(parameters)}"
+        who = f"rank {view.rank} of {mesh.world_size} at {coordinates} | parameters {bytes_text(parameters)}"
     return [
         f"# autoshard | program | mesh {program.whole_mesh} | {shapes} | "
         f"cost model of {estimator.cluster.name}",
@@ -179,10 +179,10 @@ def _held_by(program: Program, estimator: Estimator, rank: int) -> ResidentBytes
 def _segment_head(program: Program, name: str) -> list[str]:
     calls = [i for i in program.lowered.main if isinstance(i, Call) and i.segment == name]
     labels = list(dict.fromkeys(c.label for c in calls if c.label))
-    where = "" if not labels else f" | {labels[0]}" + (f" to {labels[-1]}" if len(labels) > 1 else "")
+    labels_text = "" if not labels else f" | {labels[0]}" + (f" to {labels[-1]}" if len(labels) > 1 else "")
     half = "backward" if calls and calls[0].backward else "forward"
     times = f"called {len(calls)} time{'' if len(calls) == 1 else 's'}"
-    return [f"# {name} | {half}{where} | {times}"]
+    return [f"# {name} | {half}{labels_text} | {times}"]
 
 
 def _columns(
@@ -220,18 +220,18 @@ def footer(estimator: Estimator, program: Program) -> list[str]:
         f"ops without a rule {facts['ops_without_a_rule']}"
     )
     if program.stages is not None:
-        found = estimator.pipeline
-        table = [f"#   {line}" for line in table_lines(found)]
-        step, memory = step_text(found), memory_text(found, estimator.cluster)
-        name = f"{found.timeline.name}, {program.microbatches} microbatches"
+        estimate = estimator.pipeline
+        table = [f"#   {line}" for line in table_lines(estimate)]
+        step, memory = step_text(estimate), memory_text(estimate, estimator.cluster)
+        name = f"{estimate.timeline.name}, {program.microbatches} microbatches"
         return [f"# stages  {name}", *table, f"# step    {step}", f"# memory  {memory}", checked]
-    held, cost = estimator.held(), estimator.step()
+    resident, cost = estimator.held(), estimator.step()
     times = f" for {program.microbatches} microbatches" if program.microbatches > 1 else ""
     return [
         f"# step    {seconds_text(cost.compute + cost.comm)}{times} without overlap: compute "
         f"{seconds_text(cost.compute)} + communication {seconds_text(cost.comm)} in "
         f"{cost.collectives} collectives, payload {bytes_text(cost.wire)} per rank",
-        f"# memory  {held_text(held)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
+        f"# memory  {held_text(resident)} of {bytes_text(estimator.cluster.device.memory_bytes)}",
         checked,
     ]
 
@@ -301,17 +301,17 @@ def _number(arg: Arg, view: RankView) -> Arg:
 
 def as_json(program: Program, cluster: Cluster, view: InspectView) -> dict[str, Any]:
     """The same facts as a document: segments with their ops, costs and layouts, what a rank holds."""
-    what = _shown(program, view)
-    estimator = Estimator(program, cluster, what.rank)
-    shown = program if view.rank is None else for_rank(program, what.rank)
-    held = estimator.held() if view.rank is None else _held_by(program, estimator, view.rank)
+    view_of = _shown(program, view)
+    estimator = Estimator(program, cluster, view_of.rank)
+    shown = program if view.rank is None else for_rank(program, view_of.rank)
+    resident = estimator.held() if view.rank is None else _held_by(program, estimator, view.rank)
     step = estimator.step()
     document: dict[str, Any] = {
         "mesh": program.whole_mesh,
         "cluster": cluster.name,
         "rank": view.rank,
         "shapes": "global" if view.rank is None else "local",
-        "resident_bytes": held_json(held),
+        "resident_bytes": held_json(resident),
         "step": {
             "compute_seconds": step.compute,
             "comm_seconds": step.comm,
@@ -323,7 +323,7 @@ def as_json(program: Program, cluster: Cluster, view: InspectView) -> dict[str, 
             for t in estimator.traffic()
         ],
         "checks": checks(estimator, program),
-        "segments": [_segment_json(program, shown, estimator, name) for name in what.segments],
+        "segments": [_segment_json(program, shown, estimator, name) for name in view_of.segments],
     }
     if program.stages is not None:
         document["timeline"] = timeline_json(estimator.pipeline)

@@ -15,8 +15,8 @@ class MemoryCurves:
     Gradients are there from the first backward of their stage on, unless they lie in buffers.
     """
 
-    def __init__(self, found: StepEstimate, prices: StagePrices) -> None:
-        self.found, self.prices = found, prices
+    def __init__(self, estimate: StepEstimate, prices: StagePrices) -> None:
+        self.found, self.prices = estimate, prices
         self.transients = Transients(prices.program, prices.sheets)
 
     def of(self, rank: int) -> Iterator[tuple[float, float, float, float]]:
@@ -29,10 +29,15 @@ class MemoryCurves:
         missing = {} if buffers else dict(self.prices.gradients_of[rank])
         before, end = self.prices.states[rank].total, 0.0
         for span, (_, after) in zip(timeline.spans[rank], timeline.curve[rank][1:], strict=True):
-            held = before - sum(missing.values())
-            yield span.start, span.end, held, held + self.transients.of(span.action.stage, span.action.kind)
+            resident = before - sum(missing.values())
+            yield (
+                span.start,
+                span.end,
+                resident,
+                resident + self.transients.of(span.action.stage, span.action.kind),
+            )
             if span.action.kind in "BW":
                 missing.pop(span.action.stage, None)
             before, end = after, span.end
-        held = before - sum(missing.values())
-        yield end, timeline.makespan, held, held + self.transients.end(rank)
+        resident = before - sum(missing.values())
+        yield end, timeline.makespan, resident, resident + self.transients.end(rank)

@@ -51,29 +51,29 @@ class ProgramIndex:
     def ports(self) -> Mapping[str, Port]:
         """Parameters, buffers and inputs under the names they have in the model."""
         names = self.program.signature.input_names
-        found: dict[str, Port] = {}
+        ports: dict[str, Port] = {}
         for port in self.program.signature.ports:
             if port.kind in _KINDS:
                 digits = port.kind == "input" and port.target.isdigit()
-                found.setdefault(names[int(port.target)] if digits else port.target, port)
-        return found
+                ports.setdefault(names[int(port.target)] if digits else port.target, port)
+        return ports
 
     def name_of(self, port: Port) -> str:
         """What a port is called in the model."""
-        return next((name for name, own in self.ports.items() if own is port), port.target or port.name)
+        return next((name for name, other in self.ports.items() if other is port), port.target or port.name)
 
     @cached_property
     def modules(self) -> Mapping[str, tuple[Place, ...]]:
         """Module -> the values that its forward makes, in order, those of modules inside it among them."""
-        found: dict[str, list[Place]] = {}
+        values: dict[str, list[Place]] = {}
         for number, item in enumerate(self.lowered.main):
             if isinstance(item, Call) and not item.backward:
                 nodes = self.lowered.segments[item.segment].graph.nodes
                 for node, note in zip(nodes, self.program.notes[item.segment], strict=True):
-                    made = result_of(node)
-                    for module in upwards(self.relabelled(note.fqn, item.label)) if made else ():
-                        found.setdefault(module, []).append(Place(number, made))
-        return {name: tuple(places) for name, places in found.items()}
+                    result = result_of(node)
+                    for module in upwards(self.relabelled(note.fqn, item.label)) if result else ():
+                        values.setdefault(module, []).append(Place(number, result))
+        return {name: tuple(places) for name, places in values.items()}
 
     @cached_property
     def labels(self) -> frozenset[str]:
@@ -84,8 +84,8 @@ class ProgramIndex:
         """A module of a segment, whose names are those of one of its layers, in the layer ``label``."""
         if not label:
             return module
-        own = next((m for m in upwards(module) if m in self.labels), "")
-        return label + module[len(own) :] if own else module
+        layer = next((m for m in upwards(module) if m in self.labels), "")
+        return label + module[len(layer) :] if layer else module
 
     def find(self, name: str) -> LookupSubject:
         """The one thing that a name, the end of one, or a glob means.
@@ -96,23 +96,23 @@ class ProgramIndex:
         exact = self._exact(name)
         if exact is not None:
             return exact
-        known = [*self.ports, *self.modules]
+        names = [*self.ports, *self.modules]
         near = [
-            k for k in known if k.endswith(f".{name}") or fnmatchcase(k, name) or fnmatchcase(k, f"*.{name}")
+            k for k in names if k.endswith(f".{name}") or fnmatchcase(k, name) or fnmatchcase(k, f"*.{name}")
         ]
         if len({starred(k, self.labels) for k in near}) == 1:
             near = near[:1]  # repeated layers are decided about together
         if len(near) == 1:
-            found = self._exact(near[0])
-            assert found is not None
-            return found
+            subject = self._exact(near[0])
+            assert subject is not None
+            return subject
         if near:
             raise UsageError(f"{name!r} could be more than one thing", hint=f"one of {_few(near)}")
         raise UsageError(
             f"nothing in the program is called {name!r}",
             why="names are those of the model's modules, parameters and inputs, or SEGMENT/VALUE",
             hint=f"close to it: {_few(close)}"
-            if (close := self._close(name, known))
+            if (close := self._close(name, names))
             else "autoshard inspect shows them",
         )
 
@@ -123,11 +123,11 @@ class ProgramIndex:
         if name in self.modules:
             return LookupSubject("module", name)
         segment, slash, value = name.rpartition("/")
-        places = [(seg, place) for (seg, own), place in self._values.items() if own == value]
+        places = [(seg, place) for (seg, exact), place in self._values.items() if exact == value]
         if slash:
             # passes may have cut the segment in parts, whose names begin with its own
-            own = [p for p in places if p[0] == segment]
-            places = own or [p for p in places if p[0].startswith(f"{segment}_")]
+            exact = [p for p in places if p[0] == segment]
+            places = exact or [p for p in places if p[0].startswith(f"{segment}_")]
         if len(places) > 1:
             raise UsageError(
                 f"more than one segment has a value {value!r}",
@@ -138,20 +138,20 @@ class ProgramIndex:
     @cached_property
     def _values(self) -> Mapping[tuple[str, str], Place]:
         """(segment, value) -> where its first call makes it."""
-        found: dict[tuple[str, str], Place] = {}
+        places: dict[tuple[str, str], Place] = {}
         seen: set[str] = set()
         for number, item in enumerate(self.lowered.main):
             if isinstance(item, Call) and item.segment not in seen:
                 seen.add(item.segment)
                 for node in self.lowered.segments[item.segment].graph.nodes:
                     typed = zip(node.outs, node.types, strict=True)
-                    found.update({(item.segment, o): Place(number, o) for o, t in typed if t is not None})
-        return found
+                    places.update({(item.segment, o): Place(number, o) for o, t in typed if t is not None})
+        return places
 
-    def _close(self, name: str, known: Sequence[str]) -> list[str]:
+    def _close(self, name: str, names: Sequence[str]) -> list[str]:
         end = name.rpartition(".")[2]
-        close = get_close_matches(name, known, n=3, cutoff=0.5)
-        return list(dict.fromkeys([*close, *(k for k in known if k.endswith(f".{end}"))]))[:3]
+        close = get_close_matches(name, names, n=3, cutoff=0.5)
+        return list(dict.fromkeys([*close, *(k for k in names if k.endswith(f".{end}"))]))[:3]
 
     # -- where values come from ------------------------------------------------------------------------
 
@@ -169,8 +169,8 @@ class ProgramIndex:
         item = None if place.call is None else self.lowered.main[place.call]
         if not isinstance(item, Call):
             return ()
-        own = item.segment
-        calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == own and i.label]
+        segment = item.segment
+        calls = [i for i in self.lowered.main if isinstance(i, Call) and i.segment == segment and i.label]
         return tuple(dict.fromkeys(i.label for i in calls))
 
 

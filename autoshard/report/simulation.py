@@ -37,7 +37,7 @@ class Bill:
     money: float | None
 
 
-def rates(program: Program, found: StepEstimate) -> Rates:
+def rates(program: Program, estimate: StepEstimate) -> Rates:
     """Tokens are the elements of the first input of integers [batch, positions], else samples count."""
     ports = [p for p in program.signature.ports if p.kind == "input"]
     batched = [p for p in ports if p.target in program.signature.batch_inputs] or ports
@@ -47,20 +47,20 @@ def rates(program: Program, found: StepEstimate) -> Rates:
     each = prod(tokens[0]) if tokens else samples
     items = each * program.microbatches
     world = Mesh.parse(program.whole_mesh).world_size
-    return Rates(what, items, items / found.seconds if found.seconds else 0.0, world)
+    return Rates(what, items, items / estimate.seconds if estimate.seconds else 0.0, world)
 
 
-def bill(rate: Rates, found: StepEstimate, tokens: float, price: float | None) -> Bill:
+def bill(rate: Rates, estimate: StepEstimate, tokens: float, price: float | None) -> Bill:
     """price: money for one device and hour."""
     steps = -(-int(tokens) // rate.items)
-    seconds = steps * found.seconds
+    seconds = steps * estimate.seconds
     hours = seconds / 3600 * rate.devices
     return Bill(tokens, steps, seconds / 86400, hours, None if price is None else hours * price)
 
 
-def parts_of(found: StepEstimate) -> list[tuple[str, float]]:
+def parts_of(estimate: StepEstimate) -> list[tuple[str, float]]:
     """(name, seconds) of what a step is spent on, in the order of a table."""
-    spent = found.spent
+    spent = estimate.spent
     axes = [
         (f"exposed communication, {name}", seconds) for name, seconds in spent.axes.items() if seconds > 0
     ]
@@ -68,24 +68,24 @@ def parts_of(found: StepEstimate) -> list[tuple[str, float]]:
     return [*rows, ("bubble", spent.bubble), ("optimizer", spent.update)]
 
 
-def memory_of(found: StepEstimate) -> list[tuple[str, float]]:
+def memory_of(estimate: StepEstimate) -> list[tuple[str, float]]:
     """(name, bytes) of what the fullest rank holds at its peak."""
-    row = found.fullest
-    held = row.at_peak
+    row = estimate.fullest
+    resident = row.at_peak
     return [
-        ("parameters", held.parameters),
-        ("gradients", held.gradients),
-        ("optimizer state", held.optimizer),
-        ("saved for backward", held.activations),
-        ("temporaries", row.peak - held.total),
+        ("parameters", resident.parameters),
+        ("gradients", resident.gradients),
+        ("optimizer state", resident.optimizer),
+        ("saved for backward", resident.activations),
+        ("temporaries", row.peak - resident.total),
     ]
 
 
-def host_of(found: StepEstimate) -> list[tuple[str, float]]:
+def host_of(estimate: StepEstimate) -> list[tuple[str, float]]:
     """(name, bytes) of what the rank that offloads most keeps in host memory; empty if nothing is there."""
-    if not found.host:
+    if not estimate.host:
         return []
-    return list(asdict(max(found.host, key=lambda held: held.total)).items())
+    return list(asdict(max(estimate.host, key=lambda held: held.total)).items())
 
 
 def _keyed(rows: list[tuple[str, float]]) -> dict[str, float]:
@@ -94,19 +94,19 @@ def _keyed(rows: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def as_json(
-    program: Program, cluster: Cluster, found: StepEstimate, rate: Rates, cost: Bill | None
+    program: Program, cluster: Cluster, estimate: StepEstimate, rate: Rates, cost: Bill | None
 ) -> Mapping[str, Any]:
     """The whole simulation as one document; seconds, bytes, FLOP."""
-    row = found.fullest
+    row = estimate.fullest
     return {
         "mesh": program.whole_mesh,
         "cluster": cluster.name,
         "devices": rate.devices,
         "microbatches": program.microbatches,
-        "step_seconds": found.seconds,
-        "breakdown_seconds": _keyed(parts_of(found)),
-        "mfu": found.mfu,
-        "model_flop": found.model_flop,
+        "step_seconds": estimate.seconds,
+        "breakdown_seconds": _keyed(parts_of(estimate)),
+        "mfu": estimate.mfu,
+        "model_flop": estimate.model_flop,
         "items": rate.what,
         "items_per_step": rate.items,
         "items_per_second": rate.per_second,
@@ -125,7 +125,7 @@ def as_json(
             "peak_bytes": row.peak,
             "usable_bytes": usable_memory(cluster.device),
             "fits": row.peak <= usable_memory(cluster.device),
-            "resident_bytes": _keyed(memory_of(found)),
-            **({"host_bytes": dict(host_of(found))} if found.host else {}),
+            "resident_bytes": _keyed(memory_of(estimate)),
+            **({"host_bytes": dict(host_of(estimate))} if estimate.host else {}),
         },
     }

@@ -64,22 +64,22 @@ def memory_text(estimate: StepEstimate, cluster: Cluster) -> str:
     return f"{who}{held_text(row.held)} of {bytes_text(cluster.device.memory_bytes)}"
 
 
-def held_text(held: ResidentBytes) -> str:
+def held_text(resident: ResidentBytes) -> str:
     """A sum of bytes, with its terms."""
     return (
-        f"parameters {bytes_text(held.parameters)} + gradients {bytes_text(held.gradients)} + optimizer "
-        f"{bytes_text(held.optimizer)} + saved for backward {bytes_text(held.activations)} = "
-        f"{bytes_text(held.total)}"
+        f"parameters {bytes_text(resident.parameters)} + gradients {bytes_text(resident.gradients)} + "
+        f"optimizer {bytes_text(resident.optimizer)} + saved for backward {bytes_text(resident.activations)} = "
+        f"{bytes_text(resident.total)}"
     )
 
 
-def held_json(held: ResidentBytes) -> dict[str, int]:
+def held_json(resident: ResidentBytes) -> dict[str, int]:
     """Bytes, by what they are for."""
     return {
-        "parameters": int(held.parameters),
-        "gradients": int(held.gradients),
-        "optimizer": int(held.optimizer),
-        "saved_for_backward": int(held.activations),
+        "parameters": int(resident.parameters),
+        "gradients": int(resident.gradients),
+        "optimizer": int(resident.optimizer),
+        "saved_for_backward": int(resident.activations),
     }
 
 

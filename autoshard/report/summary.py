@@ -151,9 +151,16 @@ class PeakRow:
 
     @classmethod
     def of(cls, peak: Peak) -> PeakRow:
-        held = peak.held
-        temporaries = peak.bytes - held.total
-        row = cls(peak.bytes, held.parameters, held.gradients, held.optimizer, held.activations, temporaries)
+        resident = peak.held
+        temporaries = peak.bytes - resident.total
+        row = cls(
+            peak.bytes,
+            resident.parameters,
+            resident.gradients,
+            resident.optimizer,
+            resident.activations,
+            temporaries,
+        )
         if peak.host is None:
             return row
         host = asdict(peak.host.held)
@@ -221,7 +228,7 @@ def summarise(
     ranks = plan.pipeline.ranks if plan.pipeline is not None else 1
     mesh = Mesh.parse(plan.mesh)
     classes = [c for c in analysis.flow.classes.values() if c.first.kind == "param"]
-    own = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
+    parameter_bytes = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes)
     trained = sum(len(c.ports) * _local_bytes(c, plan.params[c.key].stored, mesh) for c in classes if c.grads)
     uneven = sum(len(c.ports) for c in classes if not _even(c, plan.params[c.key].stored, mesh))
     warnings = plan.warnings
@@ -231,7 +238,7 @@ def summarise(
     seconds = optimality.seconds if settled is None else _seconds(settled, staging)
     # the cost of cuts is not in optimality.seconds: the gap is that of the reported step
     gap = optimality.gap if staging is None else max(optimality.gap, 1.0 - optimality.dual_bound / seconds)
-    own, trained = own / ranks, trained / ranks
+    parameter_bytes, trained = parameter_bytes / ranks, trained / ranks
     return PlanSummary(
         plan.mesh if ranks == 1 else f"pp={ranks},{plan.mesh}",
         ranks * mesh.world_size,
@@ -244,7 +251,7 @@ def summarise(
         optimality.variables,
         optimality.states,
         sum(len(c.ports) * c.first.type.numel for c in classes),
-        own,
+        parameter_bytes,
         float(sum(len(c.ports) * c.first.type.nbytes for c in classes)),
         trained,
         2 * trained,
@@ -276,23 +283,23 @@ def summarise(
 def _zero(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> tuple[ZeroGroup, ...]:
     """The strategies of the trained parameters over the axes that shard the batch."""
     data = [k for k, axis in enumerate(mesh.axes) if axis.meaning.splits_batch]
-    found: dict[str, tuple[int, float]] = {}
+    groups: dict[str, tuple[int, float]] = {}
     for group in classes:
         if group.grads:
-            life = plan.params[group.key]
-            gathered = any(life.stored[k] != life.use[k] for k in data)
-            sharded = any(isinstance(life.use[k], Shard) for k in data)
-            stage = zero_stage(life) if gathered else "sharded" if sharded else "replicated"
-            count, size = found.get(stage, (0, 0.0))
+            strategy = plan.params[group.key]
+            gathered = any(strategy.stored[k] != strategy.use[k] for k in data)
+            sharded = any(isinstance(strategy.use[k], Shard) for k in data)
+            stage = zero_stage(strategy) if gathered else "sharded" if sharded else "replicated"
+            count, size = groups.get(stage, (0, 0.0))
             members = len(group.ports)
-            found[stage] = (count + members, size + members * group.first.type.nbytes)
-    return tuple(ZeroGroup(stage, n, size) for stage, (n, size) in sorted(found.items()))
+            groups[stage] = (count + members, size + members * group.first.type.nbytes)
+    return tuple(ZeroGroup(stage, n, size) for stage, (n, size) in sorted(groups.items()))
 
 
 def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
     counts = analysis.folded.counts()
     return tuple(
-        RecomputeRow(name, again.policy, again.calls, counts[name]) for name, again in plan.recompute.items()
+        RecomputeRow(name, rows.policy, rows.calls, counts[name]) for name, rows in plan.recompute.items()
     )
 
 
@@ -335,19 +342,19 @@ def _pipeline(staging: Staging) -> PipelineRow:
 
 
 def _cut_name(cut: Cut) -> str:
-    where = cut.label or f"call {cut.call}"
-    return f"{where}, {cut.value}" if cut.value else f"the end of {where}"
+    layer = cut.label or f"call {cut.call}"
+    return f"{layer}, {cut.value}" if cut.value else f"the end of {layer}"
 
 
 def _baselines(settled: CandidateSolution, staging: Staging | None) -> tuple[BaselineRow, ...]:
-    own = _seconds(settled, staging)
+    seconds = _seconds(settled, staging)
     return tuple(
         BaselineRow(
             r.name,
             r.mesh,
             r.microbatches,
             r.seconds,
-            None if r.seconds is None or not own else r.seconds / own,
+            None if r.seconds is None or not seconds else r.seconds / seconds,
             r.why,
         )
         for r in settled.baselines
@@ -380,8 +387,8 @@ def _parameters(plan: Plan, classes: Sequence[PortClass], mesh: Mesh) -> list[De
     """One row per class of parameters, biggest first."""
     rows = []
     for group in sorted(classes, key=lambda c: -len(c.ports) * c.first.type.nbytes):
-        life = plan.params[group.key]
-        choice = life_text(life, mesh)
+        state = plan.params[group.key]
+        choice = life_text(state, mesh)
         why = plan.why.get(why_key("param", group.key[1]), Why(""))
         rows.append(_decision(_class_name(group), len(group.ports), choice, why))
     return rows

@@ -19,12 +19,12 @@ _PHASES: dict[str, tuple[Phase, ...]] = {
 }
 
 
-def op_events(found: StepEstimate, prices: StagePrices) -> list[dict[str, Any]]:
+def op_events(estimate: StepEstimate, prices: StagePrices) -> list[dict[str, Any]]:
     """Events in Chrome's trace format: a process per pipeline rank with a thread for computing and one per
     mesh axis, filled for the first microbatch of every stage. Microseconds."""
     events: list[dict[str, Any]] = []
     names = prices.parts.streams
-    for rank, spans in enumerate(found.timeline.spans):
+    for rank, spans in enumerate(estimate.timeline.spans):
         pid = rank + 1
         events.append(
             {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"ops of rank {rank}"}}
@@ -52,16 +52,16 @@ def _ops(prices: StagePrices, kind: str, stage: int, pid: int, start: float) -> 
             for span in played.spans:
                 item = items[span.step]
                 task = prices.parts.sheet(item).tasks[span.task]
-                where = item.label or item.segment if isinstance(item, Call) else "main"
+                location = item.label or item.segment if isinstance(item, Call) else "main"
                 yield {
                     "name": task.op,
-                    "cat": where,
+                    "cat": location,
                     "ph": "X",
                     "pid": pid,
                     "tid": span.stream,
                     "ts": round((at + span.start) * 1e6, 3),
                     "dur": round((span.end - span.start) * 1e6, 3),
-                    "args": {"value": task.name, "in": where, **_amounts(task.work)},
+                    "args": {"value": task.name, "in": location, **_amounts(task.work)},
                 }
             at += played.seconds
 
@@ -71,11 +71,11 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _amounts(work: Work) -> dict[str, Any]:
-    found: dict[str, Any] = {"bytes": round(work.nbytes)}
+    amounts: dict[str, Any] = {"bytes": round(work.nbytes)}
     if isinstance(work, CollectiveWork):
-        found["collective"] = work.kind
+        amounts["collective"] = work.kind
     elif isinstance(work, Transfer):
-        found["to"] = "host" if work.down else "device"
+        amounts["to"] = "host" if work.down else "device"
     elif not isinstance(work, MemoryWork):
-        found["flop"] = round(work.flop)
-    return found
+        amounts["flop"] = round(work.flop)
+    return amounts

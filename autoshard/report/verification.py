@@ -18,25 +18,25 @@ def _outcome(checked: Checked) -> str:
     return "ok" if checked.covered else "not covered"
 
 
-def place_of(found: Located) -> str:
+def place_of(located: Located) -> str:
     """``ranks 8-15 (stage 1), program.py:120: mm_3: "f32[8, 4] tp:P" = mm(x, y)``"""
-    at = found.finding.at
-    words = [found.ranks]
+    at = located.finding.at
+    words = [located.ranks]
     if at.action:
         words.append(f"action {at.action}")
-    if found.line:
-        words.append(f"{found.file}:{found.line}")
+    if located.line:
+        words.append(f"{located.file}:{located.line}")
     elif at.value:
         words.append(f"value {at.value}")
-    return ", ".join(words) + (f": {found.text}" if found.text else "")
+    return ", ".join(words) + (f": {located.text}" if located.text else "")
 
 
-def lines_of(found: Located) -> list[str]:
+def lines_of(located: Located) -> list[str]:
     """A finding in lines: what, where in the program, where in the user's code, why."""
-    finding = found.finding
-    lines = [f"{finding.rule}: {finding.what}", f"  where: {place_of(found)}"]
-    if found.source:
-        lines.append(f"  yours: {found.source}")
+    finding = located.finding
+    lines = [f"{finding.rule}: {finding.what}", f"  where: {place_of(located)}"]
+    if located.source:
+        lines.append(f"  yours: {located.source}")
     if finding.why:
         lines.append(f"  why:   {finding.why}")
     return lines

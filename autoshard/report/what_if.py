@@ -106,7 +106,7 @@ class Solver:
         elif keep and plan.microbatches > 1:
             pipe = PlanOptions(microbatches=plan.microbatches)
         layers = sum(layer_calls(self.analysis.folded).values())
-        own = tuple(map(Pin.parse, self.options.pins))
+        pins_of = tuple(map(Pin.parse, self.options.pins))
         tactics = parse_tactics(self.options.tactics, mesh) if self.options.tactics and keep else ()
         return plan_analysed(
             self.analysis,
@@ -117,7 +117,7 @@ class Solver:
                 batch=None if total == captured and plan.microbatches == 1 and keep else total,
                 recipe=recipe_named(self.options.optimizer),
                 recompute=self.options.recompute,
-                pins=(*own, *pins),
+                pins=(*pins_of, *pins),
                 tactics=tactics,
             ),
             offload=Offload.parse(plan.offload),
@@ -167,9 +167,9 @@ def changes(base: Planned, forced: Planned) -> Iterator[Changed]:
     """Decisions of two plans of a model that differ, in an order for reading; repeated layers once."""
     a, b = _summary(base), _summary(forced)
     yield from _plain(a, b)
-    known = {row.what: row for row in a.parameters}
+    rows_before = {row.what: row for row in a.parameters}
     for row in b.parameters:
-        before = known.get(row.what)
+        before = rows_before.get(row.what)
         if before is not None and before.choice != row.choice:
             yield Changed(row.what, row.count, before.choice, row.choice)
     if base.plan.mesh != forced.plan.mesh:
@@ -199,9 +199,9 @@ def _plain(a: PlanSummary, b: PlanSummary) -> Iterator[Changed]:
         "recompute": (recompute(a), recompute(b)),
         "pipeline": (pipe(a), pipe(b)),
     }
-    for what, (was, would) in pairs.items():
-        if was != would:
-            yield Changed(what, 1, was, would)
+    for what, (before, after) in pairs.items():
+        if before != after:
+            yield Changed(what, 1, before, after)
 
 
 def _ops(base: Planned, forced: Planned) -> Iterator[Changed]:
@@ -216,7 +216,7 @@ def _ops(base: Planned, forced: Planned) -> Iterator[Changed]:
         if other is None or other.outputs == state.outputs:
             continue
         node = folded.segments[segment].nodes[number]
-        was, would = (
+        before, after = (
             layout_text(next((x for x in s.outputs if x is not None), ()), names[: len(names)])
             if any(x is not None for x in s.outputs)
             else ""
@@ -226,6 +226,6 @@ def _ops(base: Planned, forced: Planned) -> Iterator[Changed]:
         yield Changed(
             f"{segment}/{node.name} = {op_text(node.op)} in {node.origin.fqn or segment}{half}",
             counts[segment],
-            was,
-            would,
+            before,
+            after,
         )
