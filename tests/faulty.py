@@ -74,7 +74,7 @@ def _changed(name: str, mesh: str, *, keep: bool = False, again: bool = False) -
 def _pinned(name: str, mesh: str, *pins: str) -> Program:
     """A program with some parameters placed by hand."""
     ask = SearchRequest(pins=tuple(map(Pin.parse, pins)))
-    found = plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER), ask=ask)
+    found = plan_analysed(analysed(name), [Mesh.parse(mesh)], load_cluster(CLUSTER), request=ask)
     return compile_analysed(found)
 
 
@@ -164,7 +164,7 @@ def main() -> None:
     for name, kind in KINDS.items():
         row = tally(name, kind, most)
         rows.append(row)
-        figures = f"{row.faults} | {row.caught} | {row.ruled} | {row.placed}"
+        figures = f"{row.faults} | {row.caught} | {row.ruled} | {row.placements}"
         print(f"| {row.kind}: {row.told} | {figures} | {', '.join(row.rules)} |", flush=True)
     total = [sum(getattr(r, k) for r in rows) for k in ("faults", "caught", "ruled", "placed")]
     print(f"| {len(rows)} kinds | {' | '.join(map(str, total))} | |")

@@ -63,7 +63,7 @@ def free_rings() -> Iterator[None]:
 def planned(name: str, mesh: str) -> Planned:
     """A plan whose weights are divided over tp."""
     ask = SearchRequest(pins=tuple(map(Pin.parse, _PINS.get(name, ()))))
-    return plan_analysed(analysed(name), [Mesh.parse(mesh)], even_cluster(), ask=ask, reasons=False)
+    return plan_analysed(analysed(name), [Mesh.parse(mesh)], even_cluster(), request=ask, reasons=False)
 
 
 @functools.cache

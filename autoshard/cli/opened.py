@@ -40,7 +40,7 @@ class Opener:
 
     def __init__(self, rules: Path | None, say: Progress) -> None:
         self.rules, self.say = rules, say
-        self._known: dict[tuple[object, ...], Planned] = {}
+        self._cache: dict[tuple[object, ...], Planned] = {}
 
     def plan_of(self, folder: Path) -> Plan:
         """The plan that a folder of either kind holds, and nothing else of it."""
@@ -97,15 +97,15 @@ class Opener:
         sizes = _sizes(plan, request)
         key = (request.target, *sorted(sizes.items()), bool(plan.replicated))
         machine = cluster or load_cluster(plan.cluster)
-        if key not in self._known:
+        if key not in self._cache:
             path = self.rules or (Path(request.rules) if request.rules else None)
             custom_rules = load_rules(path)
             self.say(f"building {request.target}")
             built = build(request.target, batch=sizes.get("batch"), seq=sizes.get("seq"))
             args, kwargs = split_inputs(built.inputs)
             source = Source(built.model, args, kwargs, bool(plan.replicated), custom_rules)
-            self._known[key] = Planned(plan, source.analysed(self.say), machine, None, source)
-        return replace(self._known[key], plan=plan, cluster=machine)
+            self._cache[key] = Planned(plan, source.analysed(self.say), machine, None, source)
+        return replace(self._cache[key], plan=plan, cluster=machine)
 
 
 def _sizes(plan: Plan, request: Request) -> dict[str, int]:

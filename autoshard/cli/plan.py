@@ -65,14 +65,14 @@ def plan_command(
         if out is not None:
             request = Request(target, inputs, options, "" if rules is None else str(rules))
             write_plan(out, planned.plan, request, overwrite=overwrite)
-        summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
+        summary = summarise(planned.plan, planned.analysis, planned.solution, planned.staging, planned.peak)
         if json:
             print_json({"command": "plan", "folder": str(out) if out else None, **summary.as_json()})
         else:
             print_summary(summary)
             if out is not None:
                 stdout().print(f"\nplan written to {out}", markup=False)
-        if planned.settled is not None and planned.settled.interrupted:
+        if planned.solution is not None and planned.solution.interrupted:
             raise typer.Exit(INTERRUPTED)
 
 

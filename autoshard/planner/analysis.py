@@ -58,14 +58,14 @@ def analyse(
     folded = simplify(joint, lambda name, graph: shots.__setitem__(name, Shot(graph, "any")))
     flow = flow_of(folded)
     say("finding rules")
-    found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)
-    digits = find_digits(folded, flow, found)
+    rules_found, replicated = rules_for(folded, replicate_unknown=replicate_unknown, table=table)
+    digits = find_digits(folded, flow, rules_found)
     return Analysis(
         folded,
         flow,
-        found,
+        rules_found,
         digits,
-        fingerprint(folded, flow, found, digits),
+        fingerprint(folded, flow, rules_found, digits),
         replicated,
         Dumps(shots),
         table,

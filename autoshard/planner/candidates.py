@@ -46,10 +46,10 @@ def _sliced(options: PlanOptions) -> int:
 
 def inner_mesh(mesh: Mesh) -> tuple[Mesh, int, int]:
     """(the mesh of one stage's ranks, size of pp, its place among the axes); pp is 1 where there is none."""
-    found = [k for k, axis in enumerate(mesh.axes) if axis.name == "pp"]
-    if not found:
+    positions = [k for k, axis in enumerate(mesh.axes) if axis.name == "pp"]
+    if not positions:
         return mesh, 1, 0
-    at = found[0]
+    at = positions[0]
     rest = tuple(axis for axis in mesh.axes if axis.name != "pp")
     return Mesh(rest or (Axis("dp", 1),)), mesh.axes[at].size, at
 
@@ -82,7 +82,7 @@ def candidate_meshes(
     plain = [Staged(m, batches=_batches(m, total, options)) for m in meshes]
     if total < 2:
         return plain
-    found = [] if options.schedule else plain
+    candidates = [] if options.schedule else plain
     machines = _Machines(machine)
     for ranks in divisors(world)[1:]:
         if ranks > max(1, layers):
@@ -90,8 +90,8 @@ def candidate_meshes(
         pipes = _pipes(ranks, layers, options)
         for mesh in inner_candidates(machine, world // ranks, ranks):
             if total % data_ways(mesh) == 0:
-                found.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
-    return found
+                candidates.append(machines.staged(mesh, ranks, pipes, _batches(mesh, total, options)))
+    return candidates
 
 
 class _Machines:

@@ -59,7 +59,7 @@ class DepthExtrapolation:
 
 def extrapolate_depth(
     folded: Folded,
-    how: LoweringOptions,
+    options: LoweringOptions,
     look: Callable[[Folded, LoweringOptions], TruncatedRun],
     budget: float,
 ) -> DepthExtrapolation | None:
@@ -67,13 +67,13 @@ def extrapolate_depth(
 
     look: at the program of a model that is placed in a way. budget: bytes.
     """
-    shorter = Shorter(folded, how.flow, how.plan)
+    shorter = Shorter(folded, options.flow, options.plan)
     first = shorter.model()
     if first is None or not _is_worth_it(folded, first):
         return None
 
     def at(short: Shortened) -> TruncatedRun:
-        return look(short.folded, how.of(short))
+        return look(short.folded, options.of(short))
 
     gaps, base = first.gaps, at(first)
     more: list[TruncatedRun] = []

@@ -53,8 +53,8 @@ def fingerprint_of(program: Program, table: Mapping[str, RuleFn]) -> str:
     assert program.original is not None
     folded = folded_of(program.original, program.signature)
     flow = flow_of(folded)
-    found, _ = rules_for(folded, replicate_unknown=True, table=table)
-    return fingerprint(folded, flow, found, find_digits(folded, flow, found))
+    table_, _ = rules_for(folded, replicate_unknown=True, table=table)
+    return fingerprint(folded, flow, table_, find_digits(folded, flow, table_))
 
 
 class _Symbolic:
@@ -71,8 +71,8 @@ class _Symbolic:
         return f"{type_.dtype}[{', '.join(dims)}]"
 
     def factors(self, key: tuple[str, int], rule: Factored) -> list[str]:
-        found = zip(rule.sizes, self.digits.factors[key], strict=True)
-        return [self.size(n, digits) for n, digits in found]
+        pairs = zip(rule.sizes, self.digits.factors[key], strict=True)
+        return [self.size(n, digits) for n, digits in pairs]
 
     def size(self, n: int, digits: Sequence[Digit]) -> str:
         batch = next((size for _, size, cls in digits if cls in self.digits.batch), None)

@@ -174,6 +174,6 @@ def comparison(tried: Sequence[TriedHierarchy]) -> str:
     """One line per way, as comments for a dump."""
     lines = []
     for t in tried:
-        found = t.why_not or f"step {t.seconds * 1e3:.1f} ms, {t.peak / 2**30:.2f} GiB at the peak"
-        lines.append(f"# {t.way.name:<32} {found}\n")
+        outcome = t.why_not or f"step {t.seconds * 1e3:.1f} ms, {t.peak / 2**30:.2f} GiB at the peak"
+        lines.append(f"# {t.way.name:<32} {outcome}\n")
     return "".join(lines)

@@ -42,12 +42,12 @@ def check_host(prices: StagePrices) -> None:
     """InfeasibleError if what is offloaded does not fit the memory of a node."""
     if not prices.program.offload:
         return
-    need, room = need_of(prices), host_of(prices.cluster.device).memory_bytes
-    if need.bytes <= room:
+    need, capacity = need_of(prices), host_of(prices.cluster.device).memory_bytes
+    if need.bytes <= capacity:
         return
     held = need.held
     failure = InfeasibleError(
-        f"what is offloaded takes {bytes_up(need.bytes)} of host memory, a node has {bytes_up(room)}",
+        f"what is offloaded takes {bytes_up(need.bytes)} of host memory, a node has {bytes_up(capacity)}",
         where=f"{need.devices} ranks on a node, each with parameters {bytes_up(held.parameters)}, gradients "
         f"{bytes_up(held.gradients)}, optimizer {bytes_up(held.optimizer)}, activations "
         f"{bytes_up(held.activations)}",
@@ -97,9 +97,9 @@ def _fewest(
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         tried = build(share)
-        found = prices_of(tried)
-        if peak_of(found) <= budget:
-            high, best = share, (tried, found)
+        prices = prices_of(tried)
+        if peak_of(prices) <= budget:
+            high, best = share, (tried, prices)
         else:
             low = share
     return best

@@ -56,7 +56,7 @@ def lower_plan(
     plan: Plan,
     analysis: Analysis,
     cluster: Cluster,
-    wanted: PassOptions = DEFAULT,
+    passes: PassOptions = DEFAULT,
     say: Callable[[str], None] = lambda _: None,
     terms: BatchTerms = NO_TERMS,
 ) -> Program:
@@ -64,12 +64,12 @@ def lower_plan(
 
     Raises UsageError for what cannot be as wanted, InfeasibleError if the host has too little memory.
     """
-    wanted = replace(wanted, offload=wanted.offload or plan.offload)
+    passes = replace(passes, offload=passes.offload or plan.offload)
     cluster = laid_for(plan, cluster)
-    how = replace(lowering_of(plan, analysis.flow, analysis, cluster, wanted), terms=terms)
+    how = replace(lowering_of(plan, analysis.flow, analysis, cluster, passes), terms=terms)
 
     def build(way: HierarchyOption) -> Program:
-        laid = _laid_out(how, way, cluster, wanted)
+        laid = _laid_out(how, way, cluster, passes)
 
         def stored(share: float) -> Program:
             hosting = laid.hosting and replace(laid.hosting, share=share)
@@ -79,7 +79,7 @@ def lower_plan(
         return least_offload(stored, lambda program: StagePrices(program, cluster), plan.budget)
 
     mesh = Mesh.parse(plan.mesh)
-    options = hierarchy_options(wanted.hierarchy, cluster, _whole(mesh, plan), mesh)
+    options = hierarchy_options(passes.hierarchy, cluster, _whole(mesh, plan), mesh)
     program, tried = best_hierarchy(options, build, cluster, plan.budget, say)
     if REFINES in program.dumps:
         assert isinstance(program.dumps, Dumps)  # it was made just now
@@ -92,19 +92,19 @@ def lower_plan(
 
 
 def lay_out(
-    plan: Plan, analysis: Analysis, cluster: Cluster, way: HierarchyOption, wanted: PassOptions = DEFAULT
+    plan: Plan, analysis: Analysis, cluster: Cluster, way: HierarchyOption, passes: PassOptions = DEFAULT
 ) -> Program:
     """The program of a plan with collectives laid on levels in one way, of the batch that was captured.
 
     Raises CannotRefineError if it has no such form.
     """
     cluster = laid_for(plan, cluster)
-    how = _laid_out(lowering_of(plan, analysis.flow, analysis, cluster, wanted), way, cluster, wanted)
-    return build_program(analysis.folded, how, plan, analysis.dumps, schedule_of(plan))
+    options = _laid_out(lowering_of(plan, analysis.flow, analysis, cluster, passes), way, cluster, passes)
+    return build_program(analysis.folded, options, plan, analysis.dumps, schedule_of(plan))
 
 
 def lowering_of(
-    plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, wanted: PassOptions = DEFAULT
+    plan: Plan, flow: Flow, analysis: Analysis, cluster: Cluster, passes: PassOptions = DEFAULT
 ) -> LoweringOptions:
     """What the passes after the search need to know of a plan."""
     mesh, cluster = Mesh.parse(plan.mesh), laid_for(plan, cluster)
@@ -116,14 +116,14 @@ def lowering_of(
         _model(cluster, mesh, plan).reshard,
         analysis.table,
         saving=saving_of(cluster, mesh, plan),
-        seconds=prices if wanted.overlap else None,
-        kernels=wanted.kernels,
-        bucket=wanted.bucket,
-        join=_joined(cluster, plan) if wanted.bucket and wanted.overlap else 0,
-        beside=wanted.overlap and cluster.device.overlap > 0,
+        seconds=prices if passes.overlap else None,
+        kernels=passes.kernels,
+        bucket=passes.bucket,
+        join=_joined(cluster, plan) if passes.bucket and passes.overlap else 0,
+        beside=passes.overlap and cluster.device.overlap > 0,
         # of chunks that go round while nothing else runs, there are only more messages
-        ring=prices if wanted.ring and cluster.device.overlap > 0 else None,
-        hosting=_hosting(cluster, mesh, prices, wanted),
+        ring=prices if passes.ring and cluster.device.overlap > 0 else None,
+        hosting=_hosting(cluster, mesh, prices, passes),
     )
 
 
@@ -145,13 +145,13 @@ def _joined(cluster: Cluster, plan: Plan) -> int:
     return BUCKET_BYTES if plan.budget is None else min(BUCKET_BYTES, plan.budget // _JOINED)
 
 
-def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, wanted: PassOptions) -> Hosting | None:
+def _hosting(cluster: Cluster, mesh: Mesh, prices: Seconds, passes: PassOptions) -> Hosting | None:
     """What waits in host memory, and at which prices. Raises UsageError if the cluster does not know them."""
-    kinds = Offload.parse(wanted.offload)
+    kinds = Offload.parse(passes.offload)
     if not kinds:
         return None
     ops = Ops(mesh, mesh.coords(0), Behaviour())
-    return Hosting(kinds, ops.nbytes, host_of(cluster.device).seconds, prices, wanted.overlap)
+    return Hosting(kinds, ops.nbytes, host_of(cluster.device).seconds, prices, passes.overlap)
 
 
 def saving_of(cluster: Cluster, mesh: Mesh, plan: Plan) -> Saving | None:
@@ -183,19 +183,19 @@ def _whole(mesh: Mesh, plan: Plan) -> Mesh:
 
 
 def _laid_out(
-    how: LoweringOptions, way: HierarchyOption, cluster: Cluster, wanted: PassOptions
+    options: LoweringOptions, way: HierarchyOption, cluster: Cluster, passes: PassOptions
 ) -> LoweringOptions:
     """The passes for a way to lay collectives on levels, at the prices of the mesh that it gives."""
     taken = replace(
-        how,
+        options,
         hierarchy=tuple(ByLevel(levels, lambda kind, nbytes, axis: 0.0) for levels in way.levels),
         secondary=way.secondary,
     )
-    precision = Precision.parse(wanted.allow)
-    mesh, last = Mesh.parse(str(how.mesh)), Mesh.parse(str(taken.last_mesh))
+    precision = Precision.parse(passes.allow)
+    mesh, last = Mesh.parse(str(options.mesh)), Mesh.parse(str(taken.last_mesh))
     links: dict[str, AxisLink] = {}
     for each in (mesh, last):
-        whole = _whole(each, how.plan)
+        whole = _whole(each, options.plan)
         links |= {
             a.name: link_of(cluster.used_by(whole.world_size), whole, whole.index(a.name)) for a in each.axes
         }
@@ -211,6 +211,6 @@ def _laid_out(
     taken = replace(taken, hierarchy=hierarchy, quantise=quantise)
     if last == mesh:
         return taken  # priced already
-    prices = NodePrices(cluster, last, _whole(last, how.plan))
-    hosting = _hosting(cluster, last, prices, wanted)
-    return replace(taken, seconds=prices if wanted.overlap else None, hosting=hosting)
+    prices = NodePrices(cluster, last, _whole(last, options.plan))
+    hosting = _hosting(cluster, last, prices, passes)
+    return replace(taken, seconds=prices if passes.overlap else None, hosting=hosting)

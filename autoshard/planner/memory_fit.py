@@ -85,7 +85,7 @@ class Peak:
 class MemoryFit:
     """A solution that fits. staging: None without a pipeline. peak: None where no limit was set."""
 
-    settled: CandidateSolution
+    solution: CandidateSolution
     staging: Staging | None = None
     peak: Peak | None = None
 
@@ -101,13 +101,13 @@ class MemoryFitter:
         self,
         analysis: Analysis,
         cluster: Cluster,
-        ask: SearchRequest,
+        request: SearchRequest,
         *,
         fixed: bool,
         progress: Callable[[str], None],
         offload: Offload = NO_OFFLOAD,
     ) -> None:
-        self.analysis, self.cluster, self.ask, self.fixed = analysis, cluster, ask, fixed
+        self.analysis, self.cluster, self.request, self.fixed = analysis, cluster, request, fixed
         self.offload = offload
         self.progress = progress
         self._schedules = Schedules()
@@ -116,120 +116,131 @@ class MemoryFitter:
         #: kind of solution -> bytes that one held beyond what the search counts, the least
         self._more: dict[Hashable, float] = {}
 
-    def seconds(self, found: CandidateSolution) -> float:
+    def seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution with a pipeline, cut and simulated; inf if no cut fits."""
         try:
-            return self.cutting(found).seconds(fixed=self.fixed) + bare_seconds(found.placed)
+            return self.cutting(solution).seconds(fixed=self.fixed) + bare_seconds(solution.placements)
         except InfeasibleError:
             return inf
 
     def fit(
-        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
+        self, solution: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
     ) -> CandidateSolution:
         """The solution, or one of the same configuration that holds less. Raises InfeasibleError.
 
         limit: seconds of a step that fits; what cannot be faster comes back slower than that, unmeasured.
         spent: whether the first that fits will do, found with little work.
         """
-        return self.fitted(found, limit, spent).settled
+        return self.fitted(solution, limit, spent).solution
 
     def fitted(
-        self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
+        self, solution: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = _never
     ) -> MemoryFit:
         """The same with its stages and its peak."""
-        for other, known in self._fitted:
-            if _same(known.settled, found):
-                return replace(known, settled=found)
-            if _same(other, found):
-                return replace(known, settled=replace(found, placed=known.settled.placed))
-        made = self._made(found, limit, spent)
-        if made.peak is not None or self.ask.budget is None:
-            self._fitted.append((found, made))
-        return made
+        for other, cached in self._fitted:
+            if _same(cached.solution, solution):
+                return replace(cached, solution=solution)
+            if _same(other, solution):
+                return replace(cached, solution=replace(solution, placements=cached.solution.placements))
+        fit = self._made(solution, limit, spent)
+        if fit.peak is not None or self.request.budget is None:
+            self._fitted.append((solution, fit))
+        return fit
 
-    def _made(self, found: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
-        over, made = self._over(found)
-        if made is not None and over <= 0:
-            return made
-        first, budget = made, self.ask.budget
+    def _made(self, solution: CandidateSolution, limit: float, spent: Callable[[], bool]) -> MemoryFit:
+        over, fit = self._over(solution)
+        if fit is not None and over <= 0:
+            return fit
+        first, budget = fit, self.request.budget
         assert budget is not None
         best: MemoryFit | None = None
         slower: CandidateSolution | None = None
-        measured = [(found, over)]
+        measured = [(solution, over)]
         # shares of the memory that the search is given, more than all of it if what it counts may be in host
         # memory: with the least known the program is too large, with the most that is known to be too little
         # nothing is found
-        start = max(1.0, found.placed.bytes / budget) if self.offload.activations else 1.0
+        start = max(1.0, solution.placements.bytes / budget) if self.offload.activations else 1.0
         high, low = start, 0.0
-        room = self._less(start, over, found)
+        share = self._less(start, over, solution)
         too_large: Hashable = None
         for _ in range(_ROUNDS):
             if high - low <= _NEAR or (best is not None and spent()):
                 break
-            room = room if low < room < high else (low + high) / 2
-            tried = retuned(found, self.ask, room, quick=spent())
+            share = share if low < share < high else (low + high) / 2
+            tried = retuned(solution, self.request, share, quick=spent())
             if tried is None:
-                if self._leaves_no_less(room, measured[-1][0]):
+                if self._leaves_no_less(share, measured[-1][0]):
                     too_large = _kind_of(measured[-1][0])
-                low, room = room, (room + high) / 2
+                low, share = share, (share + high) / 2
                 continue
             if _kind_of(tried) == too_large:
                 break  # what runs the same again never holds as little as it would have to
             if best is None and limit <= self._seconds(tried) < inf:
                 if _kind_of(tried) == _kind_of(measured[-1][0]):
                     return MemoryFit(tried)  # with more room it does not fit
-                slower, low, room = tried, room, (room + high) / 2
+                slower, low, share = tried, share, (share + high) / 2
                 continue
-            known = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
-            if known is None:
-                over, made = self._over(tried)
-                first = first or made
+            cached_over = next((bytes_ for other, bytes_ in measured if _same(other, tried)), None)
+            if cached_over is None:
+                over, fit = self._over(tried)
+                first = first or fit
                 measured.append((tried, over))
             else:
-                over, made = known, None
+                over, fit = cached_over, None
             if over > 0:
                 before = measured[-2][1] if len(measured) > 1 else inf
-                if best is None and abs(before - over) < _SAME * budget and known is None and over < inf:
+                if (
+                    best is None
+                    and abs(before - over) < _SAME * budget
+                    and cached_over is None
+                    and over < inf
+                ):
                     break  # what does not fit is not what the search can change
-                high, room = room, self._less(room, over, tried)
+                high, share = share, self._less(share, over, tried)
                 continue
-            if made is not None and (best is None or tried.placed.seconds < best.settled.placed.seconds):
-                best = made
+            if fit is not None and (
+                best is None or tried.placements.seconds < best.solution.placements.seconds
+            ):
+                best = fit
             if -over <= _LEFT * budget:
                 break
-            low, room = room, (room + high) / 2
+            low, share = share, (share + high) / 2
         if best is not None:
             return best
         if slower is not None:
             return MemoryFit(slower)
-        raise self._failure(found, first)
+        raise self._failure(solution, first)
 
-    def _less(self, room: float, over: float, tried: CandidateSolution) -> float:
+    def _less(self, share: float, over: float, tried: CandidateSolution) -> float:
         """The share of the memory to try after one with which so many bytes are missing."""
-        assert self.ask.budget is not None
+        assert self.request.budget is not None
         if over == inf:
-            return room * _SMALLER
-        less = room - _MORE * over / self.ask.budget
+            return share * _SMALLER
+        less = share - _MORE * over / self.request.budget
         more = self._known_more(tried)
-        return less if more is None else min(less, 1.0 - more / self.ask.budget)
+        return less if more is None else min(less, 1.0 - more / self.request.budget)
 
-    def _leaves_no_less(self, room: float, tried: CandidateSolution) -> bool:
+    def _leaves_no_less(self, share: float, tried: CandidateSolution) -> bool:
         """Whether a share of the memory is about what one like this may be given at most."""
         more = self._known_more(tried)
-        return more is not None and self.ask.budget is not None and room > 1 - more / self.ask.budget - _NEAR
+        return (
+            more is not None
+            and self.request.budget is not None
+            and share > 1 - more / self.request.budget - _NEAR
+        )
 
-    def measured(self, found: CandidateSolution) -> float | None:
+    def measured(self, solution: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a solution that was made a program, None of others."""
-        known = next((made for _, made in self._fitted if _same(made.settled, found)), None)
-        return None if known is None or known.peak is None else known.peak.step
+        cached = next((fit for _, fit in self._fitted if _same(fit.solution, solution)), None)
+        return None if cached is None or cached.peak is None else cached.peak.step
 
-    def whole_seconds(self, found: CandidateSolution) -> float:
+    def whole_seconds(self, solution: CandidateSolution) -> float:
         """Of a step of a solution that fits, with what it waits for its host."""
-        peak = self.fitted(found).peak
-        return self._seconds(found) + (peak.waits if peak is not None else 0.0)
+        peak = self.fitted(solution).peak
+        return self._seconds(solution) + (peak.waits if peak is not None else 0.0)
 
     def _seconds(self, tried: CandidateSolution) -> float:
-        return tried.placed.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
+        return tried.placements.seconds if tried.configuration.pipe.ranks == 1 else self.seconds(tried)
 
     def _over(self, tried: CandidateSolution) -> tuple[float, MemoryFit | None]:
         """(bytes beyond the budget, the solution with its stages); None for one that no cut fits, or of which
@@ -244,15 +255,15 @@ class MemoryFitter:
             try:
                 staging = self.cutting(tried).best(fixed=self.fixed)
             except InfeasibleError:
-                if self.ask.budget is None:
+                if self.request.budget is None:
                     raise
                 return inf, None
-        if self.ask.budget is None:
+        if self.request.budget is None:
             return 0.0, MemoryFit(tried, staging)
         peak = self.peak(tried, staging)
         if staging is not None and peak.over > 0:
             staging, peak = self._recut(tried, staging, peak)
-        kind, more = _kind_of(tried), peak.bytes - tried.placed.bytes
+        kind, more = _kind_of(tried), peak.bytes - tried.placements.bytes
         self._more[kind] = min(more, self._more.get(kind, inf))
         return peak.over, MemoryFit(tried, staging, peak)
 
@@ -277,66 +288,68 @@ class MemoryFitter:
         memory, of which what is missing decides."""
         more = None if self.offload.activations else self._known_more(tried)
         return (
-            None if more is None or self.ask.budget is None else tried.placed.bytes + more - self.ask.budget
+            None
+            if more is None or self.request.budget is None
+            else tried.placements.bytes + more - self.request.budget
         )
 
     def _known_more(self, tried: CandidateSolution) -> float | None:
         """Bytes that one like it held beyond what the search counts; None with a pipeline."""
-        return self._more_like(tried.configuration, tried.placed.setting)
+        return self._more_like(tried.configuration, tried.placements.setting)
 
-    def _more_like(self, where: Configuration, setting: StepConfig) -> float | None:
-        return self._more.get(_kind(where, setting)) if where.pipe.ranks == 1 else None
+    def _more_like(self, configuration: Configuration, setting: StepConfig) -> float | None:
+        return self._more.get(_kind(configuration, setting)) if configuration.pipe.ranks == 1 else None
 
-    def beyond(self, where: Configuration, setting: StepConfig) -> float:
+    def beyond(self, configuration: Configuration, setting: StepConfig) -> float:
         """Bytes that one like it held beyond what the search counts, the least; 0 if there was none."""
-        more = None if self.offload.activations else self._more_like(where, setting)
+        more = None if self.offload.activations else self._more_like(configuration, setting)
         return max(0.0, more or 0.0)
 
-    def _failure(self, tried: CandidateSolution, made: MemoryFit | None) -> InfeasibleError:
-        name, budget = tried.configuration.name, bytes_up(self.ask.budget or 0.0)
-        if made is None or made.peak is None:
+    def _failure(self, tried: CandidateSolution, fit: MemoryFit | None) -> InfeasibleError:
+        name, budget = tried.configuration.name, bytes_up(self.request.budget or 0.0)
+        if fit is None or fit.peak is None:
             why = "no stages of it fit, however they are cut"
             failure = InfeasibleError(f"no plan for {name} fits {budget} per rank", why=why)
         else:
-            held = made.peak.held
-            inside = made.peak.bytes - held.total
+            held = fit.peak.held
+            inside = fit.peak.bytes - held.total
             failure = InfeasibleError(
                 f"no plan for {name} fits {budget} per rank: the one that was found holds "
-                f"{bytes_up(made.peak.bytes)} at its simulated peak",
+                f"{bytes_up(fit.peak.bytes)} at its simulated peak",
                 why=f"parameters {bytes_up(held.parameters)}, gradients {bytes_up(held.gradients)}, "
                 f"optimizer {bytes_up(held.optimizer)}, activations {bytes_up(held.activations)}, "
-                f"temporaries {bytes_up(inside)}, on pipeline rank {made.peak.rank}",
+                f"temporaries {bytes_up(inside)}, on pipeline rank {fit.peak.rank}",
                 hint="use more ranks on fsdp or tp, smaller microbatches, or a larger --memory",
             )
-            failure.smallest_bytes = made.peak.bytes
+            failure.smallest_bytes = fit.peak.bytes
         return failure
 
-    def peak(self, settled: CandidateSolution, staging: Staging | None) -> Peak:
+    def peak(self, solution: CandidateSolution, staging: Staging | None) -> Peak:
         """The simulated peak of the program that a solution becomes."""
         self.progress("simulating its memory")
-        plan, how = self.lowering(settled)
-        if staging is None and not self.offload and self.ask.budget is not None:
+        plan, options = self.lowering(solution)
+        if staging is None and not self.offload and self.request.budget is not None:
             deep = extrapolate_depth(
-                settled.formulated.model.folded, how, self._look(settled), self.ask.budget
+                solution.formulated.model.folded, options, self._look(solution), self.request.budget
             )
             if deep is not None:
-                return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.ask.budget)
+                return Peak(0, deep.held, deep.bytes, step=deep.step, over=deep.bytes - self.request.budget)
         schedule = uncut = None
         if staging is not None:
             # slices are cut out of what is not localised yet, which a cutting does not keep
-            uncut = self.cutting(settled).uncut if staging.pipeline.slices == 1 else None
+            uncut = self.cutting(solution).uncut if staging.pipeline.slices == 1 else None
             plan = replace(plan, pipeline=staging.pipeline)
             schedule = schedule_of(plan)
             splits = schedule is not None and schedule.splits_backward
             saving = saving_of(laid_for(plan, self.cluster), Mesh.parse(plan.mesh), plan)
-            how = replace(how, plan=plan, split_backward=splits, saving=saving)
-        folded = settled.formulated.model.folded
+            options = replace(options, plan=plan, split_backward=splits, saving=saving)
+        folded = solution.formulated.model.folded
 
         def build(share: float) -> Program:
-            hosting = how.hosting and replace(how.hosting, share=share)
+            hosting = options.hosting and replace(options.hosting, share=share)
             return Program(
                 plan.mesh,
-                lower(folded, replace(how, hosting=hosting), uncut=uncut),
+                lower(folded, replace(options, hosting=hosting), uncut=uncut),
                 Signature.of(folded.joint),
                 {},
                 microbatches=plan.microbatches,
@@ -344,14 +357,14 @@ class MemoryFitter:
                 offload=self.offload,
             )
 
-        budget, prices_of = self.ask.budget, self._pricing(settled)
+        budget, prices_of = self.request.budget, self._pricing(solution)
         prices = prices_of(least_offload(build, prices_of, budget))
         peaks = Peaks(prices)
         rank, (held, most) = max(enumerate(peaks.all), key=lambda row: row[1][1])
         over = -inf
         if budget is not None:
-            room = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
-            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, room, strict=True))
+            limits = rooms(prices.cluster, prices.machines, budget) or (budget,) * len(peaks.all)
+            over = max(bytes_ - own for (_, bytes_), own in zip(peaks.all, limits, strict=True))
         fits = over <= 0
         if not self.offload:
             behaviour = prices.behaviour
@@ -361,19 +374,19 @@ class MemoryFitter:
         waits = step.spent.axes.get("host", 0.0)
         return Peak(rank, held, most, need_of(prices), waits, step.seconds if fits else None, over)
 
-    def _pricing(self, settled: CandidateSolution) -> Callable[[Program], StagePrices]:
+    def _pricing(self, solution: CandidateSolution) -> Callable[[Program], StagePrices]:
         """Prices programs of a solution."""
-        machine, known = self.cluster.laid(settled.formulated.order), OfSegments()
-        behaviour = Behaviour(recipe=self.ask.recipe)
-        return lambda program: StagePrices(program, machine, behaviour=behaviour, known=known)
+        machine, segment_cache = self.cluster.laid(solution.formulated.order), OfSegments()
+        behaviour = Behaviour(recipe=self.request.recipe)
+        return lambda program: StagePrices(program, machine, behaviour=behaviour, known=segment_cache)
 
-    def _look(self, settled: CandidateSolution) -> Callable[[Folded, LoweringOptions], TruncatedRun]:
+    def _look(self, solution: CandidateSolution) -> Callable[[Folded, LoweringOptions], TruncatedRun]:
         """Looks at programs of a solution without a pipeline."""
-        prices_of = self._pricing(settled)
+        prices_of = self._pricing(solution)
 
-        def look(folded: Folded, how: LoweringOptions) -> TruncatedRun:
-            plan = how.plan
-            lowered, signature = lower(folded, how), Signature.of(folded.joint)
+        def look(folded: Folded, options: LoweringOptions) -> TruncatedRun:
+            plan = options.plan
+            lowered, signature = lower(folded, options), Signature.of(folded.joint)
             program = Program(plan.mesh, lowered, signature, {}, microbatches=plan.microbatches)
             prices = prices_of(program)
             peaks = Peaks(prices)
@@ -387,43 +400,43 @@ class MemoryFitter:
 
         return look
 
-    def cutting(self, settled: CandidateSolution) -> StagePartition:
+    def cutting(self, solution: CandidateSolution) -> StagePartition:
         """The model at the microbatch of a solution, placed by it and not cut yet."""
         for other, cutting in self._cuttings:
-            if _same(other, settled):
+            if _same(other, solution):
                 return cutting
-        made = StagePartition(
-            settled.formulated.model.folded,
-            self.lowering(settled)[1],
-            self.cluster.laid(settled.formulated.order),
-            hosted(self.ask.recipe, self.offload, self.cluster.device),
+        partition = StagePartition(
+            solution.formulated.model.folded,
+            self.lowering(solution)[1],
+            self.cluster.laid(solution.formulated.order),
+            hosted(self.request.recipe, self.offload, self.cluster.device),
             # what activations take of a device is only known once some of them are stored
-            None if self.offload.activations else self.ask.budget,
-            microbatch=microbatch_seconds(settled.placed),
+            None if self.offload.activations else self.request.budget,
+            microbatch=microbatch_seconds(solution.placements),
             schedules=self._schedules,
         )
-        self._cuttings.append((settled, made))
-        return made
+        self._cuttings.append((solution, partition))
+        return partition
 
-    def lowering(self, settled: CandidateSolution) -> tuple[Plan, LoweringOptions]:
+    def lowering(self, solution: CandidateSolution) -> tuple[Plan, LoweringOptions]:
         """The plan of a solution, and how the passes place its model."""
-        budget, print_ = self.ask.budget, self.analysis.fingerprint
-        plan = explain(settled, self.cluster, print_, budget=budget, reasons=False)
-        wanted = PassOptions(offload=str(self.offload))
-        return plan, lowering_of(plan, settled.formulated.model.flow, self.analysis, self.cluster, wanted)
+        budget, print_ = self.request.budget, self.analysis.fingerprint
+        plan = explain(solution, self.cluster, print_, budget=budget, reasons=False)
+        passes = PassOptions(offload=str(self.offload))
+        return plan, lowering_of(plan, solution.formulated.model.flow, self.analysis, self.cluster, passes)
 
 
-def _kind_of(found: CandidateSolution) -> Hashable:
-    return _kind(found.configuration, found.placed.setting)
+def _kind_of(solution: CandidateSolution) -> Hashable:
+    return _kind(solution.configuration, solution.placements.setting)
 
 
-def _kind(where: Configuration, setting: StepConfig) -> Hashable:
+def _kind(configuration: Configuration, setting: StepConfig) -> Hashable:
     """What decides how much a program holds beyond what the search counts: what lives inside a part."""
-    again = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
-    return frozenset(again), alike(where)
+    recompute = {(name, r.policy) for name, r in setting.recompute.items() if r.calls}
+    return frozenset(recompute), alike(configuration)
 
 
 def _same(a: CandidateSolution, b: CandidateSolution) -> bool:
     """Whether two solutions place and run everything alike."""
-    states = a.placed.states == b.placed.states and a.placed.setting == b.placed.setting
+    states = a.placements.states == b.placements.states and a.placements.setting == b.placements.setting
     return a.formulated is b.formulated and a.configuration == b.configuration and states

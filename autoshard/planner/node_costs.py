@@ -29,17 +29,17 @@ class NodePrices:
         self.ops, self.overlap = Ops(mesh, mesh.coords(0), Behaviour()), cluster.device.overlap
         self.price = pricer(cluster.device, [link_of(used, whole, whole.index(a.name)) for a in mesh.axes])
         #: by identity of a node -> (the node, names of its values, what they are, seconds)
-        self._known: dict[int, tuple[Node, tuple[str, ...], list[PlacedValue | None], float]] = {}
+        self._cache: dict[int, tuple[Node, tuple[str, ...], list[PlacedValue | None], float]] = {}
 
     def __call__(self, node: Node, values: Mapping[str, PlacedValue]) -> float:
-        known = self._known.get(id(node))
-        if known is not None:
-            _, names, placed, seconds = known
-            if placed == [values.get(n) for n in names]:
+        cached = self._cache.get(id(node))
+        if cached is not None:
+            _, names, values_of, seconds = cached
+            if values_of == [values.get(n) for n in names]:
                 return seconds
         names = (*refs_of(node), *node.outs)
         seconds = self._seconds(node, values)
-        self._known[id(node)] = node, names, [values.get(n) for n in names], seconds
+        self._cache[id(node)] = node, names, [values.get(n) for n in names], seconds
         return seconds
 
     def _seconds(self, node: Node, values: Mapping[str, PlacedValue]) -> float:

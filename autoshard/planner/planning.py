@@ -72,7 +72,7 @@ class Planned:
     """A plan and the analysed model it is for.
 
     The plan alone is what is stored. analysis: of the model with the batch it was captured with, which
-    saves `compile` from capturing it again if that is the plan's microbatch. settled: what the plan is
+    saves `compile` from capturing it again if that is the plan's microbatch. solution: what the plan is
     thought to cost, None for a plan that was read from a file. source: what to capture again, if need be.
     staging: how its pipeline was cut, None without one. peak: what the fullest rank holds, simulated, None
     where no limit was set.
@@ -81,7 +81,7 @@ class Planned:
     plan: Plan
     analysis: Analysis = field(repr=False)
     cluster: Cluster = field(repr=False)
-    settled: CandidateSolution | None = field(default=None, repr=False)
+    solution: CandidateSolution | None = field(default=None, repr=False)
     source: Source | None = field(default=None, repr=False)
     staging: Staging | None = field(default=None, repr=False)
     peak: Peak | None = field(default=None, repr=False)
@@ -116,7 +116,7 @@ class PlanningRequest:
         return Offload.parse(self.options.offload)
 
     @cached_property
-    def ask(self) -> SearchRequest:
+    def request(self) -> SearchRequest:
         """The search's part of it."""
         options = self.options
         return SearchRequest(
@@ -149,44 +149,44 @@ class PlanningRequest:
 
     def _planned(self, source: Source, analysis: Analysis) -> Planned:
         meshes = self._candidates(analysis)
-        found = self._searched(source, analysis, meshes, self.ask)
-        if found.plan.batch != 1 or batch_of(analysis.folded) == 1:
-            return found
+        planned = self._searched(source, analysis, meshes, self.request)
+        if planned.plan.batch != 1 or batch_of(analysis.folded) == 1:
+            return planned
         # a graph of one sequence is not quite one of more of them: the program's own graph is placed
         self.progress("capturing again, with one sequence")
         alone = source.with_batch(analysis, 1).analysed(self.progress)
-        ask = replace(self.ask, batch=found.plan.microbatches, baselines=False)
+        request = replace(self.request, batch=planned.plan.microbatches, baselines=False)
         try:
-            return self._searched(source, alone, _alone(meshes, found), ask, found.settled)
+            return self._searched(source, alone, _alone(meshes, planned), request, planned.solution)
         except InfeasibleError:
             # what was about to fill the memory fills it now
-            larger = _of_more(meshes, found.plan.microbatches)
+            larger = _of_more(meshes, planned.plan.microbatches)
             if not larger:
                 raise
             self.progress("one sequence alone does not fit: looking among larger microbatches")
-            return self._searched(source, analysis, larger, self.ask)
+            return self._searched(source, analysis, larger, self.request)
 
     def _searched(
         self,
         source: Source,
         analysis: Analysis,
         meshes: Sequence[Staged],
-        ask: SearchRequest,
+        request: SearchRequest,
         among: CandidateSolution | None = None,
     ) -> Planned:
-        found = plan_analysed(
+        planned = plan_analysed(
             analysis,
             meshes,
             self.machine,
             memory=self.memory,
-            ask=ask,
+            request=request,
             target=self.target,
             fixed=bool(self.options.schedule),
             offload=self.offload,
             progress=self.progress,
             among=among,
         )
-        return replace(found, source=source)
+        return replace(planned, source=source)
 
     def _candidates(self, analysis: Analysis) -> list[Staged]:
         layers = sum(layer_calls(analysis.folded).values())
@@ -205,13 +205,13 @@ def _tactics(text: str, where: Mesh | Cluster) -> tuple[Tactic, ...]:
     return parse_tactics(text, where)
 
 
-def _alone(meshes: Sequence[Staged], found: Planned) -> list[Staged]:
+def _alone(meshes: Sequence[Staged], planned: Planned) -> list[Staged]:
     """The mesh that was found, with microbatches of one sequence, and the pipelines it may have."""
-    assert found.settled is not None
-    where = found.settled.configuration
-    same = [s for s in meshes if s.mesh == where.mesh and s.ranks == where.pipe.ranks]
+    assert planned.solution is not None
+    configuration = planned.solution.configuration
+    same = [s for s in meshes if s.mesh == configuration.mesh and s.ranks == configuration.pipe.ranks]
     # with an axis in place of data ranks that a batch does not divide over, it is none of the candidates
-    return [replace(s, batches=(1,)) for s in (*same, Staged(where.mesh))[:1]]
+    return [replace(s, batches=(1,)) for s in (*same, Staged(configuration.mesh))[:1]]
 
 
 def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
@@ -220,15 +220,15 @@ def _of_more(meshes: Sequence[Staged], total: int) -> list[Staged]:
     return [replace(s, batches=tuple(b)) for s, b in zip(meshes, larger, strict=True) if b]
 
 
-def _among(again: CandidateSolution, all_: CandidateSolution) -> CandidateSolution:
+def _among(solution: CandidateSolution, all_: CandidateSolution) -> CandidateSolution:
     """A configuration that was solved again, with what the search that led to it says of all others."""
     return replace(
-        again,
-        bound=min(all_.bound, again.bound),
+        solution,
+        bound=min(all_.bound, solution.bound),
         rejected=all_.rejected,
         baselines=all_.baselines,
-        interrupted=all_.interrupted or again.interrupted,
-        spent=all_.spent or again.spent,
+        interrupted=all_.interrupted or solution.interrupted,
+        spent=all_.spent or solution.spent,
     )
 
 
@@ -238,7 +238,7 @@ def plan_analysed(
     cluster: Cluster,
     *,
     memory: int | None = None,
-    ask: SearchRequest | None = None,
+    request: SearchRequest | None = None,
     target: str = "",
     fixed: bool = False,
     offload: Offload = NO_OFFLOAD,
@@ -248,26 +248,26 @@ def plan_analysed(
 ) -> Planned:
     """The best plan over candidate meshes for a model that was analysed already.
 
-    ask: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
+    request: what else is asked of the search; its budget is ``memory``. fixed: whether the schedule of a pipeline
     is decided. offload: what lives in host memory, for which the cluster must know its host. reasons: False
     for the decisions alone, which takes less time than to say what every other choice would cost. among: what
     a search over more meshes found, if these are what it led to.
     """
-    ask = replace(ask or SearchRequest(), budget=memory)
+    request = replace(request or SearchRequest(), budget=memory)
 
     say = progress or (lambda _: None)
 
-    fitter = MemoryFitter(analysis, cluster, ask, fixed=fixed, progress=say, offload=offload)
-    settled = _chosen(analysis, meshes, cluster, ask, say, fitter)
-    slices = settled.configuration.pipe.slices
+    fitter = MemoryFitter(analysis, cluster, request, fixed=fixed, progress=say, offload=offload)
+    solution = _chosen(analysis, meshes, cluster, request, say, fitter)
+    slices = solution.configuration.pipe.slices
     if slices > 1:
-        check_slices(settled.formulated.model.folded, fitter.lowering(settled)[1], slices)
-    fitted = fitter.fitted(settled)
-    settled, staging = fitted.settled, fitted.staging
+        check_slices(solution.formulated.model.folded, fitter.lowering(solution)[1], slices)
+    fitted = fitter.fitted(solution)
+    solution, staging = fitted.solution, fitted.staging
     if among is not None:
-        settled = _among(settled, among)
+        solution = _among(solution, among)
     best = explain(
-        settled,
+        solution,
         cluster,
         analysis.fingerprint,
         budget=memory,
@@ -278,7 +278,7 @@ def plan_analysed(
     best = replace(best, offload=str(offload))
     if staging is not None:
         best = replace(best, pipeline=staging.pipeline)
-    return Planned(best, analysis, cluster, settled, staging=staging, peak=fitted.peak)
+    return Planned(best, analysis, cluster, solution, staging=staging, peak=fitted.peak)
 
 
 #: times the memory of a device that the search may fill, one after the other, with activations that then go
@@ -290,7 +290,7 @@ def _chosen(
     analysis: Analysis,
     meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
-    ask: SearchRequest,
+    request: SearchRequest,
     say: Progress,
     fitter: MemoryFitter,
 ) -> CandidateSolution:
@@ -299,25 +299,27 @@ def _chosen(
     The search counts activations on the device, wherever they then wait. So it is given more room than there
     is, as long as what then fits, with activations in host memory, takes less time.
     """
-    wider = _WIDER if fitter.offload.activations and ask.budget is not None else (1,)
-    ask = replace(ask, recipe=hosted(ask.recipe, fitter.offload, cluster.device))
+    wider = _WIDER if fitter.offload.activations and request.budget is not None else (1,)
+    request = replace(request, recipe=hosted(request.recipe, fitter.offload, cluster.device))
     failure: InfeasibleError | None = None
     best: CandidateSolution | None = None
     for times in wider:
         # nobody stores activations by hand: baselines are only looked for in the room that there is
-        baselines = ask.baselines and times == 1
-        wide = replace(ask, budget=None if ask.budget is None else times * ask.budget, baselines=baselines)
+        baselines = request.baselines and times == 1
+        wide = replace(
+            request, budget=None if request.budget is None else times * request.budget, baselines=baselines
+        )
         try:
-            found = choose(analysis.model, meshes, cluster, wide, say, fitter)
+            solution = choose(analysis.model, meshes, cluster, wide, say, fitter)
         except InfeasibleError as error:
             failure = failure or error
             continue
-        if len(wider) == 1 or found.interrupted:
-            return best or found
-        if best is not None and fitter.whole_seconds(found) >= fitter.whole_seconds(best):
+        if len(wider) == 1 or solution.interrupted:
+            return best or solution
+        if best is not None and fitter.whole_seconds(solution) >= fitter.whole_seconds(best):
             break
         # what others do by hand is only told where it was looked for
-        best = found if best is None else replace(found, baselines=best.baselines)
+        best = solution if best is None else replace(solution, baselines=best.baselines)
     if best is not None:
         return best
     assert failure is not None

@@ -32,30 +32,30 @@ from autoshard.program.program import Program, Signature
 from autoshard.simulate.estimate import Estimator
 
 
-def slots_of(folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots:
+def slots_of(folded: Folded, options: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int) -> Slots:
     """The slots of a model. cluster: the devices of the whole pipeline. ranks: of it."""
-    found = _filled(folded, how, cluster, recipe, ranks)
-    return _Pricing(folded, how, cluster, recipe, ranks).slots() if found is None else found
+    slots = _filled(folded, options, cluster, recipe, ranks)
+    return _Pricing(folded, options, cluster, recipe, ranks).slots() if slots is None else slots
 
 
 def _filled(
-    folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
+    folded: Folded, options: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
 ) -> Slots | None:
     """The same by copies of equal layers; None where there are too few, or one more of them changes more
     than its own slots: a sum over layers somewhere else, say."""
-    shorter = Shorter(folded, how.flow, how.plan)
+    shorter = Shorter(folded, options.flow, options.plan)
     less, more = (shorter.model(more=k) for k in (0, 1))
     if less is None or more is None:
         return None
 
     def slots(short: Shortened) -> Slots:
-        return _Pricing(short.folded, how.of(short), cluster, recipe, ranks).slots()
+        return _Pricing(short.folded, options.of(short), cluster, recipe, ranks).slots()
 
     few = _with_all(slots(less), [gap.of(1) for gap in less.gaps])
     if few is None:
         return None
-    found = slots(more)
-    return _with_all(found, more.gaps) if found.equals(few) else None
+    slots_ = slots(more)
+    return _with_all(slots_, more.gaps) if slots_.equals(few) else None
 
 
 def _with_all(slots: Slots, gaps: Iterable[Gap]) -> Slots | None:
@@ -70,35 +70,35 @@ class _Pricing:
     """Fills the arrays of `SlotCosts`; see there."""
 
     def __init__(
-        self, folded: Folded, how: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
+        self, folded: Folded, options: LoweringOptions, cluster: Cluster, recipe: Recipe, ranks: int
     ) -> None:
-        self.folded, self.how, self.cluster, self.recipe = folded, how, cluster, recipe
-        self.homes = places_apart(Unpartitioned.of(place(folded, how)), folded.joint)
-        whole = self.homes.uncut.whole  # with copies of gradients that serve several parameters
-        self.whole = whole
-        self.slices = how.plan.pipeline.slices if how.plan.pipeline is not None else 1
-        mesh = Mesh.parse(how.plan.mesh)
+        self.folded, self.options, self.cluster, self.recipe = folded, options, cluster, recipe
+        self.homes = places_apart(Unpartitioned.of(place(folded, options)), folded.joint)
+        lowered = self.homes.uncut.whole  # with copies of gradients that serve several parameters
+        self.whole = lowered
+        self.slices = options.plan.pipeline.slices if options.plan.pipeline is not None else 1
+        mesh = Mesh.parse(options.plan.mesh)
         bound = bounding_machine(cluster, mesh, ranks)
-        self.estimator = Estimator(_bare(whole, folded, how), cluster, machine=bound)
+        self.estimator = Estimator(_bare(lowered, folded, options), cluster, machine=bound)
         self.link = pipe_link(cluster, mesh, ranks)
         #: of every rank, with the link behind it; () where all are alike
         self.unlike = _unlike(cluster, mesh, ranks, bound, self.link)
         #: by identity of their type and layout, which the program keeps
         self._bytes: dict[int, float] = {}
-        self.ops = [s for s in whole.all if not s.backward]
+        self.ops = [s for s in lowered.all if not s.backward]
         self.count = len(self.ops)
         self.makers = self._makers()
 
     def slots(self) -> Slots:
         forward, input_, weight, seen, seen_back = self._seconds(self.estimator)
-        held, held_weight, made, state, update, shared = self._held()
+        held, held_weight, produced, state, update, shared = self._held()
         costs = SlotCosts(
             forward,
             input_,
             weight,
             held,
             held_weight,
-            made,
+            produced,
             state,
             update / self.cluster.device.traffic,
             seen,
@@ -127,11 +127,11 @@ class _Pricing:
 
     def bytes_of(self, value: str) -> float:
         """Bytes of a value on a rank; the values of alike layers have one type and layout between them."""
-        placed = self.whole.values[value]
-        found = self._bytes.get(id(placed))
-        if found is None:
-            found = self._bytes[id(placed)] = self.estimator.bytes_of(placed.type, placed.layout)
-        return found
+        value_ = self.whole.values[value]
+        cached = self._bytes.get(id(value_))
+        if cached is None:
+            cached = self._bytes[id(value_)] = self.estimator.bytes_of(value_.type, value_.layout)
+        return cached
 
     def _named(self) -> Iterator[Slot]:
         main = self.whole.lowered.main
@@ -139,7 +139,7 @@ class _Pricing:
         numbers = {id(call): k for k, call in enumerate(calls)}
         stay = [
             there
-            for there, s in zip(stays(self.whole, self.how.mesh), self.whole.all, strict=True)
+            for there, s in zip(stays(self.whole, self.options.mesh), self.whole.all, strict=True)
             if not s.backward
         ]
         for k, statement in enumerate(self.ops):
@@ -154,7 +154,7 @@ class _Pricing:
     def _seconds(self, estimator: Estimator) -> tuple[np.ndarray, ...]:
         """forward, input, weight, seen, seen_back."""
         forward, input_, weight, seen, seen_back = (np.zeros(self.count) for _ in range(5))
-        known: dict[tuple[str, int, bool], float] = {}
+        cache: dict[tuple[str, int, bool], float] = {}
         tables = {name: s.placed() for name, s in self.whole.lowered.segments.items()}
         for place_, statement in enumerate(self.whole.all):
             slot = self.homes.at[place_]
@@ -164,10 +164,10 @@ class _Pricing:
             item = self.whole.lowered.main[statement.item]
             if isinstance(item, Call):
                 key = (item.segment, statement.number, statement.backward)
-                if key not in known:
+                if key not in cache:
                     node = self.whole.lowered.segments[item.segment].graph.nodes[statement.number]
-                    known[key] = estimator.node(node, tables[item.segment]).seconds
-                cost = known[key]
+                    cache[key] = estimator.node(node, tables[item.segment]).seconds
+                cost = cache[key]
             else:
                 cost = estimator.node(item, self.whole.lowered.values).seconds
             if not statement.backward:
@@ -198,12 +198,12 @@ class _Pricing:
 
     def _held(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, Shared]:
         """held, held_weight, made, state and what the optimizer moves, in bytes; and what slots share."""
-        once = self.how.plan.microbatches * self.slices == 1
-        state = state_of(self.homes, self.folded, self.how, self.recipe, self.bytes_of, once=once)
-        held, held_weight, made = (np.zeros(self.count) for _ in range(3))
+        once = self.options.plan.microbatches * self.slices == 1
+        state = state_of(self.homes, self.folded, self.options, self.recipe, self.bytes_of, once=once)
+        held, held_weight, produced = (np.zeros(self.count) for _ in range(3))
         late = set(self._sources({v for p in self.homes.weight for v in self.whole.all[p].uses}))
-        wanted = dict.fromkeys(self._sources(v for s in self.whole.all if s.backward for v in s.uses))
-        for value in wanted:
+        saved = dict.fromkeys(self._sources(v for s in self.whole.all if s.backward for v in s.uses))
+        for value in saved:
             if value not in self.whole.values or value in state.copies:
                 continue
             nbytes = self.bytes_of(value)
@@ -214,8 +214,8 @@ class _Pricing:
             slot = self.homes.at[place_]
             if statement.backward and slot is not None and place_ not in self.homes.weight:
                 ready = [v for v in statement.makes if v in late and v in self.whole.values]
-                made[slot] += sum(self.bytes_of(v) for v in ready)
-        return held, held_weight, made, state.held, state.updated, state.shared
+                produced[slot] += sum(self.bytes_of(v) for v in ready)
+        return held, held_weight, produced, state.held, state.updated, state.shared
 
     def _steps(self, link: AxisLink) -> np.ndarray:
         """What starts and stops to cross behind every slot, in seconds of a send one way."""
@@ -233,9 +233,9 @@ class _Pricing:
 
     def _send(self, value: str, link: AxisLink) -> float:
         """Seconds to send a value on: whole, or in parts over an axis on which it is replicated."""
-        nbytes, placed = self.bytes_of(value), self.whole.values[value]
+        nbytes, placed_value = self.bytes_of(value), self.whole.values[value]
         whole = float(seconds("send", nbytes, link))
-        axes = zip(placed.layout, self.estimator.links, strict=True)
+        axes = zip(placed_value.layout, self.estimator.links, strict=True)
         inside = (axis for p, axis in axes if p == R and axis.size > 1)
         return min([whole, *(in_parts(nbytes, link, axis) for axis in inside)])
 
@@ -251,6 +251,6 @@ def _unlike(
     return tuple(zip(machines, links, strict=True))
 
 
-def _bare(whole: Statements, folded: Folded, how: LoweringOptions) -> Program:
+def _bare(whole: Statements, folded: Folded, options: LoweringOptions) -> Program:
     """The placed program as one that can be priced."""
-    return Program(how.plan.mesh, whole.lowered, Signature.of(folded.joint), {})
+    return Program(options.plan.mesh, whole.lowered, Signature.of(folded.joint), {})

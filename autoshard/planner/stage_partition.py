@@ -66,32 +66,32 @@ class Staging:
         return None if self.layers is None else makespan(self.schedule, self.layers)
 
 
-def bare_seconds(placed: Placement) -> float:
+def bare_seconds(placements: Placement) -> float:
     """Seconds of collectives of parameters that nothing hides, in one step on a rank of a pipeline."""
-    sums, setting = placed.setting.sums(placed.taken), placed.setting
+    sums, setting = placements.setting.sums(placements.usage), placements.setting
     talk = setting.microbatches * (sums.talk_forward + sums.talk_backward) / setting.pipe.pace
-    return max(0.0, placed.step.exposed - talk)
+    return max(0.0, placements.step.exposed - talk)
 
 
-def microbatch_seconds(placed: Placement) -> float:
+def microbatch_seconds(placements: Placement) -> float:
     """Seconds of computing and talking in one microbatch of the whole model, as the search counts them."""
-    return placed.setting.sums(placed.taken).microbatch
+    return placements.setting.sums(placements.usage).microbatch
 
 
 class Schedules:
     """Schedules by what they are made of, each made once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, int, int, int], Schedule] = {}
+        self._cache: dict[tuple[str, int, int, int, int], Schedule] = {}
         #: identity of one of them -> most microbatches in flight, by stage
         self._flying: dict[int, tuple[int, ...]] = {}
 
     def of(self, name: str, ranks: int, microbatches: int, chunks: int, slices: int = 1) -> Schedule:
         key = (name, ranks, microbatches, chunks, slices)
-        if key not in self._known:
-            made = self._known[key] = make(*key)
-            self._flying[id(made)] = tuple(-(-n // slices) for n in in_flight_of_stages(made))
-        return self._known[key]
+        if key not in self._cache:
+            schedule = self._cache[key] = make(*key)
+            self._flying[id(schedule)] = tuple(-(-n // slices) for n in in_flight_of_stages(schedule))
+        return self._cache[key]
 
     def flying(self, schedule: Schedule) -> tuple[int, ...]:
         """The most microbatches that each stage of one of them holds at once."""
@@ -109,7 +109,7 @@ class StagePartition:
     def __init__(
         self,
         folded: Folded,
-        how: LoweringOptions,
+        options: LoweringOptions,
         cluster: Cluster,
         recipe: Recipe,
         budget: float | None,
@@ -117,14 +117,18 @@ class StagePartition:
         microbatch: float | None = None,
         schedules: Schedules | None = None,
     ) -> None:
-        assert how.plan.pipeline is not None
-        self.pipeline, self.microbatches, self.budget = how.plan.pipeline, how.plan.microbatches, budget
+        assert options.plan.pipeline is not None
+        self.pipeline, self.microbatches, self.budget = (
+            options.plan.pipeline,
+            options.plan.microbatches,
+            budget,
+        )
         self.schedules = schedules or Schedules()
         self._layers = sum(layer_calls(folded).values())
-        self._folded, self.how = folded, how
-        mesh, ranks = Mesh.parse(how.plan.mesh), self.pipeline.ranks
+        self._folded, self.options = folded, options
+        mesh, ranks = Mesh.parse(options.plan.mesh), self.pipeline.ranks
         used = cluster.used_by(mesh.world_size * ranks)
-        slots = slots_of(folded, how, used, recipe, ranks)
+        slots = slots_of(folded, options, used, recipe, ranks)
         #: bytes of every rank, () if all have as many
         self._rooms = rooms(used, stage_machines(used, mesh, ranks), budget) if budget is not None else ()
         #: the ops of forward, between which it is cut
@@ -136,7 +140,7 @@ class StagePartition:
     @cached_property
     def uncut(self) -> Unpartitioned:
         """Placed, for whoever goes on to lower it with its cuts."""
-        return Unpartitioned.of(place(self._folded, self.how))
+        return Unpartitioned.of(place(self._folded, self.options))
 
     def seconds(self, *, fixed: bool = False) -> float:
         """Of a simulated step by the plan's own schedule, or the best one that was cut already; where no cut
@@ -148,12 +152,12 @@ class StagePartition:
         if self.slots.of and not fixed:
             for kind in self._kinds():
                 self._trial(*kind)
-        found = _shortest(self._trials.values())
-        if found is None and not fixed:
-            found = _shortest(self._trial(*kind) for kind in self._kinds())
-        if found is None:
+        shortest = _shortest(self._trials.values())
+        if shortest is None and not fixed:
+            shortest = _shortest(self._trial(*kind) for kind in self._kinds())
+        if shortest is None:
             raise self._no_room()
-        return found.seconds
+        return shortest.seconds
 
     def spare(self, nbytes: float) -> None:
         """Cut so that at least so many bytes of the budget stay free: what stages hold for a moment inside
@@ -174,13 +178,13 @@ class StagePartition:
         Raises InfeasibleError if no cut fits the memory.
         """
         kinds = self._kinds()
-        found = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
-        best = _shortest(found.values())
+        trials = {kind: self._trial(*kind) for kind in (kinds[:1] if fixed else kinds)}
+        best = _shortest(trials.values())
         if best is None:
             raise self._no_room()
         tried = {
             f"{name} x {chunks}" if chunks > 1 else name: None if trial is None else trial.seconds
-            for (name, chunks), trial in found.items()
+            for (name, chunks), trial in trials.items()
         }
         pipeline, layers = self.slots.pipeline(best), self.slots.equal(best.schedule)
         return Staging(pipeline, best.schedule, best.costs, best.seconds, tried, layers)
@@ -188,16 +192,16 @@ class StagePartition:
     def _trial(self, name: str, chunks: int) -> Trial | None:
         """The best cuts for one schedule; None if nothing fits."""
         if (name, chunks) not in self._trials:
-            found = None
+            cuts = None
             if self.pipeline.ranks * chunks <= self.slots.most_stages:
                 asked = self.pipeline
                 schedule = self.schedules.of(name, asked.ranks, self.microbatches, chunks, asked.slices)
                 budget = None if self.budget is None else self.budget - self._spare
                 flying = self.schedules.flying(schedule)
                 budgets = tuple(self._rooms[r] - self._spare for r in schedule.owner) if self._rooms else ()
-                ask = CutRequest(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
-                found = self.slots.cut(schedule, ask)
-            self._trials[name, chunks] = found
+                request = CutRequest(schedule.stages, self.microbatches, chunks, flying, budget, budgets)
+                cuts = self.slots.cut(schedule, request)
+            self._trials[name, chunks] = cuts
         return self._trials[name, chunks]
 
     def check_stages(self) -> None:
@@ -226,7 +230,7 @@ def _shortest(trials: Iterable[Trial | None]) -> Trial | None:
 
 def partition_stages(
     folded: Folded,
-    how: LoweringOptions,
+    options: LoweringOptions,
     cluster: Cluster,
     recipe: Recipe,
     budget: float | None,
@@ -235,4 +239,4 @@ def partition_stages(
     microbatch: float | None = None,
 ) -> Staging:
     """The stages of a plan whose pipeline is not cut yet; see `StagePartition`."""
-    return StagePartition(folded, how, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)
+    return StagePartition(folded, options, cluster, recipe, budget, microbatch=microbatch).best(fixed=fixed)

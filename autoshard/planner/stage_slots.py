@@ -206,14 +206,14 @@ class Slots:
         schedule, cuts = trial.schedule, tuple(self.cut_behind(e) for e in trial.ends)
         return Pipeline(schedule.ranks, 0, schedule.name, trial.chunks, cuts, self.slices)
 
-    def cut(self, schedule: Schedule, ask: CutRequest) -> Trial | None:
+    def cut(self, schedule: Schedule, request: CutRequest) -> Trial | None:
         """The best cuts for one schedule, simulated; None if nothing fits."""
         edges = [0, *(p + 1 for p in self.places), self.count]
         tried: list[list[int]] = []
-        for lines in self._lines(schedule, edges, idle=ask.chunks > 1):
-            found = best_cuts(lines, ask)
-            ends = [] if found is None else [edges[e + 1] - 1 for e in found.ends]
-            tried += [ends] if found is not None and ends not in tried else []
+        for lines in self._lines(schedule, edges, idle=request.chunks > 1):
+            cuts = best_cuts(lines, request)
+            ends = [] if cuts is None else [edges[e + 1] - 1 for e in cuts.ends]
+            tried += [ends] if cuts is not None and ends not in tried else []
         # the formula is not the simulation: what people do by hand is tried as well
         alike = self._alike(schedule.stages)
         tried += [alike] if alike and alike not in tried else []
@@ -224,22 +224,22 @@ class Slots:
             costs = self.costs(schedule, ends)
             if best is not None and least_makespan(schedule, costs) > (1 + _ROUNDING) * best.seconds:
                 continue
-            rooms = (ask.room(schedule.owner.index(rank)) for rank in range(schedule.ranks))
+            rooms = (request.room(schedule.owner.index(rank)) for rank in range(schedule.ranks))
             peaks = peak_bytes(schedule, costs)
-            if any(room is not None and most > room for most, room in zip(peaks, rooms, strict=True)):
+            if any(limit is not None and most > limit for most, limit in zip(peaks, rooms, strict=True)):
                 continue
             step = makespan(schedule, costs)
             if best is None or step < best.seconds:
-                best = Trial(schedule, ask.chunks, tuple(ends), costs, step)
+                best = Trial(schedule, request.chunks, tuple(ends), costs, step)
         return best
 
     @cached_property
     def uses_params(self) -> np.ndarray:
         """Whether a slot uses parameters; those of several slots count for each."""
-        found = self.costs_of.state > 0
+        uses = self.costs_of.state > 0
         for slots, _ in self.shared:
-            found[list(slots)] = True
-        return found
+            uses[list(slots)] = True
+        return uses
 
     def _leaves_idle(self, schedule: Schedule, ends: Sequence[int]) -> bool:
         """Whether a rank's stages would have no parameters: its optimizer would get an empty list."""
@@ -252,16 +252,16 @@ class Slots:
 
         idle: whether a stage may have no parameters, as others of its rank may have some.
         """
-        made: dict[tuple[int, int, bool], Line] = {}
+        lines_: dict[tuple[int, int, bool], Line] = {}
 
         def line(stage: int, sends: bool) -> Line:
             owner = schedule.owner
             own = self.on(owner[stage])
             behind = self.between(owner[stage], owner[min(stage + 1, len(owner) - 1)])
             key = (id(own), id(behind), sends)
-            if key not in made:
-                made[key] = self._line(own, behind, edges, sends, idle)
-            return made[key]
+            if key not in lines_:
+                lines_[key] = self._line(own, behind, edges, sends, idle)
+            return lines_[key]
 
         ways = (True, False) if self.of else (True,)
         return [[line(stage, sends) for stage in range(schedule.stages)] for sends in ways]
@@ -296,7 +296,7 @@ class Slots:
             [self.between(a, b).send for a, b in pairwise(owner)] if self.of else [self.send] * len(ends)
         )
         sends = tuple(float(row[e]) / 2 for row, e in zip(crossing, ends, strict=True))
-        held, made = total(lambda x: x.held), total(lambda x: x.made)
+        held, produced = total(lambda x: x.held), total(lambda x: x.made)
         held_weight = tuple(min(a, b) for a, b in zip(total(lambda x: x.held_weight), held, strict=True))
         state, update = total(lambda x: x.state), total(lambda x: x.update)
         base, updates = [0.0] * schedule.ranks, [0.0] * schedule.ranks
@@ -319,7 +319,7 @@ class Slots:
             held_weight,
             tuple(base),
             tuple(updates),
-            made,
+            produced,
         )
         if schedule.slices == 1:
             return costs

@@ -33,7 +33,7 @@ class StagedState:
 def state_of(
     homes: StagePlaces,
     folded: Folded,
-    how: LoweringOptions,
+    options: LoweringOptions,
     recipe: Recipe,
     bytes_of: Callable[[str], float],
     *,
@@ -42,9 +42,9 @@ def state_of(
     """homes: where every statement runs if every op is a stage. bytes_of: a value of main, on a rank. once:
     whether gradients are made once a step, so that nothing is summed up."""
     count = sum(not s.backward for s in homes.uncut.whole.all)
-    found = StagedState(np.zeros(count), np.zeros(count), _copies(homes, folded, how))
+    state = StagedState(np.zeros(count), np.zeros(count), _copies(homes, folded, options))
     shared: list[tuple[tuple[int, ...], float]] = []
-    homing = _Homing(homes, folded, how)
+    homing = _Homing(homes, folded, options)
     for port in folded.joint.ports:
         if port.kind != "param":
             continue
@@ -54,26 +54,26 @@ def state_of(
         if trained and len(slots) > 1:
             shared.append((slots, own))
         for slot in slots:
-            found.held[slot] += own
+            state.held[slot] += own
             if trained:
-                found.held[slot] += own / width * recipe.optimizer_bytes(width)
-                found.updated[slot] += own / width * recipe.update_bytes(width)
+                state.held[slot] += own / width * recipe.optimizer_bytes(width)
+                state.updated[slot] += own / width * recipe.update_bytes(width)
         if trained and once:
-            found.held[slots[0]] += own / width * recipe.gradient_bytes(width)
+            state.held[slots[0]] += own / width * recipe.gradient_bytes(width)
         elif trained:
             for slot, value in homing.summed(port):
                 size = own if value is None else bytes_of(value)
-                found.held[slot] += size / width * recipe.sum_bytes(width)
-    for value, slot in homing.readers(found.copies):
-        found.held[slot] += bytes_of(value)
-    return replace(found, shared=tuple(shared))
+                state.held[slot] += size / width * recipe.sum_bytes(width)
+    for value, slot in homing.readers(state.copies):
+        state.held[slot] += bytes_of(value)
+    return replace(state, shared=tuple(shared))
 
 
-def _copies(homes: StagePlaces, folded: Folded, how: LoweringOptions) -> frozenset[str]:
-    if how.plan.microbatches == 1:
+def _copies(homes: StagePlaces, folded: Folded, options: LoweringOptions) -> frozenset[str]:
+    if options.plan.microbatches == 1:
         return frozenset()
     forward = [s for s in homes.uncut.whole.all if not s.backward]
-    return frozenset(v for s in gathers_of(forward, kept_ports(folded, how)) for v in s.makes)
+    return frozenset(v for s in gathers_of(forward, kept_ports(folded, options)) for v in s.makes)
 
 
 class _Homing:
@@ -82,13 +82,13 @@ class _Homing:
     gradients: target of a trained parameter -> the value that is its gradient.
     """
 
-    def __init__(self, homes: StagePlaces, folded: Folded, how: LoweringOptions) -> None:
+    def __init__(self, homes: StagePlaces, folded: Folded, options: LoweringOptions) -> None:
         self.homes = homes
         whole = homes.uncut.whole
         pairs = zip(folded.joint.results, whole.results, strict=True)
         self.gradients = {r.target: value for r, value in pairs if r.kind == "grad"}
         self.results = frozenset(whole.results)
-        self.late = late_ports(folded, how)
+        self.late = late_ports(folded, options)
         sums = sums_of(homes, folded.joint)
         #: gradient that several ops add to -> (op, its sum) of the first and the last: those between are
         #: mostly in one stage with either
@@ -116,13 +116,13 @@ class _Homing:
         if ends is not None:
             yield from ((slot, term if late else None) for slot, term in ends)
         else:
-            made = linear_source(self.homes.uncut, value, self.results) if late else None
-            yield self.first.get(port.name, 0), made
+            source = linear_source(self.homes.uncut, value, self.results) if late else None
+            yield self.first.get(port.name, 0), source
 
     def readers(self, copies: frozenset[str]) -> Iterator[tuple[str, int]]:
         """(copy, op whose stage reads it) of those that anything but another gather reads: the first op, and
         the last if that is in another call."""
-        found: dict[str, tuple[int, int]] = {}
+        spans: dict[str, tuple[int, int]] = {}
         copies_in = {copy: frozenset((copy,)) for copy in copies}
         statements = self.homes.uncut.whole.all
         for place, statement in enumerate(statements):
@@ -137,10 +137,10 @@ class _Homing:
                 copies_in.update(dict.fromkeys(statement.makes, read))
                 continue
             for copy in read:
-                first, last = found.get(copy, (slot, slot))
-                found[copy] = min(slot, first), max(slot, last)
+                first, last = spans.get(copy, (slot, slot))
+                spans[copy] = min(slot, first), max(slot, last)
         calls = [s.item for s in statements if not s.backward]
-        for copy, (first, last) in found.items():
+        for copy, (first, last) in spans.items():
             yield copy, first
             if calls[first] != calls[last]:
                 yield copy, last

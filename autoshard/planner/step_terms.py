@@ -17,12 +17,12 @@ from autoshard.search.problem.problem import batch_of
 
 
 def step_terms(
-    source: Source | None, known: Analysis, micro: Analysis, say: Callable[[str], None]
+    source: Source | None, analysis: Analysis, micro: Analysis, say: Callable[[str], None]
 ) -> BatchTerms:
     """What adds up over the microbatches of a model.
 
     source: what to capture again; None for a plan that was made of an analysis, without the model: its losses
-    are averaged (`plan` and `compile` always know the model). known, micro: captured already, micro with the
+    are averaged (`plan` and `compile` always know the model). analysis, micro: captured already, micro with the
     batch of a microbatch.
     """
     loss = trained_output(micro.folded)
@@ -32,7 +32,7 @@ def step_terms(
     if source is None:
         return averaged(micro.folded, loss)
     base = _sample(micro) if batch > 1 else None
-    whole = known if batch_of(known.folded) not in (1, batch) else None
+    whole = analysis if batch_of(analysis.folded) not in (1, batch) else None
     try:
         if whole is None:
             whole = _captured(source, micro, batch + 1 if batch > 1 else 2, say)

@@ -116,7 +116,7 @@ class Chains:
             return _Made(node, place.call, segment)
         return self.maker(Place(None, self._outer(call, segment, place.value)))
 
-    def settled(self, place: Place) -> Place:
+    def defining_place(self, place: Place) -> Place:
         """The same value where it is made: inside the call that makes it."""
         while True:
             if place.call is None:
@@ -198,7 +198,7 @@ class Chains:
             moved = ins[producer.node.outs.index(value)] if len(ins) == len(producer.node.outs) else ins[0]
             before = self.layout(moved)[axis]
             if before == layout[axis]:
-                return self.settled(moved), "", Why("")
+                return self.defining_place(moved), "", Why("")
             begin = f"{op_text(producer.node.op)} reshards it from {before} to {layout[axis]} on {name}"
             return self._begins(producer, value, begin)
         sharded = [p for p in ins if self.layout(p)[axis] != R]
@@ -213,14 +213,14 @@ class Chains:
             return None, f"each rank of {name} computes its own shard", why
         if isinstance(placement, Partial) and all(self.layout(p)[axis] != placement for p in sharded):
             return None, f"each rank of {name} reduces over its shard of a dim", why
-        return self.settled(self._likeliest(sharded, layout, axis)), "", Why("")
+        return self.defining_place(self._likeliest(sharded, layout, axis)), "", Why("")
 
     def _unsplit(self, ins: Sequence[Place], axis: int) -> Place | None:
         """Of whole inputs, the one that a collective made whole, if any did directly."""
         for place in ins:
             producer = self.maker(place)
             if producer is not None and _moves(producer.node, place.value) and self._moves(producer, axis):
-                return self.settled(place)
+                return self.defining_place(place)
         return None
 
     def _moves(self, producer: _Made, axis: int) -> bool:

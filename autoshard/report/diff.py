@@ -115,7 +115,7 @@ class _Side:
         self.decisions = Decisions.of(side.program)
         self.plan: Plan = self.decisions.plan
         self.estimator = Estimator(side.program, side.cluster)
-        self.found: StepEstimate = self.estimator.pipeline
+        self.estimate: StepEstimate = self.estimator.pipeline
 
 
 def _notes(a: _Side, b: _Side, same_model: bool, same_axes: bool) -> Iterator[str]:
@@ -125,19 +125,19 @@ def _notes(a: _Side, b: _Side, same_model: bool, same_axes: bool) -> Iterator[st
         yield "the meshes have different axes: ops are not compared one by one"
     if a.cluster.name != b.cluster.name:
         yield f"cost models differ, {a.cluster.name} and {b.cluster.name}: --cluster NAME sets both"
-    if rates(a.program, a.found).items != rates(b.program, b.found).items:
-        one, two = (f"{r.items:,} {r.what}" for r in (rates(s.program, s.found) for s in (a, b)))
+    if rates(a.program, a.estimate).items != rates(b.program, b.estimate).items:
+        one, two = (f"{r.items:,} {r.what}" for r in (rates(s.program, s.estimate) for s in (a, b)))
         yield f"a step of a is {one}, of b {two}: compare the throughput"
 
 
 def _figures(a: _Side, b: _Side) -> Iterator[Figure]:
-    yield Figure("step time", a.found.seconds, b.found.seconds, "s")
-    yield from _joined(dict(parts_of(a.found)), dict(parts_of(b.found)), "s")
-    rate_a, rate_b = (rates(s.program, s.found) for s in (a, b))
+    yield Figure("step time", a.estimate.seconds, b.estimate.seconds, "s")
+    yield from _joined(dict(parts_of(a.estimate)), dict(parts_of(b.estimate)), "s")
+    rate_a, rate_b = (rates(s.program, s.estimate) for s in (a, b))
     yield Figure(f"{rate_a.what}/s", rate_a.per_second, rate_b.per_second, "1")
-    yield Figure("MFU", a.found.mfu, b.found.mfu, "%")
-    yield Figure("peak memory", a.found.fullest.peak, b.found.fullest.peak, "B")
-    yield from _joined(dict(memory_of(a.found)), dict(memory_of(b.found)), "B")
+    yield Figure("MFU", a.estimate.mfu, b.estimate.mfu, "%")
+    yield Figure("peak memory", a.estimate.fullest.peak, b.estimate.fullest.peak, "B")
+    yield from _joined(dict(memory_of(a.estimate)), dict(memory_of(b.estimate)), "B")
 
 
 def _joined(a: Mapping[str, float], b: Mapping[str, float], unit: str) -> Iterator[Figure]:

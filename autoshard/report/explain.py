@@ -173,13 +173,13 @@ class _Explainer:
             if is_message(producer.node):
                 yield self._move(place, producer.node)
             ins = list(refs_of(producer.node))
-            at = producer.node.outs.index(self.chains.settled(current).value)
+            at = producer.node.outs.index(self.chains.defining_place(current).value)
             current = Place(producer.call, ins[at] if len(ins) == len(producer.node.outs) else ins[0])
 
     # -- values and modules ----------------------------------------------------------------------------
 
     def _value(self, subject: LookupSubject, place: Place) -> Explanation:
-        place = self.chains.settled(place)
+        place = self.chains.defining_place(place)
         producer = self.chains.maker(place)
         assert producer is not None
         # under the name that it has in the plan, which can be pinned

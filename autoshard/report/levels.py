@@ -16,7 +16,7 @@ class MemoryCurves:
     """
 
     def __init__(self, estimate: StepEstimate, prices: StagePrices) -> None:
-        self.found, self.prices = estimate, prices
+        self.estimate, self.prices = estimate, prices
         self.transients = Transients(prices.program, prices.sheets)
 
     def of(self, rank: int) -> Iterator[tuple[float, float, float, float]]:
@@ -24,7 +24,7 @@ class MemoryCurves:
 
         Seconds; the last one is the reduction and update at the end of the step.
         """
-        timeline = self.found.timeline
+        timeline = self.estimate.timeline
         buffers = self.prices.behaviour.gradient_buffers
         missing = {} if buffers else dict(self.prices.gradients_of[rank])
         before, end = self.prices.states[rank].total, 0.0

@@ -266,7 +266,7 @@ def summarise(
         _zero(plan, classes, mesh),
         _recompute(plan, analysis),
         None if settled is None else _step(settled, staging),
-        None if settled is None else settled.placed.setting.held(settled.placed.taken),
+        None if settled is None else settled.placements.setting.held(settled.placements.usage),
         () if settled is None else _baselines(settled, staging),
         ()
         if settled is None
@@ -305,12 +305,12 @@ def _recompute(plan: Plan, analysis: Analysis) -> tuple[RecomputeRow, ...]:
 
 def _seconds(settled: CandidateSolution, staging: Staging | None) -> float:
     """Of a step: for a pipeline the simulated one, with the collectives of parameters that nothing hides."""
-    step = settled.placed.step
-    return step.total if staging is None else staging.seconds + bare_seconds(settled.placed)
+    step = settled.placements.step
+    return step.total if staging is None else staging.seconds + bare_seconds(settled.placements)
 
 
 def _step(settled: CandidateSolution, staging: Staging | None) -> PredictedStep:
-    step, m = settled.placed.step, settled.configuration.microbatches
+    step, m = settled.placements.step, settled.configuration.microbatches
     flop, dtype = model_flop(settled.formulated.model)
     total = _seconds(settled, staging)
     ranks = settled.configuration.mesh.world_size * settled.configuration.pipe.ranks

@@ -113,7 +113,7 @@ class Solver:
             [given_mesh(mesh, self.cluster, layers, total, pipe)],
             self.cluster,
             memory=plan.budget,
-            ask=SearchRequest(
+            request=SearchRequest(
                 batch=None if total == captured and plan.microbatches == 1 and keep else total,
                 recipe=recipe_named(self.options.optimizer),
                 recompute=self.options.recompute,
@@ -151,7 +151,7 @@ def _slices(count: int) -> int | None:
 
 
 def _summary(planned: Planned) -> PlanSummary:
-    return summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
+    return summarise(planned.plan, planned.analysis, planned.solution, planned.staging, planned.peak)
 
 
 def decides_alike(one: Plan, other: Plan) -> bool:

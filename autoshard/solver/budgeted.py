@@ -78,18 +78,18 @@ class Priced:
     under another budget begins alike."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Limits, tuple[float, ...]], tuple[MinimisedResidual, Familiar]] = {}
+        self._cache: dict[tuple[Limits, tuple[float, ...]], tuple[MinimisedResidual, Familiar]] = {}
 
     def at(
         self, limits: Limits, prices: tuple[float, ...], least: Callable[[float, Familiar], MinimisedResidual]
     ) -> MinimisedResidual:
         """At the last of the prices, 0 if there are none. least: of a price, with orders of those before."""
         key = (limits, prices)
-        if key not in self._found:
-            before = self._found.get((limits, prices[:-1])) if len(prices) > 1 else None
+        if key not in self._cache:
+            before = self._cache.get((limits, prices[:-1])) if len(prices) > 1 else None
             familiar = Familiar() if before is None else copy(before[1])
-            self._found[key] = least(prices[-1] if prices else 0.0, familiar), familiar
-        return self._found[key][0]
+            self._cache[key] = least(prices[-1] if prices else 0.0, familiar), familiar
+        return self._cache[key][0]
 
 
 def minimise_within(

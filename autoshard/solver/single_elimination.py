@@ -25,7 +25,7 @@ class Orders:
     """Orders of elimination of whole networks, by all that they depend on; None if tables are too large."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Order | None] = {}
+        self._cache: dict[Hashable, Order | None] = {}
         self._familiar: dict[Hashable, Familiar] = {}
 
     def familiar(self, network: CostNetwork) -> Familiar:
@@ -42,14 +42,14 @@ class Orders:
         """The same, by the number of states of every variable and the pairs that have an edge. most: entries
         of all tables."""
         key = (sizes, edges, most)
-        if key not in self._found:
+        if key not in self._cache:
             near: list[set[int]] = [set() for _ in sizes]
             for u, v in edges:
                 if sizes[u] > 1 and sizes[v] > 1:
                     near[u].add(v)
                     near[v].add(u)
-            self._found[key] = find_small_order(sizes, near, most, most)
-        return self._found[key]
+            self._cache[key] = find_small_order(sizes, near, most, most)
+        return self._cache[key]
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ class SolutionCache:
     def __init__(self, orders: Orders | None = None) -> None:
         self.orders = orders or Orders()
         self.work = 0
-        self._found: dict[object, list[tuple[tuple[Array | None, ...], Solution]]] = {}
+        self._cache: dict[object, list[tuple[tuple[Array | None, ...], Solution]]] = {}
         self._reduced: dict[object, list[tuple[tuple[Array | None, ...], Reduction]]] = {}
 
     def get(
         self, times: Weights, held: Weights | None, limits: Limits | None, allowed: Sequence[Array | None]
     ) -> Solution | None:
         """The solution, or None if there is none yet."""
-        return _of_masks(self._found.get((times, held, limits), ()), allowed)
+        return _of_masks(self._cache.get((times, held, limits), ()), allowed)
 
     def reduction(self, times: Weights, held: Weights, allowed: Sequence[Array | None]) -> Reduction:
         """What is left of a network after pruning, to be filled in by whoever prunes it first.
@@ -59,7 +59,7 @@ class SolutionCache:
         allowed: Sequence[Array | None],
         solution: Solution,
     ) -> None:
-        self._found.setdefault((times, held, limits), []).append((tuple(allowed), solution))
+        self._cache.setdefault((times, held, limits), []).append((tuple(allowed), solution))
 
 
 def _of_masks(

@@ -85,7 +85,7 @@ def masks_of(formulated: ShardingProblem, shape: Architecture, wanted: RunPlacem
 
 class _Masks:
     def __init__(self, formulated: ShardingProblem, shape: Architecture, wanted: RunPlacement) -> None:
-        self.formulated, self.wanted = formulated, wanted
+        self.formulated, self.run_placement = formulated, wanted
         self.model: Model = formulated.model
         self.digits = self.model.digits.values
         self.batch = self.model.digits.batch
@@ -157,7 +157,7 @@ class _Masks:
 
         strict: it is not a copy for a product that needs it whole.
         """
-        axis = self.wanted.tensor
+        axis = self.run_placement.tensor
         if layout is None or axis is None:
             return True
         placed = layout[axis]
@@ -166,9 +166,9 @@ class _Masks:
             return isinstance(placed, Shard) and (placed.dim, placed.outer) in columns
         along = self._parts(place, dims, self.sequence)
         if isinstance(placed, Shard):
-            return self.wanted.sequence and (placed.dim, placed.outer) in along
+            return self.run_placement.sequence and (placed.dim, placed.outer) in along
         between = bool(along) and bool(self._parts(place, dims, self.hidden))
-        if not (self.wanted.sequence and between and strict):
+        if not (self.run_placement.sequence and between and strict):
             return True
         return isinstance(placed, Partial)
 
@@ -217,7 +217,7 @@ class _Masks:
         if group.first.kind != "param":
             return None
         dims, name = len(group.first.type.shape), group.first.target
-        axis, shards, zero = self.wanted.tensor, self.wanted.shards, self.wanted.zero
+        axis, shards, zero = self.run_placement.tensor, self.run_placement.shards, self.run_placement.zero
         keep: list[Callable[[ParamState], bool]] = []
         if axis is not None:
             keep.append(lambda s: s.stored[axis] == s.use[axis])

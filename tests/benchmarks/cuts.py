@@ -141,7 +141,7 @@ def planned(
     )
     ask = SearchRequest(batch=total, recipe=MIXED)
     return plan_analysed(
-        analysis, [where], machine, memory=usable_memory(machine.device), ask=ask, fixed=True
+        analysis, [where], machine, memory=usable_memory(machine.device), request=ask, fixed=True
     )
 
 

@@ -82,7 +82,7 @@ def plan_case(case: Case) -> PlanningRow:
     captured = time.perf_counter()
     planned = request.planned_from(Source(model, (), inputs), analyse(joint))
     end = time.perf_counter()
-    summary = summarise(planned.plan, planned.analysis, planned.settled, planned.staging, planned.peak)
+    summary = summarise(planned.plan, planned.analysis, planned.solution, planned.staging, planned.peak)
     assert summary.step is not None
     usable = [(r.ratio, f"{r.name} {r.mesh}") for r in summary.baselines if r.ratio is not None]
     ratio, baseline = min(usable, default=(0.0, ""))

@@ -152,7 +152,7 @@ def _compare(asked: Asked, progress: Callable[[str], None]) -> Iterator[Comparis
 
 def _seconds(found: CandidateSolution) -> float:
     """Of a step; a pipeline is not cut, but its stages are no more alike than they can be."""
-    return imbalance_seconds(found.formulated, found.placed, found.configuration.pipe)
+    return imbalance_seconds(found.formulated, found.placements, found.configuration.pipe)
 
 
 def name_of(found: Configuration) -> str:

@@ -58,8 +58,8 @@ def simulate(rows: Sequence[Published], progress: Callable[[str], None]) -> Iter
         except AutoshardError as error:
             yield from (Skipped(r.id, r.study, f"we find no plan: {error.what}") for r in asked.rows)
             continue
-        assert ours.settled is not None and ours.peak is not None and ours.peak.step is not None
-        where = ours.settled.configuration
+        assert ours.solution is not None and ours.peak is not None and ours.peak.step is not None
+        where = ours.solution.configuration
         for row in asked.rows:
             try:
                 peak, fits = _published(asked, row, cluster)

@@ -87,13 +87,13 @@ def quality_of(case: Small) -> Iterator[Quality]:
     assert free is not None
     space = list(_space(case, analysis))
     for share in case.budgets:
-        budget = int(free.placed.bytes * share)
+        budget = int(free.placements.bytes * share)
         chosen = _choose(case, analysis, budget)
         best, mesh, tried = _exhaustive(space, budget)
         yield Quality(
             case,
             budget,
-            None if chosen is None else chosen.placed.seconds,
+            None if chosen is None else chosen.placements.seconds,
             best,
             0.0 if chosen is None else chosen.bound,
             tried,

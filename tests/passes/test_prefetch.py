@@ -63,9 +63,11 @@ def _analysed(name: str) -> Analysis:
 @functools.cache
 def _planned(name: str, cluster: str, mesh: str, room: float) -> Planned:
     meshes, machine = [Mesh.parse(mesh)], _cluster(cluster)
-    free = plan_analysed(_analysed(name), meshes, machine, ask=SearchRequest(), reasons=False)
-    memory = int(room * free.settled.placed.bytes)
-    return plan_analysed(_analysed(name), meshes, machine, memory=memory, ask=SearchRequest(), reasons=False)
+    free = plan_analysed(_analysed(name), meshes, machine, request=SearchRequest(), reasons=False)
+    memory = int(room * free.solution.placements.bytes)
+    return plan_analysed(
+        _analysed(name), meshes, machine, memory=memory, request=SearchRequest(), reasons=False
+    )
 
 
 @functools.cache

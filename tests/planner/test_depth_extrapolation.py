@@ -55,15 +55,15 @@ def _case(
     """A model as it is placed on a mesh, with some calls of every layer that run again."""
     analysis, machine = _analysed(name), load_cluster(cluster)
     planned = plan_analysed(
-        analysis, [Mesh.parse(mesh)], machine, ask=SearchRequest(batch=None), reasons=False
+        analysis, [Mesh.parse(mesh)], machine, request=SearchRequest(batch=None), reasons=False
     )
-    assert planned.settled is not None
+    assert planned.solution is not None
     fitter = MemoryFitter(analysis, machine, SearchRequest(), fixed=False, progress=lambda _: None)
-    how = fitter.lowering(planned.settled)[1]
-    folded = planned.settled.formulated.model.folded
+    how = fitter.lowering(planned.solution)[1]
+    folded = planned.solution.formulated.model.folded
     chosen = {s: Recompute(again, int(share * c)) for s, c in layer_calls(folded).items()} if again else {}
     plan = replace(how.plan, recompute=chosen, microbatches=microbatches)
-    return folded, replace(how, plan=plan), fitter._look(planned.settled)
+    return folded, replace(how, plan=plan), fitter._look(planned.solution)
 
 
 @pytest.mark.parametrize("name", MODELS)

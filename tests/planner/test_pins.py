@@ -36,7 +36,7 @@ def _made(pins: tuple[str, ...] = (), tactics: str = "", name: str = "llama") ->
     ask = SearchRequest(
         pins=tuple(map(Pin.parse, pins)), tactics=parse_tactics(tactics, mesh) if tactics else ()
     )
-    return plan_analysed(analysed(name), [mesh], load_cluster(CLUSTER), ask=ask)
+    return plan_analysed(analysed(name), [mesh], load_cluster(CLUSTER), request=ask)
 
 
 def _param(plan: Plan, target: str) -> Place:
@@ -150,12 +150,12 @@ def test_a_contradiction_names_the_pins_that_make_it() -> None:
 def test_tactics_are_applied_in_order() -> None:
     text = "dp on batch; pin lm_head.weight=tp:S(0); auto on tp"
     made = _made((), text)
-    assert made.settled is not None
-    stages = made.settled.stages
+    assert made.solution is not None
+    stages = made.solution.stages
     assert [s.tactic for s in stages] == [part.strip() for part in text.split(";")]
     assert [s.mesh for s in stages] == ["dp=2,tp=1", "dp=2,tp=1", "dp=2,tp=2"]
     assert stages[0].step == stages[1].step and stages[1].held.total > stages[2].held.total > 0
-    assert stages[2].step == made.settled.placed.step
+    assert stages[2].step == made.solution.placements.step
     assert made.plan.params[_param(made.plan, "lm_head.weight")].stored == (R, Shard(0))
     _equals_eager(made)
 
@@ -186,9 +186,9 @@ def test_pins_hold_beside_tactics() -> None:
     key = _param(made.plan, Q.replace("*", "0"))
     assert free.plan.params[key].stored[1] == Shard(0)
     assert made.plan.params[key].stored == made.plan.params[key].use == (R, Shard(1))
-    assert made.settled is not None and free.settled is not None
+    assert made.solution is not None and free.solution is not None
     # before tp is in play there is nothing to hold
-    assert made.settled.stages[0] == free.settled.stages[0]
+    assert made.solution.stages[0] == free.solution.stages[0]
     assert made.plan.optimality.seconds > free.plan.optimality.seconds
     _equals_eager(made)
 
@@ -219,13 +219,13 @@ def test_tactics_use_the_measured_order_of_ranks() -> None:
     machine = replace(load_cluster(CLUSTER), devices=4, links=Links(bandwidth))
     mesh = Mesh.parse(MESH)
     ask = SearchRequest(tactics=parse_tactics("dp on batch; auto on tp", mesh))
-    made = plan_analysed(analysed("llama"), [mesh], machine, ask=ask)
+    made = plan_analysed(analysed("llama"), [mesh], machine, request=ask)
     order = assign_ranks(mesh, machine.links)
-    assert made.settled is not None and made.plan.order == order.devices != (0, 1, 2, 3)
-    one, both = made.settled.stages
-    assert (one.mesh, both.mesh) == ("dp=2,tp=1", "dp=2,tp=2") and both.step == made.settled.placed.step
+    assert made.solution is not None and made.plan.order == order.devices != (0, 1, 2, 3)
+    one, both = made.solution.stages
+    assert (one.mesh, both.mesh) == ("dp=2,tp=1", "dp=2,tp=2") and both.step == made.solution.placements.step
     # on devices 0 and 1 in turn, the last stage has other prices
-    plain = plan_analysed(analysed("llama"), [mesh], replace(machine, links=None), ask=ask)
+    plain = plan_analysed(analysed("llama"), [mesh], replace(machine, links=None), request=ask)
     assert not plain.plan.order and plain.plan.optimality.seconds != made.plan.optimality.seconds
 
 

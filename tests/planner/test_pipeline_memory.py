@@ -75,19 +75,19 @@ def test_state_of_stages_before_they_are_programs(name: str, mesh: str) -> None:
 
 
 def cutting_of(planned: Planned) -> StagePartition:
-    assert planned.settled is not None
+    assert planned.solution is not None
     cluster = load_cluster("h100-dgx")
     fitter = MemoryFitter(planned.analysis, cluster, SearchRequest(), fixed=True, progress=lambda _: None)
-    return fitter.cutting(planned.settled)
+    return fitter.cutting(planned.solution)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_activations_are_counted_as_stages_hold_them(schedule: str) -> None:
     """The search counts equal stages, of which the fullest rank holds somewhat more."""
     planned = plan("llama-deep", "pp=2,dp=2", schedule, 8)
-    assert planned.settled is not None and planned.staging is not None
-    placed = planned.settled.placed
-    counted = placed.setting.held(placed.taken).activations
+    assert planned.solution is not None and planned.staging is not None
+    placed = planned.solution.placements
+    counted = placed.setting.held(placed.usage).activations
     costs = planned.staging.costs
     peaks = peak_bytes(make(schedule, 2, 8), costs)
     held = max(peak - base for peak, base in zip(peaks, costs.base, strict=True))
@@ -111,7 +111,7 @@ def test_no_two_cuts_end_up_at_one_place(mesh: str) -> None:
     planned = plan("gpt2-deep", mesh, "1f1b")
     cutting = cutting_of(planned)
     cuts = [cutting.slots.cut_behind(slot) for slot in cutting.slots.places]
-    assert planned.settled is not None
-    whole = places_apart(cutting.uncut, planned.settled.formulated.model.folded.joint).uncut.whole
+    assert planned.solution is not None
+    whole = places_apart(cutting.uncut, planned.solution.formulated.model.folded.joint).uncut.whole
     ends = stage_ends(whole, cuts, cutting.how.mesh)
     assert len(set(ends)) == len(cuts) > 8

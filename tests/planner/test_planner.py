@@ -114,7 +114,7 @@ def test_microbatches_of_one_sequence_equal_eager(mesh: str) -> None:
     assert made.plan.batch == 1 and made.plan.microbatches == BATCH
     assert (
         batch_of(made.analysis.folded) == 1
-        and made.plan.optimality.dual_bound <= made.settled.configuration_bound
+        and made.plan.optimality.dual_bound <= made.solution.configuration_bound
     )
     program = autoshard.compile(model, made).program
     assert verify(program, model, (), inputs, steps=1).ok
@@ -134,10 +134,10 @@ def test_a_plan_with_microbatches_equals_eager() -> None:
     inputs["labels"] = inputs["labels"].clamp(min=3)  # as many labels in every microbatch
     options = {"example_inputs": inputs, "global_batch": BATCH, "recompute": False}
     free = autoshard.plan(model, "dp=2,tp=2", **options)
-    assert free.settled is not None and free.plan.microbatches == 1
-    limit = int(0.65 * free.settled.placed.bytes)
+    assert free.solution is not None and free.plan.microbatches == 1
+    limit = int(0.65 * free.solution.placements.bytes)
     made = autoshard.plan(model, "dp=2,tp=2", memory=limit, **options)
-    assert made.settled is not None and made.settled.placed.bytes <= limit
+    assert made.solution is not None and made.solution.placements.bytes <= limit
     assert made.plan.microbatches > 1 and made.plan.microbatches * made.plan.batch == BATCH
     program = autoshard.compile(model, made).program
     assert program.microbatches == made.plan.microbatches
@@ -382,11 +382,11 @@ def _chosen(name: str, cluster: str, ranks: int, budget: int | None) -> Candidat
 )
 def test_nothing_is_faster(name: str, cluster: str, ranks: int, share: float) -> None:
     """The plan is the best of every mesh, microbatch and recomputation, each placed with full limits."""
-    budget = int(share * _chosen(name, cluster, ranks, None).placed.bytes)
+    budget = int(share * _chosen(name, cluster, ranks, None).placements.bytes)
     best, found = _exhaustive(name, cluster, ranks, budget), _chosen(name, cluster, ranks, budget)
-    assert found.placed.bytes <= budget
+    assert found.placements.bytes <= budget
     assert found.bound <= best.seconds * (1 + 1e-9)
-    assert found.placed.seconds == pytest.approx(best.seconds, rel=1e-9)
+    assert found.placements.seconds == pytest.approx(best.seconds, rel=1e-9)
 
 
 def test_gradients_that_wait_are_as_small_as_the_parameter_in_use() -> None:
@@ -473,7 +473,7 @@ def test_less_memory_means_a_later_stage() -> None:
         budget = least + share * (most - least)
         placed = tune(formulated.problem, setting, budget, recompute=False)
         assert placed.bytes <= budget and not placed.setting.recompute
-        assert setting.held(placed.taken).total == pytest.approx(placed.bytes, rel=1e-12)
+        assert setting.held(placed.usage).total == pytest.approx(placed.bytes, rel=1e-12)
         found.append(placed)
     stages = [_stages(formulated, p.states) for p in found]
     assert all(a.seconds <= b.seconds for a, b in pairwise(found))
@@ -496,4 +496,6 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
         choose(model, [mesh], machine, SearchRequest(budget=1000, recompute=False))
     assert none.value.smallest_bytes is not None
     least = int(none.value.smallest_bytes) + 1
-    assert choose(model, [mesh], machine, SearchRequest(budget=least, recompute=False)).placed.bytes <= least
+    assert (
+        choose(model, [mesh], machine, SearchRequest(budget=least, recompute=False)).placements.bytes <= least
+    )

@@ -62,7 +62,7 @@ def test_no_baseline_is_faster(name: str, cluster: str) -> None:
     assert [r.mesh for r in found.baselines] == ["dp=4", "fsdp=4", "dp=4"]
     for baseline in found.baselines:
         assert baseline.seconds is not None
-        assert baseline.seconds / found.placed.seconds >= 1 - 1e-9
+        assert baseline.seconds / found.placements.seconds >= 1 - 1e-9
         assert baseline.seconds >= found.bound
 
 
@@ -73,7 +73,7 @@ class _Large:
         self.fit_, self.asked = fit, list[str]()
 
     def seconds(self, found: CandidateSolution) -> float:
-        return found.placed.seconds
+        return found.placements.seconds
 
     def fit(
         self, found: CandidateSolution, limit: float, spent: Callable[[], bool] = bool
@@ -92,13 +92,13 @@ def test_a_baseline_that_seems_faster_has_to_fit() -> None:
     machine = load_cluster("h100-dgx")
     meshes, ask = mesh_candidates(machine, 4), SearchRequest(batch=BATCH, baselines=True)
     judge = _Large("tp=4")
-    found = choose(analysed("gpt2").model, meshes, machine, ask, judge=judge)
+    found = choose(analysed("gpt2").model, meshes, machine, ask, evaluator=judge)
     assert found.configuration.name == "tp=4"
-    assert _against("gpt2", "h100-dgx").placed.seconds < found.placed.seconds
+    assert _against("gpt2", "h100-dgx").placements.seconds < found.placements.seconds
     assert {"dp=4", "fsdp=4"} <= set(judge.asked)
     # at another microbatch, or not at all
     for baseline in found.baselines:
-        assert baseline.seconds is None or baseline.seconds >= found.placed.seconds
+        assert baseline.seconds is None or baseline.seconds >= found.placements.seconds
 
 
 def test_a_plan_on_the_mesh_of_a_baseline_may_be_the_better_one() -> None:
@@ -110,12 +110,12 @@ def test_a_plan_on_the_mesh_of_a_baseline_may_be_the_better_one() -> None:
     told = search.baselines(4, alone)
     found = search.better(alone, [*looked_at, *(Staged(m) for m in mesh_candidates(machine, 4))])
     assert found.configuration.name in ("dp=4", "fsdp=4")
-    assert found.placed.seconds < alone.placed.seconds
-    assert found.bound <= found.placed.lower_bound <= found.placed.seconds
+    assert found.placements.seconds < alone.placements.seconds
+    assert found.bound <= found.placements.lower_bound <= found.placements.seconds
     former = found.rejected[0]
-    assert former.solved and former.seconds == alone.placed.seconds
+    assert former.solved and former.seconds == alone.placements.seconds
     for baseline in told:
-        assert baseline.seconds is None or baseline.seconds >= (1 - 1e-9) * found.placed.seconds
+        assert baseline.seconds is None or baseline.seconds >= (1 - 1e-9) * found.placements.seconds
     assert search.better(alone, looked_at) is alone
 
 
@@ -126,7 +126,7 @@ def test_a_mesh_that_was_given_stays_however_fast_a_baseline_is(batch: int | Non
         analysed("gpt2").model, [Mesh.parse("tp=4")], machine, SearchRequest(batch=batch, baselines=True)
     )
     assert found.configuration.name == "tp=4"
-    assert any(r.seconds is not None and r.seconds < found.placed.seconds for r in found.baselines)
+    assert any(r.seconds is not None and r.seconds < found.placements.seconds for r in found.baselines)
 
 
 def test_megatron_keeps_what_travels_between_layers_whole() -> None:
@@ -169,7 +169,7 @@ def limited_plan() -> str:
     """A plan with everything in it: one of two meshes, microbatches, recomputation."""
     meshes = [Mesh.parse("fsdp=2,tp=2"), Mesh.parse("tp=4")]
     machine, ask = load_cluster("h100-dgx"), SearchRequest(batch=BATCH)
-    made = plan_analysed(analysed("gpt2"), meshes, machine, memory=270_000, ask=ask)
+    made = plan_analysed(analysed("gpt2"), meshes, machine, memory=270_000, request=ask)
     assert made.plan.microbatches > 1 and made.plan.recompute
     return plan_to_json(made.plan)
 
@@ -197,7 +197,7 @@ def test_megatron_has_a_pipeline_where_a_node_of_tensor_ranks_is_not_enough() ->
         found = choose(model, meshes, machine, SearchRequest(batch=16, baselines=True, budget=budget))
         megatron = found.baselines[-1]
         assert megatron.mesh == wanted and megatron.seconds is not None
-        assert megatron.seconds > found.placed.seconds
+        assert megatron.seconds > found.placements.seconds
     alone = choose(
         model, mesh_candidates(machine, 16), machine, SearchRequest(batch=16, baselines=True, budget=180_000)
     ).baselines[-1]
@@ -232,7 +232,7 @@ def test_interrupted_after_the_first_shape() -> None:
     assert found.interrupted and not found.baselines
     assert sum(t.startswith("solving") for t in seen) == 1
     whole = _against("llama", CLUSTER)
-    assert not whole.interrupted and found.placed.seconds >= whole.placed.seconds
+    assert not whole.interrupted and found.placements.seconds >= whole.placements.seconds
 
 
 def _two_solved(say: Callable[[str], None]) -> CandidateSolution:
@@ -257,9 +257,9 @@ def test_interrupted_while_solving(nth: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("autoshard.search.select.refine.tune", tune_some)
     found = _two_solved(lambda _: None)
     assert found.interrupted and not whole.interrupted and len(solved) == nth - 1
-    assert found.bound <= whole.placed.seconds <= found.placed.seconds
+    assert found.bound <= whole.placements.seconds <= found.placements.seconds
     if solved:
-        assert found.placed.states == solved[0].states
+        assert found.placements.states == solved[0].states
 
 
 @pytest.mark.parametrize("nth", [1, 2])
@@ -369,5 +369,5 @@ def test_a_model_that_was_captured_with_one_sequence_is_captured_again() -> None
             Source(model, (), one).analysed(said.append),
             mesh_candidates(machine, 4),
             machine,
-            ask=SearchRequest(batch=BATCH),
+            request=SearchRequest(batch=BATCH),
         )

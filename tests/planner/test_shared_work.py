@@ -123,7 +123,7 @@ def test_a_solution_is_found_again_only_for_the_same_question() -> None:
     assert other.states[number] != free.states[number] and other.seconds >= free.seconds * (1 - 1e-9)
     assert place(problem, setting, None).states == free.states
     # other weights of bytes: the same states hold something else
-    less = place(problem, setting.running_again("full"), None)
+    less = place(problem, setting.recomputing("full"), None)
     assert less.bytes == pytest.approx(less.network.bytes_of(less.states))
     # and a budget is another question
     budget = (free.bytes + _least_bytes(free.network)) / 2
@@ -143,7 +143,7 @@ def test_what_cannot_beat_the_bound_is_not_finished() -> None:
         networks = (p.network(problem.terms, exposure).at_price(price) for p in extremes(setting))
         return min(solve(n, limits=QUICK).lower_bound for n in networks) - price * budget
 
-    shown = setting.exposure(free.taken)
+    shown = setting.exposure(free.usage)
     best = max((shown, between(shown, HIDDEN)), key=lambda e: at(price, e))
     tried = [at(price, shown), at(price, best)]
     for factor in (2.0, 0.5):
@@ -154,7 +154,7 @@ def test_what_cannot_beat_the_bound_is_not_finished() -> None:
             price *= factor
     tried += [at(price * factor, best) for factor in (2**0.5, 0.5**0.5)]
     found = dual_bound(
-        problem, setting, budget, free.seconds / free.bytes, setting.exposure(free.taken), limits=QUICK
+        problem, setting, budget, free.seconds / free.bytes, setting.exposure(free.usage), limits=QUICK
     )
     assert found == pytest.approx(max(tried), rel=1e-9)
 
@@ -205,7 +205,7 @@ def test_fsdp2_fits_although_its_rows_do_not_divide() -> None:
     mesh, setting = Mesh.parse("fsdp=64"), replace(_setting("llama"), overlap=machine.device.overlap)
     ours = formulate(with_batch(model, 64), mesh, machine, setting)
     with pytest.raises(InfeasibleNetwork):
-        place(ours.problem, setting.running_again("full"), budget)
+        place(ours.problem, setting.recomputing("full"), budget)
     meshes = [mesh, Mesh.parse("fsdp=32,tp=2")]
     found = choose(model, meshes, machine, SearchRequest(batch=64, baselines=True, budget=budget))
     assert str(found.configuration.mesh) == "fsdp=32,tp=2"
@@ -244,7 +244,7 @@ def test_the_next_best_configuration_is_one_that_was_solved() -> None:
     assert first.solved
     why = _explained(found).why["mesh"]
     assert why.alternative == first.name and "estimated" not in str(why)
-    assert why.margin == pytest.approx(first.seconds - found.placed.seconds)
+    assert why.margin == pytest.approx(first.seconds - found.placements.seconds)
 
 
 def test_an_estimate_is_called_one() -> None:
@@ -253,17 +253,17 @@ def test_an_estimate_is_called_one() -> None:
     assert found.interrupted and not any(r.solved for r in found.rejected)
     why = _explained(found).why["mesh"]
     assert why.alternative.startswith(found.rejected[0].name) and "not solved" in why.alternative
-    slower = Rejected("dp=4", 2 * found.placed.seconds, solved=False)
-    faster = Rejected("dp=4", 0.5 * found.placed.seconds, solved=False)
+    slower = Rejected("dp=4", 2 * found.placements.seconds, solved=False)
+    faster = Rejected("dp=4", 0.5 * found.placements.seconds, solved=False)
     said = [_explained(replace(found, rejected=(r,))).why["mesh"] for r in (slower, faster)]
     assert said[0].alternative == "dp=4 (estimated, not solved)"
-    assert said[0].margin == pytest.approx(found.placed.seconds)
+    assert said[0].margin == pytest.approx(found.placements.seconds)
     assert said[1].alternative == "dp=4 (estimated no slower, but not solved)" and said[1].margin == 0.0
 
 
 def test_the_chosen_configuration_has_a_bound_of_its_own() -> None:
     found = _searched()
-    assert found.bound <= found.configuration_bound <= found.placed.seconds
+    assert found.bound <= found.configuration_bound <= found.placements.seconds
     proof = _explained(found).optimality
     assert (
         proof.configuration_bound == found.configuration_bound and 0.0 <= proof.configuration_gap <= proof.gap

@@ -103,8 +103,8 @@ def test_little_memory_leads_to_a_pipeline_or_less_per_rank() -> None:
     planned = autoshard.plan(
         built.model, machine, example_inputs=built.inputs, devices=16, global_batch=32, memory=40 * 2**20
     )
-    assert planned.settled is not None
-    names = {planned.settled.configuration.name, *(r.name for r in planned.settled.rejected)}
+    assert planned.solution is not None
+    names = {planned.solution.configuration.name, *(r.name for r in planned.solution.rejected)}
     assert any("pp=" in name for name in names)
 
 

@@ -119,10 +119,10 @@ def _placed(analysis: Analysis, mesh: str) -> tuple[Folded, LoweringOptions, Mem
     cluster = load_cluster("h100-dgx")
     layers, batch = sum(layer_calls(analysis.folded).values()), batch_of(analysis.folded)
     staged = given_mesh(Mesh.parse(mesh), cluster, layers, batch, PlanOptions())
-    planned = plan_analysed(analysis, [staged], cluster, ask=SearchRequest(batch=None), reasons=False)
-    assert planned.settled is not None
+    planned = plan_analysed(analysis, [staged], cluster, request=SearchRequest(batch=None), reasons=False)
+    assert planned.solution is not None
     fitter = MemoryFitter(analysis, cluster, SearchRequest(), fixed=False, progress=lambda _: None)
-    return planned.settled.formulated.model.folded, fitter.lowering(planned.settled)[1], fitter
+    return planned.solution.formulated.model.folded, fitter.lowering(planned.solution)[1], fitter
 
 
 def _again(folded: Folded, how: LoweringOptions, share: float) -> LoweringOptions:
@@ -133,7 +133,7 @@ def _again(folded: Folded, how: LoweringOptions, share: float) -> LoweringOption
 
 
 def _whole(folded: Folded, how: LoweringOptions, fitter: MemoryFitter) -> Slots:
-    return _Pricing(folded, how, fitter.cluster, fitter.ask.recipe, 2).slots()
+    return _Pricing(folded, how, fitter.cluster, fitter.request.recipe, 2).slots()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,7 +141,7 @@ def _whole(folded: Folded, how: LoweringOptions, fitter: MemoryFitter) -> Slots:
 def test_slots_of_equal_layers_are_those_of_one(name: str, mesh: str) -> None:
     folded, plain, fitter = _placed(_analysed(name), mesh)
     for how in (plain, _again(folded, plain, 1.0), _again(folded, plain, 0.2)):
-        found = _filled(folded, how, fitter.cluster, fitter.ask.recipe, 2)
+        found = _filled(folded, how, fitter.cluster, fitter.request.recipe, 2)
         whole = _whole(folded, how, fitter)
         assert found is not None and found.all == whole.all
         for each in fields(whole.costs_of):
@@ -154,7 +154,7 @@ def test_layers_that_would_look_otherwise_are_not_filled_in() -> None:
     assert short is not None
     (gap,) = short.gaps
     assert gap.left_out == tuple(f"model.layers.{k}" for k in range(2, 9)) and gap.blocks == 7
-    slots = _Pricing(short.folded, how.of(short), fitter.cluster, fitter.ask.recipe, 2).slots()
+    slots = _Pricing(short.folded, how.of(short), fitter.cluster, fitter.request.recipe, 2).slots()
     first = next(k for k, slot in enumerate(slots.all) if slot.label == gap.behind[0])
     slots.costs_of.forward[first] *= 1.5
     assert slots.filled(gap) is None

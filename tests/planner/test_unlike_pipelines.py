@@ -84,7 +84,7 @@ def _planned(
         chosen,
         cluster,
         memory=memory,
-        ask=SearchRequest(batch=batch),
+        request=SearchRequest(batch=batch),
         fixed=bool(mesh),
         reasons=False,
     )
@@ -250,7 +250,7 @@ def test_halves_that_are_far_apart_are_two_stages() -> None:
         candidate_meshes(machine, 32, LAYERS, 32, PlanOptions()),
         machine,
         memory=usable_memory(machine.device),
-        ask=SearchRequest(batch=32),
+        request=SearchRequest(batch=32),
         reasons=False,
     )
     assert found.plan.pipeline is not None

@@ -34,7 +34,7 @@ def side(name: str, made: Program) -> Side:
 
 def pinned(*pins: str) -> Program:
     found = plan_analysed(
-        analysed("llama"), [Mesh.parse(MESH)], CPU, ask=SearchRequest(pins=tuple(map(Pin.parse, pins)))
+        analysed("llama"), [Mesh.parse(MESH)], CPU, request=SearchRequest(pins=tuple(map(Pin.parse, pins)))
     )
     return compile_analysed(found)
 

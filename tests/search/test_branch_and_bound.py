@@ -44,13 +44,13 @@ class Programs:
 
     def seconds(self, found: CandidateSolution) -> float:
         self.cut.append(found.configuration)
-        return self.slow * found.placed.seconds
+        return self.slow * found.placements.seconds
 
     def fit(
         self, found: CandidateSolution, limit: float = inf, spent: Callable[[], bool] = bool
     ) -> CandidateSolution:
         where = found.configuration
-        seconds = found.placed.seconds * (1.0 if where.pipe.ranks == 1 else self.slow)
+        seconds = found.placements.seconds * (1.0 if where.pipe.ranks == 1 else self.slow)
         self.made.append((where, seconds, limit))
         if not self.fits(where):
             raise InfeasibleError(f"{where.name} does not fit")
@@ -63,7 +63,9 @@ class Programs:
 def chosen(judge: Programs, work: int = WORK) -> CandidateSolution:
     machine = load_cluster("h100-dgx")
     meshes = candidate_meshes(machine, 4, 4, BATCH, PlanOptions())
-    return choose(analysed("gpt2").model, meshes, machine, SearchRequest(batch=BATCH, work=work), judge=judge)
+    return choose(
+        analysed("gpt2").model, meshes, machine, SearchRequest(batch=BATCH, work=work), evaluator=judge
+    )
 
 
 @pytest.mark.parametrize("slow", [1.0, 100.0])
@@ -87,7 +89,7 @@ def test_an_axis_of_experts_is_tried_and_taken_where_that_is_faster() -> None:
         "fsdp=2,ep=4",
     }
     without, with_ = (choose(model, given, machine, SearchRequest(batch=BATCH)) for given in meshes)
-    assert with_.placed.seconds <= without.placed.seconds
+    assert with_.placements.seconds <= without.placements.seconds
     tried = {with_.configuration.name, *(r.name.partition(" ")[0] for r in with_.rejected)}
     assert tried & {"fsdp=4,ep=2", "fsdp=2,ep=4"}
     only = choose(model, [s for s in meshes[1] if "ep" in s.mesh.names], machine, SearchRequest(batch=BATCH))
@@ -160,7 +162,9 @@ def _solved(
     formulated = SimpleNamespace(problem=SimpleNamespace(choices=choices))
     found = cast(
         CandidateSolution,
-        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), formulated=formulated),
+        SimpleNamespace(
+            configuration=where, placements=SimpleNamespace(seconds=seconds), formulated=formulated
+        ),
     )
     made.enter(where)
     made.solve(Estimated(where, cast(StepConfig, None), estimated, 0.0), found, seconds)
@@ -193,7 +197,9 @@ def test_one_that_has_to_hold_less_says_little_of_others() -> None:
     race = _solved(where, 1.0, 1.0)
     assert race.leaves_out(other)
     formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
-    less = SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=1.1), formulated=formulated)
+    less = SimpleNamespace(
+        configuration=where, placements=SimpleNamespace(seconds=1.1), formulated=formulated
+    )
     race.finish(cast(CandidateSolution, less), 1.1, 1.15)
     assert not race.leaves_out(other)
 
@@ -212,7 +218,9 @@ def _finished(race: BranchAndBound, where: Configuration, seconds: float, measur
     formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
     found = cast(
         CandidateSolution,
-        SimpleNamespace(configuration=where, placed=SimpleNamespace(seconds=seconds), formulated=formulated),
+        SimpleNamespace(
+            configuration=where, placements=SimpleNamespace(seconds=seconds), formulated=formulated
+        ),
     )
     race.enter(where)
     race.solve(Estimated(where, cast(StepConfig, None), seconds, 0.0), found, seconds)
@@ -229,13 +237,13 @@ def test_the_last_word_is_what_programs_take() -> None:
     # of the other kind nothing is known yet: it may err as much, or be right
     assert race.needed(piped) == pytest.approx(1.2)
     _finished(race, piped, 0.99, 1.08)
-    assert race.best is not None and race.best.configuration == piped
+    assert race.incumbent is not None and race.incumbent.configuration == piped
     assert race.needed(plain) == pytest.approx(1.08 / 1.2) and race.needed(piped) == pytest.approx(0.99)
     assert race.seconds == {plain: 1.0, piped: 0.99}
     # faster as it was judged, but not by what those like it took
     other = Configuration(Mesh.parse("dp=2,fsdp=4"), 8, 1, Pipe())
     _finished(race, other, 0.95, None)
-    assert race.best.configuration == piped
+    assert race.incumbent.configuration == piped
 
 
 def test_a_little_faster_is_not_worth_any_work() -> None:
@@ -289,7 +297,7 @@ class _Told(CandidateSolver):
         placed = SimpleNamespace(seconds=estimated.seconds)
         formulated = SimpleNamespace(problem=SimpleNamespace(choices=100))
         return cast(
-            CandidateSolution, SimpleNamespace(configuration=where, placed=placed, formulated=formulated)
+            CandidateSolution, SimpleNamespace(configuration=where, placements=placed, formulated=formulated)
         )
 
 
@@ -435,7 +443,7 @@ def test_a_search_that_did_its_work_takes_the_first_that_fits() -> None:
     whole, judge = chosen(Programs(lambda where: True)), Programs(lambda where: True)
     found = chosen(judge, work=0)
     assert found.spent and not whole.spent and len(judge.made) == 1
-    assert found.bound <= whole.bound <= whole.placed.seconds <= found.placed.seconds
+    assert found.bound <= whole.bound <= whole.placements.seconds <= found.placements.seconds
     assert not any(rejected.solved for rejected in found.rejected)
     told = [explain(s, load_cluster("h100-dgx"), "fingerprint").warnings for s in (found, whole)]
     assert "all the work" in told[0][0] and not told[1]
@@ -447,15 +455,15 @@ def test_less_room_is_found_with_little_work_once_all_is_done() -> None:
     """The first solution that fits as a program is taken, where there are faster ones that need more room."""
     machine, analysis = load_cluster("h100-dgx"), analysed("gpt2")
     meshes = [Mesh.parse("fsdp=4")]
-    peak = plan_analysed(analysis, meshes, machine, memory=2**40, ask=SearchRequest(batch=BATCH)).peak
+    peak = plan_analysed(analysis, meshes, machine, memory=2**40, request=SearchRequest(batch=BATCH)).peak
     assert peak is not None
     memory = int(0.9 * peak.bytes)
     tight, quick = (
-        plan_analysed(analysis, meshes, machine, memory=memory, ask=SearchRequest(batch=BATCH, work=work))
+        plan_analysed(analysis, meshes, machine, memory=memory, request=SearchRequest(batch=BATCH, work=work))
         for work in (SearchRequest().work, 0)
     )
     assert tight.peak is not None and quick.peak is not None
     assert max(tight.peak.bytes, quick.peak.bytes) <= memory
-    found = [p.settled for p in (tight, quick)]
+    found = [p.solution for p in (tight, quick)]
     assert found[0] is not None and found[1] is not None
-    assert found[1].bound <= found[0].placed.seconds <= found[1].placed.seconds
+    assert found[1].bound <= found[0].placements.seconds <= found[1].placements.seconds

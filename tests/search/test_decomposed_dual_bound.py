@@ -88,7 +88,7 @@ def _bounded(
             solved.append((group, shapes(None).solved(group)))
         except UsageError:  # the batch does not divide over it
             continue
-    most = max(setting.held(end.free.taken).total for _, shape in solved for end in shape.ends)
+    most = max(setting.held(end.free.usage).total for _, shape in solved for end in shape.ends)
     budget = int(share * most)
     tight = shapes(budget)
     found = [e.proof for group, _ in solved for e in tight.ranked(tight.solved(group))]

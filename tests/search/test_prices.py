@@ -31,8 +31,8 @@ def test_the_search_and_the_simulation_agree_on_large_layers(kind: Kind, mesh: s
     shape = Architecture(kind, 4, 4096, 32, 8 if kind == "llama" else 32, 14336, 32000, 4096)
     model, inputs = on_meta(shape, 16, 4096)
     planned = autoshard.plan(model, mesh, example_inputs=inputs, cluster="h100-dgx", memory=80_000_000_000)
-    assert planned.settled is not None and planned.peak is not None and planned.peak.step is not None
-    assert planned.settled.placed.seconds == pytest.approx(planned.peak.step, rel=0.06)
+    assert planned.solution is not None and planned.peak is not None and planned.peak.step is not None
+    assert planned.solution.placements.seconds == pytest.approx(planned.peak.step, rel=0.06)
 
 
 def test_attention_is_priced_in_the_type_of_its_result() -> None:

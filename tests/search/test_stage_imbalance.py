@@ -57,7 +57,7 @@ def test_the_parts_of_a_forward(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     formulated = _posed(name)
     work = sum(
         seconds
-        for key, seconds in formulated.free.taken.seconds.items()
+        for key, seconds in formulated.free.usage.seconds.items()
         if key.kind == "work" and not key.backward
     )
     every = chain_of(formulated, formulated.free)

@@ -204,11 +204,11 @@ def test_published_pipelines_are_priced_as_the_search_prices_them(tmp_path: Path
     alone = Staged(mesh, (published.pipe,), (published.micro,), link)
     ours = choose(analysis.model, [alone], cluster, SearchRequest(batch=published.batch, recipe=MIXED))
     assert fits and theirs.configuration.pipe.hop > 0
-    assert theirs.configuration.pipe.hop == pytest.approx(ours.placed.setting.pipe.hop)
-    assert theirs.placed.seconds == pytest.approx(ours.placed.seconds, rel=1e-6)
-    busy = busiest(chain_of(theirs.formulated, theirs.placed), published.pipe)
+    assert theirs.configuration.pipe.hop == pytest.approx(ours.placements.setting.pipe.hop)
+    assert theirs.placements.seconds == pytest.approx(ours.placements.seconds, rel=1e-6)
+    busy = busiest(chain_of(theirs.formulated, theirs.placements), published.pipe)
     assert busy > 1
-    assert result.published_s == pytest.approx(theirs.placed.seconds * busy, rel=1e-6)
+    assert result.published_s == pytest.approx(theirs.placements.seconds * busy, rel=1e-6)
 
 
 def test_published_plans_as_programs(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from autoshard.solver.solve import least_cost
 class PlacementOption:
     """Placements of everything: what they take, and how they use the parameters."""
 
-    taken: AssignmentCosts
+    usage: AssignmentCosts
     parameters: Parameters
 
 
@@ -79,7 +79,7 @@ class AnchorProblem:
         """
         formulated, free = self.formulated, self.formulated.free
         setting = replace(self.setting, sending=True)
-        held = replace(free.setting, sending=True).held(free.taken).activations
+        held = replace(free.setting, sending=True).held(free.usage).activations
         price = free.seconds / held if held else 0.0
         return placement_option(
             formulated, priced(formulated.problem, setting, price, allowed=formulated.allowed, limits=ROUGH)
@@ -108,9 +108,9 @@ class AnchorProblem:
         return dual_values(self.formulated, self.setting, prices, regimes, recompute=self.recompute)
 
 
-def placement_option(formulated: ShardingProblem, placed: PlacementSolution) -> PlacementOption:
+def placement_option(formulated: ShardingProblem, placements: PlacementSolution) -> PlacementOption:
     """What is worth knowing of placements."""
-    return PlacementOption(placed.taken, parameters_of(formulated, placed))
+    return PlacementOption(placements.usage, parameters_of(formulated, placements))
 
 
 def _least_seconds(formulated: ShardingProblem) -> float:

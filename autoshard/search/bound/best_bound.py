@@ -24,14 +24,14 @@ _NONE = Exposure(0.0, 0.0, 0.0, 0.0)
 
 
 def with_best_bound(
-    formulated: ShardingProblem, placed: PlacementSolution, budget: float | None
+    formulated: ShardingProblem, placements: PlacementSolution, budget: float | None
 ) -> PlacementSolution:
     """The same placements with the best lower bound over all placements and all recomputation."""
-    prices = prices_of(placed)
+    prices = prices_of(placements)
     if budget is None or not prices[1]:
-        return placed
-    bare = replace(placed.setting, recompute={})
-    shown = placed.setting.exposure(placed.taken)
+        return placements
+    bare = replace(placements.setting, recompute={})
+    shown = placements.setting.exposure(placements.usage)
     best = best_price(formulated, bare, prices, tuple(dict.fromkeys((shown, between(shown, _NONE)))), budget)
     price, exposure = best or (prices[1], shown)
     bound = dual_bound(
@@ -44,15 +44,15 @@ def with_best_bound(
         limits=FINAL,
         moves=best is None,
     )
-    return replace(placed, lower_bound=min(placed.seconds, max(placed.lower_bound, bound)))
+    return replace(placements, lower_bound=min(placements.seconds, max(placements.lower_bound, bound)))
 
 
-def prices_of(placed: PlacementSolution) -> tuple[float, float]:
+def prices_of(placements: PlacementSolution) -> tuple[float, float]:
     """Seconds per byte between which the last byte is worth something: to what runs again, and to placements;
     (0.0, 0.0) if there is room for all."""
-    worth = placed.solution.multiplier, marginal_price(placed.taken, placed.setting)
-    found = [price for price in worth if price]
-    return (min(found), max(found)) if found else (0.0, 0.0)
+    worth = placements.solution.multiplier, marginal_price(placements.usage, placements.setting)
+    prices = [price for price in worth if price]
+    return (min(prices), max(prices)) if prices else (0.0, 0.0)
 
 
 def best_price(
@@ -88,9 +88,9 @@ def _best(
 ) -> tuple[int, int] | None:
     """Numbers of the best price and exposure; None where the network is too wide, see `floor.least_of`."""
     way = StepOption(setting, tuple(prices.tolist()))
-    made = joint_dual_values(formulated, [way], exposures, recompute=True, in_parts=in_parts)
-    if made is None:
+    values = joint_dual_values(formulated, [way], exposures, recompute=True, in_parts=in_parts)
+    if values is None:
         return None
-    found = made[0] - prices * budget
-    which, at = np.unravel_index(int(found.argmax()), found.shape)
+    bound = values[0] - prices * budget
+    which, at = np.unravel_index(int(bound.argmax()), bound.shape)
     return int(at), int(which)

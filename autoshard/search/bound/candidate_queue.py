@@ -15,19 +15,19 @@ class CandidateQueue:
     unsure: those that seem not to fit, as far as that was looked at.
     """
 
-    def __init__(self, found: Iterable[Estimated] = ()) -> None:
+    def __init__(self, estimates: Iterable[Estimated] = ()) -> None:
         self.unsure: list[Estimated] = []
         self._heap: list[tuple[float, int, str, int, Estimated]] = []
         self._count = 0
-        self.extend(found)
+        self.extend(estimates)
 
     def __iter__(self) -> Iterator[Estimated]:
         """All that are left, in no order."""
         yield from (entry[-1] for entry in self._heap)
         yield from self.unsure
 
-    def extend(self, found: Iterable[Estimated]) -> None:
-        for one in found:
+    def extend(self, estimates: Iterable[Estimated]) -> None:
+        for one in estimates:
             if isfinite(one.seconds):
                 self._heap.append(self._entry(one))
             else:
@@ -45,19 +45,19 @@ class CandidateQueue:
         elif one is not None:
             self.unsure.append(one)
 
-    def first(self, wanted: Callable[[Estimated], bool] = lambda _: True) -> Estimated | None:
+    def first(self, accepts: Callable[[Estimated], bool] = lambda _: True) -> Estimated | None:
         """The fastest that is wanted, looked at closely; it stays."""
-        found = self.take(wanted)
-        self.put(found)
-        return found
+        estimated = self.take(accepts)
+        self.put(estimated)
+        return estimated
 
-    def take(self, wanted: Callable[[Estimated], bool] = lambda _: True) -> Estimated | None:
+    def take(self, accepts: Callable[[Estimated], bool] = lambda _: True) -> Estimated | None:
         """The same, taken away."""
         passed: list[Estimated] = []
         try:
             while (one := self.pop()) is not None:
                 passed.append(one)  # an interrupted look loses nothing
-                if not wanted(one):
+                if not accepts(one):
                     continue
                 closer = one.closer()
                 passed.pop()

@@ -69,19 +69,19 @@ class DecomposedDualBound:
     flights: Mapping[bool, float]
 
     @staticmethod
-    def of(how: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
-        held = np.array([how.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
-        waiting, others = how.waiting
+    def of(config: StepConfig, lives: ZeroStageCosts) -> DecomposedDualBound:
+        held = np.array([config.bytes_weight(kind) for kind in lives.kinds]) @ lives.bytes
+        waiting, others = config.waiting
         # no rank holds less than its share of what is in flight
-        flights = {False: min(1.0, how.flight)}
-        if how.pipe.splits_backward and not others:
+        flights = {False: min(1.0, config.flight)}
+        if config.pipe.splits_backward and not others:
             flights[True] = min(1.0, waiting)
-        shown = [how.weights(exposure) for exposure in EXPOSURES]
-        counted = [how.time_weight(exposure) for exposure in EXPOSURES]
+        shown = [config.weights(exposure) for exposure in EXPOSURES]
+        counted = [config.time_weight(exposure) for exposure in EXPOSURES]
         spent = np.array([[count(key) for key in lives.times] for count in counted]) @ lives.seconds
         # where messages show, computing counts in part; no less is left of everything else, at a higher price
         part = np.array([[min(w.work_forward, w.work_backward)] for w in shown])
-        return DecomposedDualBound(how, lives, held, spent, part, flights)
+        return DecomposedDualBound(config, lives, held, spent, part, flights)
 
     def least(self, prices: Array, floors: Callable[[DualRegime], Array], budget: float) -> float:
         """Seconds that no step goes below, whatever runs again, if it fits the budget.
@@ -89,12 +89,12 @@ class DecomposedDualBound:
         prices: per byte of activations of one microbatch. floors: of one microbatch, seconds that it takes at
         least with what it holds at each of these, by regime; both [prices].
         """
-        found = 0.0
+        bound = 0.0
         for waits, flight in self.flights.items():
             floor = self.part * floors(dual_regime(self.how, tied=self.lives.tied, waits=waits))
             price = prices * (self.part / flight)  # [exposures, prices]
             # [exposures, prices, stages x classes]
             least = self.spent[:, None] + price[:, :, None] * self.held
             each = least.reshape(*price.shape, self.lives.stages, -1).min(axis=2)
-            found = max(found, float((floor + each.sum(axis=-1) - price * budget).max()))
-        return found
+            bound = max(bound, float((floor + each.sum(axis=-1) - price * budget).max()))
+        return bound

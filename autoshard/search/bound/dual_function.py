@@ -45,9 +45,9 @@ class DualRegime:
     tied: float = 0.0
 
 
-def dual_regime(how: StepConfig, *, tied: float, waits: bool) -> DualRegime:
+def dual_regime(config: StepConfig, *, tied: float, waits: bool) -> DualRegime:
     """What holds for a step in a setting. waits: whether to look at where gradients of parameters wait."""
-    ranks, alone = how.pipe.ranks, how.microbatches == 1
+    ranks, alone = config.pipe.ranks, config.microbatches == 1
     copies = 0.0 if not tied or (alone and ranks > 1) else _copies(ranks)
     return DualRegime(waits, alone and ranks == 1 and tied > 0, copies, tied)
 
@@ -92,13 +92,13 @@ def dual_values(
     network is too wide to be eliminated for each of them.
     """
     bare = replace(setting, microbatches=1, recompute={})
-    again = extremes(bare) if recompute else [bare]
+    recomputed = extremes(bare) if recompute else [bare]
     # while gradients of parameters wait, nothing is saved by what runs again
     late = [replace(bare, pipe=Pipe(1, "zb-h1"))]
     columns = [
         DualPoint(partial(_counted, policy), partial(_activations, policy), price, regime)
         for regime in regimes
-        for policy in (late if regime.waits else again)
+        for policy in (late if regime.waits else recomputed)
         for price in prices
     ]
     found = least_of(formulated, columns)
@@ -130,8 +130,8 @@ def least_of(
         if not in_parts:
             return None
         parts = [least_of(formulated, columns[k : k + few]) for k in range(0, len(columns), few)]
-        found = [part for part in parts if part is not None]
-        return np.concatenate(found) if len(found) == len(parts) else None
+        present = [part for part in parts if part is not None]
+        return np.concatenate(present) if len(present) == len(parts) else None
     added = added_by_use(formulated) if any(c.regime.tied for c in columns) else {}
     return least_of_each(*_networks(formulated, columns, counted, pairs, added), order)
 

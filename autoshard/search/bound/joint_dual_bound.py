@@ -53,10 +53,10 @@ def joint_dual_values(
     the network is too wide to be eliminated for each of them.
     """
     columns = [_columns(way, exposures, recompute=recompute) for way in ways]
-    found = least_of(formulated, [c for some in columns for c in some], in_parts=in_parts)
-    if found is None:
+    least = least_of(formulated, [c for some in columns for c in some], in_parts=in_parts)
+    if least is None:
         return None
-    parts = np.split(found, np.cumsum([len(some) for some in columns])[:-1])
+    parts = np.split(least, np.cumsum([len(some) for some in columns])[:-1])
     shapes = [(len(exposures), -1, len(way.prices)) for way in ways]
     return [part.reshape(shape).min(axis=1) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -72,17 +72,17 @@ def _columns(way: StepOption, exposures: Sequence[Exposure], *, recompute: bool)
     ]
 
 
-def step_options(how: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
+def step_options(config: StepConfig, prices: Array, pipe: int) -> list[StepOption]:
     """Ways to count what a pipeline holds. prices: of a byte of one microbatch."""
-    counted = [(_early, how.flight)]
-    waiting, others = how.waiting
-    if how.pipe.splits_backward and not others:
+    counted = [(_early, config.flight)]
+    waiting, others = config.waiting
+    if config.pipe.splits_backward and not others:
         counted.append((_late, waiting))
-    counts = how.weights(EXPOSURES[0])
+    counts = config.weights(EXPOSURES[0])
     # by how often seconds and bytes of one microbatch count
     often = min(counts.work_forward, counts.work_backward)
     return [
-        StepOption(how, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
+        StepOption(config, tuple((prices * (often / min(1.0, flight))).tolist()), held, pipe)
         for held, flight in counted
     ]
 
@@ -103,8 +103,8 @@ def joint_dual_bounds(
     least = dict.fromkeys([way.pipe for way in ways], 0.0)
 
     def better(ways: Sequence[StepOption], floors: Sequence[Array]) -> float:
-        for way, found in zip(ways, floors, strict=True):
-            bound = float((share * found - np.array(way.prices) * budget).max())
+        for way, floor in zip(ways, floors, strict=True):
+            bound = float((share * floor - np.array(way.prices) * budget).max())
             least[way.pipe] = max(least[way.pipe], bound)
         return min(least.values())
 
@@ -115,9 +115,11 @@ def joint_dual_bounds(
     for turn in _TURNS if share == 1.0 else _TURNS[:1]:
         at = [replace(way, prices=way.prices[turn : turn + 1]) for way in ways if turn < len(way.prices)]
         # where bytes cost nothing, nothing is gained by what runs again
-        again = recompute and any(any(way.prices) for way in at)
+        recomputes = recompute and any(any(way.prices) for way in at)
         floors = (
-            joint_dual_values(formulated, at, EXPOSURES[:1], recompute=again, in_parts=True) if at else None
+            joint_dual_values(formulated, at, EXPOSURES[:1], recompute=recomputes, in_parts=True)
+            if at
+            else None
         )
         if floors is not None:
             yield better(at, floors)

@@ -86,7 +86,7 @@ class MeshFamily:
         options = [
             o.price
             for e in self.ends
-            for chosen in RecomputePlanner(e.free.taken, self.calls).choices
+            for chosen in RecomputePlanner(e.free.usage, self.calls).choices
             for o in chosen
         ]
         worth = [price for price in options if 0 < price < inf]
@@ -108,12 +108,12 @@ class MeshFamily:
         """How many ends say something of a number of sequences."""
         return len(self._below(batch))
 
-    def floors(self, batch: int, regime: DualRegime, looks: int) -> Array:
+    def floors(self, batch: int, regime: DualRegime, rounds: int) -> Array:
         """Seconds that one microbatch takes at least, with what it holds at each of the prices, [prices].
 
-        looks: at how many ends, those first that are likely to say most.
+        rounds: at how many ends, those first that are likely to say most.
         """
-        below = self._below(batch)[:looks]
+        below = self._below(batch)[:rounds]
         return np.maximum.reduce([share * self._floor(self.ends[k], regime) for k, share in below])
 
     def _floor(self, end: AnchorProblem, wanted: DualRegime) -> Array:
@@ -124,19 +124,19 @@ class MeshFamily:
         self._ties.setdefault(wanted.tied)
         alike = (replace(wanted, tied=tied) if tied else DualRegime() for tied in self._ties)
         likely = dict.fromkeys(r for one in alike for r in dual_regimes(one) if (end, r) not in self._floors)
-        for regimes, asked in (
+        for regimes, remaining in (
             (tuple(likely), prices),
             (dual_regimes(wanted), prices),
             ((wanted,), prices),
             ((wanted,), prices[_ALONE : _ALONE + 1]),
         ):
-            made = end.floors(asked, regimes) if asked else None
-            if made is not None:
+            solved = end.floors(remaining, regimes) if remaining else None
+            if solved is not None:
                 break
-        found = np.zeros((len(regimes), len(prices)))
-        if made is not None:
-            found[:, [prices.index(price) for price in asked]] = made
-        for regime, row in zip(regimes, found, strict=True):
+        floors = np.zeros((len(regimes), len(prices)))
+        if solved is not None:
+            floors[:, [prices.index(price) for price in remaining]] = solved
+        for regime, row in zip(regimes, floors, strict=True):
             self._floors[end, regime] = np.concatenate(([end.seconds], row))
         return self._floors[end, wanted]
 
@@ -167,11 +167,11 @@ class MeshFamily:
         The larger end, which is likely to say more, goes first.
         """
         low, high, _ = self.place(batch)
-        found = [(self.ends.index(high), batch / high.batch)]
+        below = [(self.ends.index(high), batch / high.batch)]
         # a single sequence may not be split as evenly as several together
         if low.batch < batch < high.batch and low.batch > 1:
-            found.append((self.ends.index(low), 1.0))
-        return found
+            below.append((self.ends.index(low), 1.0))
+        return below
 
     def proven(self, mesh: Mesh, batch: int) -> float:
         """Seconds that no step on a mesh without a pipeline goes below, 0 if another mesh was solved.
@@ -194,7 +194,7 @@ class MeshFamily:
 
 
 def _off_parameters(low: PlacementOption, high: PlacementOption, t: float) -> AssignmentCosts:
-    taken = between(low.taken, high.taken, t)
+    taken = between(low.usage, high.usage, t)
     return AssignmentCosts(
         {k: v for k, v in taken.seconds.items() if k.kind in ("work", "talk")},
         {k: v for k, v in taken.bytes.items() if k.kind not in OF_STATE},

@@ -139,11 +139,11 @@ class _Bare:
     def lean(self) -> RecomputePlanner:
         return RecomputePlanner(self._shape.lean(self.each), self._setting.calls)
 
-    def floors(self, regime: DualRegime, looks: int) -> Array:
-        """Seconds at least, with the bytes held at a price per byte; looks: see `MeshFamily`."""
-        key = (regime, looks)
+    def floors(self, regime: DualRegime, rounds: int) -> Array:
+        """Seconds at least, with the bytes held at a price per byte; rounds: see `MeshFamily`."""
+        key = (regime, rounds)
         if key not in self._floors:
-            self._floors[key] = self._shape.floors(self.each, regime, looks)
+            self._floors[key] = self._shape.floors(self.each, regime, rounds)
         return self._floors[key]
 
     def formulated_on(self, mesh: Mesh, look: int) -> tuple[ShardingProblem, float] | None:
@@ -181,11 +181,11 @@ class _Bare:
 
     @cached_property
     def free_sums(self) -> StepSums:
-        return self._setting.sums(self.free.taken)
+        return self._setting.sums(self.free.usage)
 
     @cached_property
     def lean_sums(self) -> StepSums:
-        return self._setting.sums(self.lean.taken)
+        return self._setting.sums(self.lean.usage)
 
 
 class _Ways:
@@ -199,16 +199,16 @@ class _Ways:
     ) -> None:
         self._setting, self.count, self._staged = setting, count, staged
         self._bytes = between, common
-        self._made: dict[int, StepConfig] = {}
+        self._cache: dict[int, StepConfig] = {}
 
     @cached_property
     def _pipes(self) -> list[Pipe]:
         return [self._staged.sending(pipe, *self._bytes) for pipe in self._staged.pipes]
 
     def __getitem__(self, k: int) -> StepConfig:
-        if k not in self._made:
-            self._made[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
-        return self._made[k]
+        if k not in self._cache:
+            self._cache[k] = replace(self._setting, microbatches=self.count, pipe=self._pipes[k])
+        return self._cache[k]
 
     @property
     def ranks(self) -> int:
@@ -220,13 +220,13 @@ class _Ways:
 
         All that a schedule says of them is how long ranks wait.
         """
-        how = self[0].how
-        busy = [(sums, busy_seconds(sums, how)) for sums in plain]
+        config = self[0].how
+        busy = [(sums, busy_seconds(sums, config)) for sums in plain]
         waits = [(p, p.filling(self.count), p.hops) for p in self._pipes]
-        once = [sums.microbatch / how.stages for sums in plain]
+        once = [sums.microbatch / config.stages for sums in plain]
         return [
             [
-                pipe.delayed(b + bubble_seconds(sums, how.stages, *wait), stage, self.count)
+                pipe.delayed(b + bubble_seconds(sums, config.stages, *wait), stage, self.count)
                 for (sums, b), stage in zip(busy, once, strict=True)
             ]
             for pipe, *wait in waits
@@ -252,17 +252,17 @@ class _Bounded:
     shared: float
     proven: float
 
-    def _sums(self, how: StepConfig, *, lean: bool) -> list[StepSums]:
+    def _sums(self, config: StepConfig, *, lean: bool) -> list[StepSums]:
         """Of a microbatch that nothing is computed again for, by lives. lean: of those that hold less."""
-        key = (how.apart, how.sums_up, lean)
-        if key not in self._known:
-            found = self.lives.sums(self.bare.each, how, lean=lean)
+        key = (config.apart, config.sums_up, lean)
+        if key not in self._cache:
+            sums = self.lives.sums(self.bare.each, config, lean=lean)
             plain = self.bare.lean_sums if lean else self.bare.free_sums
-            self._known[key] = [plain + extra for extra in found]
-        return self._known[key]
+            self._cache[key] = [plain + extra for extra in sums]
+        return self._cache[key]
 
     @cached_property
-    def _known(self) -> dict[tuple[tuple[str, ...], int, bool], list[StepSums]]:
+    def _cache(self) -> dict[tuple[tuple[str, ...], int, bool], list[StepSums]]:
         return {}
 
     @cached_property
@@ -271,12 +271,15 @@ class _Bounded:
 
         Where something else fits, inf for what parameters do not fit in.
         """
-        each, how = self.bare.each, self.ways[0]
-        totals = self.ways.totals(self._sums(how, lean=False))
+        each, config = self.bare.each, self.ways[0]
+        totals = self.ways.totals(self._sums(config, lean=False))
         if self.budget is None:
             return totals
-        room = _LEANER * self.budget
-        over = [self.bare.free.state_bytes(how, extra) > room for extra in self.lives.at(each, lean=False)]
+        budget_bytes = _LEANER * self.budget
+        over = [
+            self.bare.free.state_bytes(config, extra) > budget_bytes
+            for extra in self.lives.at(each, lean=False)
+        ]
         if all(over):
             return totals
         return [[inf if out else t for t, out in zip(row, over, strict=True)] for row in totals]
@@ -288,20 +291,20 @@ class _Bounded:
 
     def bounds(self) -> Iterator[float]:
         """Seconds that no placements which fit go below, in any of the pipelines."""
-        known = self.proven
-        yield known
+        proven = self.proven
+        yield proven
         if self.budget is None or self.ways[0].pipe.speeds:
             # how fast unlike ranks are is an estimate, which says nothing of what they take at least
             return
-        for looks in range(1, self.bare.looks + 1):
-            for bound in self._looked(self.budget, looks, known):
-                known = max(known, bound)
-                yield known
+        for rounds in range(1, self.bare.looks + 1):
+            for bound in self._looked(self.budget, rounds, proven):
+                proven = max(proven, bound)
+                yield proven
         if self.shared or not self.bare.is_end:
             # what all sequences share is little between two ends, and a single data rank may share nothing
             own = self.bare.floors_of(self.mesh)
             if own is not None:
-                yield max(known, self._least(self.budget, own, known))
+                yield max(proven, self._least(self.budget, own, proven))
 
     def of(self, formulated: ShardingProblem) -> Iterator[float]:
         """The same by its own problem."""
@@ -316,26 +319,26 @@ class _Bounded:
         ]
         return joint_dual_bounds(formulated, ways, budget, recompute=self.bare.recompute, share=share)
 
-    def _looked(self, budget: float, looks: int, known: float) -> Iterator[float]:
-        """By so many ends, of which the last one may say something of the whole step. known: see `_least`."""
-        own = self.bare.formulated_on(self.mesh, looks - 1)
-        found = None
+    def _looked(self, budget: float, rounds: int, proven: float) -> Iterator[float]:
+        """By so many ends, of which the last one may say something of the whole step. proven: see `_least`."""
+        own = self.bare.formulated_on(self.mesh, rounds - 1)
+        bound = None
         if own is not None:
-            for found in self._whole(own[0], budget, own[1]):
-                yield found
-        if found is None:
+            for bound in self._whole(own[0], budget, own[1]):
+                yield bound
+        if bound is None:
             yield self._least(
-                budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, looks) - self.shared), known
+                budget, lambda regime: np.maximum(0.0, self.bare.floors(regime, rounds) - self.shared), proven
             )
 
-    def _least(self, budget: float, least: Callable[[DualRegime], Array], known: float) -> float:
-        """least: seconds of a microbatch at least with what it holds, by the price of a byte. known: a bound
+    def _least(self, budget: float, least: Callable[[DualRegime], Array], proven: float) -> float:
+        """least: seconds of a microbatch at least with what it holds, by the price of a byte. proven: a bound
         that was found already; one that is not above it says nothing, whatever it is."""
         found = inf
         for k in range(len(self.uneven)):
             for bound in self._lower(k):
                 found = min(found, bound.least(self.bare.prices, least, budget))
-            if found <= known:
+            if found <= proven:
                 break
         return found
 
@@ -351,20 +354,20 @@ class _Bounded:
     def _bounds(self) -> dict[int, list[DecomposedDualBound]]:
         return {}
 
-    def where(self, how: StepConfig) -> Configuration:
+    def where(self, config: StepConfig) -> Configuration:
         """The configuration that runs in a setting."""
-        return Configuration(self.mesh, self.batch, self.ways.count, how.pipe)
+        return Configuration(self.mesh, self.batch, self.ways.count, config.pipe)
 
     def closer(self, seen: Estimated) -> Estimated | None:
         """With the seconds of the fastest pipeline that has room for parameters, however little else fits."""
         if not self.may_fit():
             return None
         floor, k = self._floors[0]
-        how = self.ways[k]
+        config = self.ways[k]
         return replace(
             seen,
-            configuration=self.where(how),
-            setting=how,
+            configuration=self.where(config),
+            setting=config,
             seconds=max(seen.seconds, floor),
             view=_Unlimited(self),
             floor=floor,
@@ -373,9 +376,9 @@ class _Bounded:
     def may_fit(self) -> bool:
         if self.budget is None:
             return True
-        room = self.ways.ranks * self.budget
+        capacity = self.ways.ranks * self.budget
         # the fullest rank of a pipeline holds no less than the mean
-        return self.state <= room and self.state + self.bare.least_bytes <= room
+        return self.state <= capacity and self.state + self.bare.least_bytes <= capacity
 
     def best(self) -> tuple[float | None, StepConfig]:
         """(seconds, setting) of the fastest that fits; None in place of seconds if none seems to fit."""
@@ -396,35 +399,37 @@ class _Bounded:
         return (None, ways[floors[0][1]]) if best is None else best
 
     def _best(
-        self, how: StepConfig, floors: Sequence[float], *, lean: bool
+        self, config: StepConfig, floors: Sequence[float], *, lean: bool
     ) -> tuple[StepConfig, float] | None:
         """(setting, seconds of a step) of the fastest that fits, or None.
 
         floors: seconds of a step that nothing is computed again for, by lives. lean: see `_sums`.
         """
-        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(how, lean=lean)
+        filling, sums = self.bare.lean if lean else self.bare.free, self._sums(config, lean=lean)
         best: tuple[StepConfig, float] | None = None
         for extra, plain, floor in zip(self.lives.at(self.bare.each, lean=lean), sums, floors, strict=True):
             # computing again only adds, but for rounding
             if best is not None and floor > (1 + _ROUNDING) * best[1]:
                 continue
-            found = (how, floor) if self.budget is None else filling.best(how, self.budget, extra, plain)
-            if found is not None and (best is None or found[1] < best[1]):
-                best = found
+            best_fill = (
+                (config, floor) if self.budget is None else filling.best(config, self.budget, extra, plain)
+            )
+            if best_fill is not None and (best is None or best_fill[1] < best[1]):
+                best = best_fill
         return best
 
     def leaving(self, bytes_: float) -> tuple[float, StepConfig]:
         """(seconds, setting) of the fastest that leaves so many bytes of the memory; inf if none seems to."""
         less = self if self.budget is None else replace(self, budget=self.budget - bytes_)
-        seconds, how = less.best()
-        return inf if seconds is None else seconds, how
+        seconds, config = less.best()
+        return inf if seconds is None else seconds, config
 
     def leaves_room(self) -> bool:
         """Whether parameters alone fit, in any of the placements."""
-        how, each = self.ways[0], self.bare.each
+        config, each = self.ways[0], self.bare.each
         ways = ((self.bare.free, False), (self.bare.lean, True))
         return self.budget is None or any(
-            filling.state_bytes(how, extra) <= self.budget
+            filling.state_bytes(config, extra) <= self.budget
             for filling, lean in ways
             for extra in self.lives.at(each, lean=lean)
         )
@@ -438,13 +443,13 @@ class _Unlimited:
 
     def closer(self, seen: Estimated) -> Estimated | None:
         """The fastest that fits."""
-        best, how = self.bounded.best()
+        best, config = self.bounded.best()
         if best is None and not self.bounded.may_fit():
             return None
         return replace(
             seen,
-            configuration=self.bounded.where(how),
-            setting=how,
+            configuration=self.bounded.where(config),
+            setting=config,
             seconds=inf if best is None else best,
             bound=seen.bound if best is None else min(seen.bound, best),
             hopeless=best is None and not self.bounded.leaves_room(),
@@ -480,30 +485,32 @@ class _Lives:
             ]
         return self._at[each, lean]
 
-    def sums(self, each: int, how: StepConfig, *, lean: bool) -> list[StepSums]:
+    def sums(self, each: int, config: StepConfig, *, lean: bool) -> list[StepSums]:
         """The seconds among it, in a setting of which only matters whether there are several microbatches,
         and a pipeline."""
         low, high, t = self._shape.place(each)
-        low_stages, high_stages = _paired(self._seconds(low, how, lean), self._seconds(high, how, lean), t)
+        low_stages, high_stages = _paired(
+            self._seconds(low, config, lean), self._seconds(high, config, lean), t
+        )
         return [a if a is b else mixed(a, b, t) for a, b in zip(low_stages, high_stages, strict=True)]
 
     def least(self, each: int) -> list[ZeroStageCosts]:
         """What they take at least, however they are used by the one end or the other."""
         low, high, _ = self._shape.place(each)
-        found = []
+        terms = []
         for used in {end.least.likeness: end.least for end in (low, high)}.values():
             if used.likeness not in self._least:
                 zero = self._zeros.of(used)
                 tied = zero.ties(self._mesh, self._links, 1 - self._zeros.overlap)
                 self._least[used.likeness] = ZeroStageCosts.of(zero.lived(self._mesh, self._links), tied=tied)
-            found.append(self._least[used.likeness])
-        return found
+            terms.append(self._least[used.likeness])
+        return terms
 
-    def _seconds(self, end: AnchorProblem, how: StepConfig, lean: bool) -> list[StepSums]:
-        likeness, found = self._of(end, lean)
-        key = (likeness, how.apart, how.sums_up)
+    def _seconds(self, end: AnchorProblem, config: StepConfig, lean: bool) -> list[StepSums]:
+        likeness, costs = self._of(end, lean)
+        key = (likeness, config.apart, config.sums_up)
         if key not in self._sums:
-            self._sums[key] = [how.sums(extra) for extra in found]
+            self._sums[key] = [config.sums(extra) for extra in costs]
         return self._sums[key]
 
     def _of(self, end: AnchorProblem, lean: bool) -> tuple[str, list[AssignmentCosts]]:
@@ -518,12 +525,12 @@ class _Zeros:
 
     def __init__(self, prices: CostModels, recipe: Recipe, overlap: float) -> None:
         self.prices, self.recipe, self.overlap = prices, recipe, overlap
-        self._made: dict[str, Zero] = {}
+        self._cache: dict[str, Zero] = {}
 
     def of(self, used: Parameters) -> Zero:
-        if used.likeness not in self._made:
-            self._made[used.likeness] = Zero(used, self.prices.cluster, self.recipe)
-        return self._made[used.likeness]
+        if used.likeness not in self._cache:
+            self._cache[used.likeness] = Zero(used, self.prices.cluster, self.recipe)
+        return self._cache[used.likeness]
 
 
 def _paired(low: list[V], high: list[V], t: float) -> tuple[list[V], list[V]]:

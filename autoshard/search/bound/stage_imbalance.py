@@ -22,12 +22,12 @@ from autoshard.search.solve.stage_cuts import places_of
 _STEPS = 10
 
 
-def imbalance_seconds(formulated: ShardingProblem, placed: PlacementSolution, pipe: Pipe) -> float:
+def imbalance_seconds(formulated: ShardingProblem, placements: PlacementSolution, pipe: Pipe) -> float:
     """Of a step whose stages are no more alike than they can be."""
-    return placed.seconds * busiest(chain_of(formulated, placed), pipe)
+    return placements.seconds * busiest(chain_of(formulated, placements), pipe)
 
 
-def chain_of(formulated: ShardingProblem, placed: PlacementSolution) -> tuple[float, ...]:
+def chain_of(formulated: ShardingProblem, placements: PlacementSolution) -> tuple[float, ...]:
     """Seconds of the parts of one forward between which it may be cut, in order (as `staging` chooses them).
 
     Backward is taken to follow forward part by part, which is enough to compare stages.
@@ -37,7 +37,7 @@ def chain_of(formulated: ShardingProblem, placed: PlacementSolution) -> tuple[fl
     for key, table in formulated.problem.terms.alone.items():
         if key.kind == "work" and not key.backward:
             for variable, costs in table.items():
-                work[variable] = work.get(variable, 0.0) + float(costs[placed.states[variable]])
+                work[variable] = work.get(variable, 0.0) + float(costs[placements.states[variable]])
     counts = folded.counts()
     seconds: dict[tuple[str, int], float] = {}
     for number, seconds_of_all in work.items():
@@ -69,9 +69,9 @@ def _crossing(model: Model, name: str) -> list[float]:
         for ref in refs_of(graph.nodes[number]):
             ends.setdefault(ref, number)
     steps = [0.0] * (len(graph.nodes) + 1)
-    made = [(value, 0) for value, _ in graph.inputs if value not in ports]
-    made += [(out, number) for number, node in enumerate(graph.nodes) for out in node.outs]
-    for value, begin in made:
+    values = [(value, 0) for value, _ in graph.inputs if value not in ports]
+    values += [(out, number) for number, node in enumerate(graph.nodes) for out in node.outs]
+    for value, begin in values:
         if ends.get(value, -1) > begin:
             steps[begin] += types[value].nbytes
             steps[ends[value]] -= types[value].nbytes

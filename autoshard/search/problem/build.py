@@ -137,14 +137,14 @@ class _Builder:
             BatchPricing(self.cost, self.sizes),
             self._batch() if self.scalable else 0,
         )
-        choices, known = sum(blueprint.states), SolutionCache(self.model.orders)
+        choices, cache = sum(blueprint.states), SolutionCache(self.model.orders)
         return Problem(
             self.axes,
             blueprint.terms(),
             tuple(self.variables),
             self.index,
             choices,
-            known,
+            cache,
             blueprint,
             others=self.others,
         )
@@ -159,13 +159,13 @@ class _Builder:
 
     def _grows(self, place: Place, type_: TensorType) -> bool:
         """Whether a value holds the batch, and so grows with it."""
-        found = self.growing.get(place)
-        if found is None:
+        grows = self.growing.get(place)
+        if grows is None:
             dims = self.model.kinds.dims.get(place)
             dims = batch_dims(self.model.digits, place, type_) if dims is None else dims
             self.scalable &= dims < 2
-            found = self.growing[place] = dims > 0
-        return found
+            grows = self.growing[place] = dims > 0
+        return grows
 
     def _check_batch(self) -> None:
         ways = 1
@@ -210,17 +210,17 @@ class _Builder:
         """The variable of an op: that of one which it may decide with, if that has the very same states."""
         variable = NodeVar(name, number, states)
         first = self.model.alike.ops.get((name, number))
-        found = None if first is None else self.index.get(("node", *first))
-        if found is None or self.variables[found].states != states:
+        number_of_first = None if first is None else self.index.get(("node", *first))
+        if number_of_first is None or self.variables[number_of_first].states != states:
             return self._add(("node", name, number), variable)
-        return self._join(("node", name, number), variable, found)
+        return self._join(("node", name, number), variable, number_of_first)
 
     def _add_value(self, place: Place, layouts: tuple[Layout, ...]) -> int:
         """The same of a value, whose layouts may be in another order."""
-        found = self.index.get(self._first_value(place))
-        if found is None or set(self.variables[found].states) != set(layouts):
+        variable = self.index.get(self._first_value(place))
+        if variable is None or set(self.variables[variable].states) != set(layouts):
             return self._add(place, ValueVar(place, layouts))
-        return self._join(place, ValueVar(place, layouts), found)
+        return self._join(place, ValueVar(place, layouts), variable)
 
     def _first_value(self, place: Place) -> Place | None:
         """What a value may decide with: the same value of the op that its own decides with."""
@@ -253,11 +253,11 @@ class _Builder:
             states = self._states(name, number, tuple(must))
             call = self._call(name, number, states)
             var = self._add_node(name, number, states)
-            again = self.kept.again([(name, number)])
+            recomputed = self.kept.again([(name, number)])
             if rule.exchange:
-                talk = Time("talk", self.backward[name], *again)
+                talk = Time("talk", self.backward[name], *recomputed)
                 self.entries.append(Exchanged(talk, var, self.counts[name], call))
-            work = Time("work", self.backward[name], *again)
+            work = Time("work", self.backward[name], *recomputed)
             self.entries.append(Busy(work, var, self.counts[name], call))
             for position, out in enumerate(node.outs):
                 self.producer[name, out] = (var, position)
@@ -265,26 +265,28 @@ class _Builder:
 
     def _states(self, name: str, number: int, must: tuple[bool, ...]) -> tuple[OpState, ...]:
         """The states of a call; many calls are alike."""
-        kind, known = self.kinds[name, number], self.model.ways
+        kind, cached = self.kinds[name, number], self.model.ways
         key = (kind.divided, must, self.sizes, self.splits)
-        if key not in known:
+        if key not in cached:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
             digits = self.model.digits.factors[name, number]
-            known[key] = tuple(op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must))
-        return known[key]
+            cached[key] = tuple(
+                op_states(rule, kind.ins, node.types, digits, self.sizes, self._allowed, must)
+            )
+        return cached[key]
 
     def _call(self, name: str, number: int, states: tuple[OpState, ...]) -> CallGroup:
         """A call in its states; many calls are alike."""
         kind = self.kinds[name, number]
         # the model keeps the states of all calls, so that their identity stays theirs
         key = (kind.costs, id(states))
-        known = self.calls.get(key)
-        if known is None:
+        cached = self.calls.get(key)
+        if cached is None:
             rule, node = self.model.rules[name, number], self.model.folded.segments[name].nodes[number]
-            known = self.calls[key] = CallGroup(
+            cached = self.calls[key] = CallGroup(
                 rule, kind.ins, node.types, states, kind.grow, kind.grows, kind.turned
             )
-        return known
+        return cached
 
     def _values(self, name: str) -> None:
         """A variable for every segment input and every value with more than one use."""
@@ -314,17 +316,17 @@ class _Builder:
             var_number = self._add_value(place, layouts)
             offered = self._source(var_number, 0)
             if value not in inputs:
-                made, position = self.producer[place]
+                producer, position = self.producer[place]
                 talk = Time("talk", self.backward[name], *self.kept.again(self.users.get(place, ())))
-                self._connect(talk, made, position, var_number, offered, place, type_, self.counts[name])
+                self._connect(talk, producer, position, var_number, offered, place, type_, self.counts[name])
             self.producer[place] = (var_number, 0)
 
     def _produced(self, name: str, value: str) -> list[Layout]:
-        made, position = self.producer[name, value]
-        var = self.variables[made]
+        producer, position = self.producer[name, value]
+        var = self.variables[producer]
         assert isinstance(var, NodeVar)
-        found = dict.fromkeys(s.outputs[position] for s in var.states)
-        return [layout for layout in found if layout is not None]
+        layouts = dict.fromkeys(s.outputs[position] for s in var.states)
+        return [layout for layout in layouts if layout is not None]
 
     def _layouts(
         self,
@@ -339,14 +341,14 @@ class _Builder:
         """All layouts of a value that only split the given axes; plain: as torch's own Shard."""
         per_axis: list[list[Placement]] = []
         for axis, size in enumerate(sizes):
-            found: dict[Placement, frozenset[int]] = {}
+            factors: dict[Placement, frozenset[int]] = {}
             for dim in range(len(type_.shape)) if axes[axis] and size > 1 else ():
                 for outer, part, cls in self.model.digits.values.get((*place, dim), ()):
                     placed = shard_of_digit(type_.shape[dim], dim, outer, part, size)
                     if placed is not None and not (plain and (placed.outer > 1 or placed.inner > 1)):
-                        found[placed] = found.get(placed, frozenset()) | {cls}
+                        factors[placed] = factors.get(placed, frozenset()) | {cls}
             meaning = meanings[axis]
-            per_axis.append([R, *(p for p, c in found.items() if self._layout_allowed(meaning, c))])
+            per_axis.append([R, *(p for p, c in factors.items() if self._layout_allowed(meaning, c))])
         return [c for c in product(*per_axis) if layout_ok(type_.shape, c, sizes)]
 
     def _layout_allowed(self, meaning: AxisMeaning, classes: frozenset[int]) -> bool:
@@ -418,7 +420,7 @@ class _Builder:
 
     def _representable(self, place: Place, type_: TensorType, axes: Sequence[bool]) -> list[Layout]:
         """Layouts that a DTensor can have: plain shards, or evenly split parts of a fused dim."""
-        found = []
+        representable = []
         mesh = self.axes
         for layout in self._layouts(place, type_, axes, mesh.mesh_sizes, mesh.mesh_meanings):
             shards = [p for p in layout if isinstance(p, Shard)]
@@ -427,8 +429,8 @@ class _Builder:
                 continue
             if fused and (len({p.dim for p in shards}) < len(shards)):
                 continue
-            found.append(layout)
-        return found
+            representable.append(layout)
+        return representable
 
     def _result(self, number: int, place: Place) -> None:
         type_ = self._type(place)
@@ -469,10 +471,10 @@ class _Builder:
 
     def _laid(self, layouts: Sequence[Layout | None]) -> Laid:
         key = tuple(layouts)
-        found = self.laid.get(key)
-        if found is None:
-            found = self.laid[key] = Laid(key)
-        return found
+        laid = self.laid.get(key)
+        if laid is None:
+            laid = self.laid[key] = Laid(key)
+        return laid
 
     def _connect(
         self,
@@ -489,11 +491,11 @@ class _Builder:
         way = self._way(type_, self._grows(place, type_), self._source(source, position), wanted)
         self.entries.append(Joined(kind, source, target, count, way))
 
-    def _way(self, type_: TensorType, grows: bool, given: Laid, wanted: Laid) -> LayoutChange:
+    def _way(self, type_: TensorType, grows: bool, given: Laid, target: Laid) -> LayoutChange:
         """Many edges are alike."""
-        key = (type_, grows, given, wanted)
+        key = (type_, grows, given, target)
         if key not in self.ways:
-            self.ways[key] = LayoutChange(type_, grows, given, wanted)
+            self.ways[key] = LayoutChange(type_, grows, given, target)
         return self.ways[key]
 
     def _connect_place(

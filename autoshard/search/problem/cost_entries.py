@@ -67,36 +67,36 @@ class BatchPricing:
 
     def busy(self, call: CallGroup) -> Array:
         """Seconds of computing of a call in each of its states."""
-        found = self._busy.get(call)
-        if found is None:
+        cached = self._busy.get(call)
+        if cached is None:
             if self._fixed is not None and not call.grows and not any(call.grow):
-                found = self._fixed.busy(call)
+                cached = self._fixed.busy(call)
             else:
                 scale = self.scale if call.grows else 1.0
                 grow = [self.scale if g else 1.0 for g in call.grow]
-                found = self.cost.op_seconds(
+                cached = self.cost.op_seconds(
                     call.rule, call.ins, call.outs, call.states, self.sizes, scale, grow, call.turned
                 )
-            self._busy[call] = found
-        return found
+            self._busy[call] = cached
+        return cached
 
     def way(self, way: LayoutChange) -> Array:
         """Seconds between layouts, [given, wanted]."""
-        found = self._ways.get(way)
-        if found is None:
-            found = self._fixed.way(way) if self._fixed is not None and not way.grows else self._reshard(way)
-            self._ways[way] = found
-        return found
+        cached = self._ways.get(way)
+        if cached is None:
+            cached = self._fixed.way(way) if self._fixed is not None and not way.grows else self._reshard(way)
+            self._ways[way] = cached
+        return cached
 
     def _reshard(self, way: LayoutChange) -> Array:
-        given, wanted = way.given.layouts, way.wanted.layouts
+        given, target = way.given.layouts, way.wanted.layouts
         table = self.cost.reshard.table(
             way.type,
-            [lay for lay in (*given, *wanted) if lay is not None],
+            [lay for lay in (*given, *target) if lay is not None],
             scale=self.scale if way.grows else 1.0,
         )
         rows = [0 if lay is None else table.index[lay] for lay in given]
-        cols = [table.index[lay] for lay in wanted if lay is not None]
+        cols = [table.index[lay] for lay in target if lay is not None]
         return table.seconds.take(rows, axis=0).take(cols, axis=1)
 
 

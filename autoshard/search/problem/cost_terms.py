@@ -167,12 +167,12 @@ class _Laid:
 
     def total(self, rows: Mapping[K, _Row], weight: Callable[[K], float]) -> list[Array]:
         """Per variable, the weighted sum of all kinds; those of the states of a variable, [states]."""
-        found = np.zeros(self.ends[-1][1] if self.ends else 0)
+        totals = np.zeros(self.ends[-1][1] if self.ends else 0)
         for key, (at, costs) in rows.items():
             share = weight(key)
             if share:
-                found[at] += share * costs
-        return [found[a:b] for a, b in self.ends]
+                totals[at] += share * costs
+        return [totals[a:b] for a, b in self.ends]
 
 
 def _vectors(table: Mapping[int, Array], kept: Mapping[int, Indices]) -> dict[int, Array]:
@@ -182,11 +182,11 @@ def _vectors(table: Mapping[int, Array], kept: Mapping[int, Indices]) -> dict[in
 def _matrices(
     table: Mapping[tuple[int, int], Array], kept: Mapping[int, Indices]
 ) -> dict[tuple[int, int], Array]:
-    found = {}
+    matrices = {}
     for (u, v), matrix in table.items():
         rows = matrix[kept[u]] if u in kept else matrix
-        found[u, v] = np.ascontiguousarray(rows[:, kept[v]] if v in kept else rows)
-    return found
+        matrices[u, v] = np.ascontiguousarray(rows[:, kept[v]] if v in kept else rows)
+    return matrices
 
 
 TimeWeight: TypeAlias = Callable[[Time], float]

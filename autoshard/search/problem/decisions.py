@@ -75,5 +75,5 @@ V = TypeVar("V", bound=Variable)
 
 def with_states(variable: V, states: tuple[Any, ...]) -> V:
     """The variable with other states."""
-    found: V = replace(cast("Any", variable), states=states)
-    return found
+    variable_: V = replace(cast("Any", variable), states=states)
+    return variable_

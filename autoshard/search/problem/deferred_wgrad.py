@@ -56,11 +56,11 @@ def made_late(
     """
     makers = {name: {o for node in g.nodes for o in node.outs} for name, g in folded.segments.items()}
     counts = folded.counts()
-    found: dict[Place, int] = {}
+    numbers: dict[Place, int] = {}
     for segment, value in late:
         if backward[segment] and value in makers[segment]:
-            found[segment, value] = counts[segment]
+            numbers[segment, value] = counts[segment]
     for (source, target), count in flow.edges.items():
         if target in late and source[0] and backward[source[0]]:
-            found[source] = max(count, found.get(source, 0))
-    return found
+            numbers[source] = max(count, numbers.get(source, 0))
+    return numbers

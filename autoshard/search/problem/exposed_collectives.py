@@ -60,7 +60,7 @@ def bare_gather(
 
 
 def reduce_chains(
-    made: Sequence[Layout],
+    produced: Sequence[Layout],
     stored: Sequence[Layout],
     table: ReshardTable,
     meanings: Sequence[AxisMeaning],
@@ -72,8 +72,8 @@ def reduce_chains(
     """
     inside = [k for k, m in enumerate(meanings) if m.splits_layers]
     outside = [k for k, m in enumerate(meanings) if not m.splits_layers]
-    found: dict[tuple[Layout, Layout], float] = {}
-    for g in {g for g in made if sums_over(g, inside) and sums_over(g, outside)}:
+    chains: dict[tuple[Layout, Layout], float] = {}
+    for g in {g for g in produced if sums_over(g, inside) and sums_over(g, outside)}:
         for s in {s for s in stored if any(isinstance(s[k], Shard) for k in inside)}:
             start, goal = table.index[g], table.index[s]
             between = table.hop.item(start, goal)
@@ -81,10 +81,10 @@ def reduce_chains(
                 continue
             # one over an axis inside layers is short and alone: that may well come first
             if all(g[k] == table.layouts[between][k] for k in inside):
-                found[g, s] = table.seconds.item(start, between) / share
-    if not found:
+                chains[g, s] = table.seconds.item(start, between) / share
+    if not chains:
         return None
-    return np.array([[found.get((g, s), 0.0) for s in stored] for g in made])
+    return np.array([[chains.get((g, s), 0.0) for s in stored] for g in produced])
 
 
 def sums_over(layout: Layout, axes: Sequence[int]) -> bool:

@@ -19,9 +19,9 @@ def merged(entries: Sequence[Entry]) -> list[Entry]:
                 key = (Joined, entry.key, entry.source, entry.target, entry.way)
             case _:
                 key = number
-        known = found.get(key)
-        if isinstance(known, Busy | Exchanged | Joined) and isinstance(entry, Busy | Exchanged | Joined):
-            found[key] = replace(known, count=known.count + entry.count)
+        before = found.get(key)
+        if isinstance(before, Busy | Exchanged | Joined) and isinstance(entry, Busy | Exchanged | Joined):
+            found[key] = replace(before, count=before.count + entry.count)
         else:
             found[key] = entry
     return list(found.values())

@@ -34,24 +34,24 @@ def shares_of(flow: Flow) -> dict[Place, Shares]:
     nbytes = {key: float(group.first.type.nbytes) for key, group in params.items()}
     users = {key: {name for name, _ in flow.targets.get(key, ())} for key in params}
     used: defaultdict[str, float] = defaultdict(float)
-    made: defaultdict[str, float] = defaultdict(float)
+    produced: defaultdict[str, float] = defaultdict(float)
     for key, group in params.items():
         for segment in users[key]:
             used[segment] += nbytes[key]
         for segment, _ in group.grads:
-            made[segment] += nbytes[key]
+            produced[segment] += nbytes[key]
     trained = sum(len(group.ports) * nbytes[key] for key, group in params.items() if group.grads)
     message = min(float(BUCKET_BYTES), trained)
 
     def share(key: Place, totals: Iterable[float]) -> float:
         return min(1.0, max((nbytes[key] / total for total in totals if total), default=1.0))
 
-    found: dict[Place, Shares] = {}
+    shares: dict[Place, Shares] = {}
     for key, group in params.items():
         if not nbytes[key]:
-            found[key] = Shares()
+            shares[key] = Shares()
             continue
         gather = share(key, (used[s] for s in users[key]))
-        scatter = share(key, (made[segment] for segment, _ in group.grads))
-        found[key] = Shares(Share(gather, gather), Share(share(key, [message]), scatter))
-    return found
+        scatter = share(key, (produced[segment] for segment, _ in group.grads))
+        shares[key] = Shares(Share(gather, gather), Share(share(key, [message]), scatter))
+    return shares

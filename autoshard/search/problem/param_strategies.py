@@ -158,8 +158,8 @@ def _update(type_: TensorType, own: float, trained: bool, prices: Prices) -> flo
 
 def _tie(type_: TensorType, stored: Layout, axes: SearchAxes, gathered: bool) -> float:
     score = 10.0 * gathered
-    for placed, size in zip(stored, axes.mesh_sizes, strict=True):
-        if isinstance(placed, Shard):
-            score += 0.01 * placed.dim + 0.1 * (placed.outer > 1)
-            score += 1.0 * (not is_even(type_.shape[placed.dim], placed, size))
+    for placement, size in zip(stored, axes.mesh_sizes, strict=True):
+        if isinstance(placement, Shard):
+            score += 0.01 * placement.dim + 0.1 * (placement.outer > 1)
+            score += 1.0 * (not is_even(type_.shape[placement.dim], placement, size))
     return TIE * score

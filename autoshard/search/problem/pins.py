@@ -29,28 +29,34 @@ class Pin:
     """A placement on some axes for every tensor whose name a glob matches.
 
     glob: matches names of parameters, buffers and inputs, and of modules, whose output is meant; with a
-    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. wanted: (axis name, placement) pairs; other
+    slash, ``SEGMENT/VALUE`` as `autoshard inspect` prints them. placements: (axis name, placement) pairs; other
     axes are free.
     """
 
     glob: str
-    wanted: tuple[tuple[str, Placement], ...]
+    placements: tuple[tuple[str, Placement], ...]
 
     @classmethod
     def parse(cls, text: str) -> Pin:
         """From ``GLOB=axis:placement[,axis:placement]``; raises UsageError."""
         glob, equals, rest = text.partition("=")
         pairs = [part.partition(":") for part in _split(rest)]
-        if not equals or not glob.strip() or not all(name.strip() and placed for name, _, placed in pairs):
+        if (
+            not equals
+            or not glob.strip()
+            or not all(name.strip() and placement for name, _, placement in pairs)
+        ):
             raise UsageError(f"{text!r} is not a pin", hint=_FORM)
         try:
-            wanted = tuple((name.strip(), parse_placement(placed.strip())) for name, _, placed in pairs)
+            placements = tuple(
+                (name.strip(), parse_placement(placement.strip())) for name, _, placement in pairs
+            )
         except ValueError as error:
             raise UsageError(f"{text!r} is not a pin", why=str(error), hint=_FORM) from None
-        return cls(glob.strip(), wanted)
+        return cls(glob.strip(), placements)
 
     def __str__(self) -> str:
-        return f"{self.glob}={','.join(f'{axis}:{placed}' for axis, placed in self.wanted)}"
+        return f"{self.glob}={','.join(f'{axis}:{placement}' for axis, placement in self.placements)}"
 
 
 def _split(text: str) -> list[str]:
@@ -81,27 +87,27 @@ def pinned_keys(pins: Sequence[Pin], model: Model) -> frozenset[object]:
     if not pins:
         return frozenset()
     names = _Names(model)
-    found: set[object] = set()
-    for group, own in names.ports():
-        if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
-            found.add(group.key)
-    for (segment, value), own in names.results(pins):
-        if any(fnmatchcase(name, pin.glob) for name in own for pin in pins):
+    keys: set[object] = set()
+    for group, members in names.ports():
+        if any(fnmatchcase(name, pin.glob) for name in members for pin in pins):
+            keys.add(group.key)
+    for (segment, value), members in names.results(pins):
+        if any(fnmatchcase(name, pin.glob) for name in members for pin in pins):
             nodes = model.folded.segments[segment].nodes
             number = next(k for k, node in enumerate(nodes) if value in node.outs)
-            found.add(("node", segment, number))
-    return frozenset(found)
+            keys.add(("node", segment, number))
+    return frozenset(keys)
 
 
 def combined(masks: Sequence[Sequence[Array | None]], variables: int) -> list[Array | None]:
     """All masks together."""
-    found: list[Array | None] = [None] * variables
+    masks_of: list[Array | None] = [None] * variables
     for mask in masks:
         for k, one in enumerate(mask):
             if one is not None:
-                known = found[k]
-                found[k] = one if known is None else known + one
-    return found
+                before = masks_of[k]
+                masks_of[k] = one if before is None else before + one
+    return masks_of
 
 
 def check_pins(pins: Sequence[Pin], masks: Sequence[Sequence[Array | None]], problem: Problem) -> None:
@@ -173,7 +179,7 @@ class _Names:
         for segment, graph in self.model.folded.segments.items():
             if backward[segment]:
                 continue
-            made: dict[str, str] = {}
+            outputs: dict[str, str] = {}
             users: dict[str, set[str]] = {out: {""} for out in graph.outputs}
             for node in graph.nodes:
                 for ref in refs_of(node):
@@ -184,9 +190,9 @@ class _Names:
                     for end in range(1, len(parts) + 1):
                         module = ".".join(parts[:end])
                         if any(not f"{u}.".startswith(f"{module}.") for u in users.get(out, ())):
-                            made[module] = out
+                            outputs[module] = out
             labels = self.labels.get(segment, [])
-            for module, out in made.items():
+            for module, out in outputs.items():
                 first = labels[0] if labels else ""
                 inside = bool(first) and f"{module}.".startswith(f"{first}.")
                 names = [label + module[len(first) :] for label in labels] if inside else [module]
@@ -194,42 +200,42 @@ class _Names:
 
 
 def _mask(pin: Pin, names: _Names, mesh: Mesh, problem: Problem) -> tuple[Array | None, ...]:
-    wanted = [(mesh.index(axis), placed) for axis, placed in pin.wanted]
-    found: list[Array | None] = [None] * len(problem.variables)
-    known: list[str] = []
+    placements = [(mesh.index(axis), placed) for axis, placed in pin.placements]
+    masks: list[Array | None] = [None] * len(problem.variables)
+    candidates: list[str] = []
     hits = 0
-    for group, own in names.ports():
-        known += own
-        matching = [n for n in own if fnmatchcase(n, pin.glob)]
+    for group, members in names.ports():
+        candidates += members
+        matching = [n for n in members if fnmatchcase(n, pin.glob)]
         if matching:
-            _all_or_none(pin, matching, own)
+            _all_or_none(pin, matching, members)
             number = problem.index[group.key]
-            found[number] = _allowed(pin, problem.variables[number], wanted, 0, problem.axes, mesh)
+            masks[number] = _allowed(pin, problem.variables[number], placements, 0, problem.axes, mesh)
             hits += 1
-    for (segment, value), own in names.results((pin,)):
-        known += own
-        matching = [n for n in own if fnmatchcase(n, pin.glob)]
+    for (segment, value), members in names.results((pin,)):
+        candidates += members
+        matching = [n for n in members if fnmatchcase(n, pin.glob)]
         if matching:
-            _all_or_none(pin, matching, own)
+            _all_or_none(pin, matching, members)
             number, position = _maker(names.model, problem, segment, value)
-            found[number] = _allowed(pin, problem.variables[number], wanted, position, problem.axes, mesh)
+            masks[number] = _allowed(pin, problem.variables[number], placements, position, problem.axes, mesh)
             hits += 1
     if not hits:
-        near = get_close_matches(pin.glob, known, n=3, cutoff=0.4)
+        near = get_close_matches(pin.glob, candidates, n=3, cutoff=0.4)
         raise UsageError(
             f"the pin '{pin}' matches no tensor",
             why="no parameter, buffer, input or module of the model has such a name",
             hint=f"close to it: {', '.join(near)}" if near else "names are those of model.named_parameters()",
         )
-    return tuple(found)
+    return tuple(masks)
 
 
-def _all_or_none(pin: Pin, matching: Sequence[str], own: Sequence[str]) -> None:
-    if len(matching) < len(own):
-        other = next(n for n in own if n not in matching)
+def _all_or_none(pin: Pin, matching: Sequence[str], members: Sequence[str]) -> None:
+    if len(matching) < len(members):
+        other = next(n for n in members if n not in matching)
         raise UsageError(
             f"the pin '{pin}' takes {matching[0]} but not {other}",
-            why=f"the {len(own)} repeated layers they belong to take the same decisions",
+            why=f"the {len(members)} repeated layers they belong to take the same decisions",
             hint="use * for the number of the layer",
         )
 
@@ -244,7 +250,7 @@ def _maker(model: Model, problem: Problem, segment: str, value: str) -> tuple[in
 def _allowed(
     pin: Pin,
     variable: Variable,
-    wanted: Sequence[tuple[int, Placement]],
+    placements: Sequence[tuple[int, Placement]],
     position: int,
     axes: SearchAxes,
     mesh: Mesh,
@@ -252,14 +258,14 @@ def _allowed(
     """0 for the states that have the wanted placements, inf for the others."""
 
     def fits(layout: Layout | None) -> bool:
-        return layout is not None and all(layout[axis] == placed for axis, placed in wanted)
+        return layout is not None and all(layout[axis] == placement for axis, placement in placements)
 
     match variable:
         case ParamVar():
             # where parameters are only stored split, gathering them for use is the axis' meaning
-            used = [(a, p) for a, p in wanted if not axes.mesh_meanings[a].splits_batch]
+            used = [(a, p) for a, p in placements if not axes.mesh_meanings[a].splits_batch]
             ok = [
-                fits(s.stored) and all(axes.to_mesh(s.use)[axis] == placed for axis, placed in used)
+                fits(s.stored) and all(axes.to_mesh(s.use)[axis] == placement for axis, placement in used)
                 for s in variable.states
             ]
         case NodeVar():

@@ -151,14 +151,14 @@ class Problem:
 
         of: what each wants. Where all together want none of the states, the later ones are not heard.
         """
-        found: list[Array | None] = []
+        masks: list[Array | None] = []
         for number in range(len(self.variables)):
             both: Array | None = None
             for variable in self.together(number):
                 mask = of(variable)
                 both = both if mask is None else compatible_states(both, mask)
-            found.append(both)
-        return found
+            masks.append(both)
+        return masks
 
     def grows_to(self, batch: int) -> bool:
         """Whether microbatches of ``batch`` sequences leave the same to decide."""

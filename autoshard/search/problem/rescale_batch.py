@@ -81,10 +81,10 @@ class _Scaling:
 
     def _digits(self, digits: Sequence[Digit]) -> tuple[Digit, ...]:
         """Parts of one dim: those that hold the batch grow, those inside it move."""
-        found = next((d for d in digits if d[2] in self.batch), None)
-        if found is None:
+        digit = next((d for d in digits if d[2] in self.batch), None)
+        if digit is None:
             return tuple(digits)
-        above, size, _ = found
+        above, size, _ = digit
         if size != self.old:
             raise NotRescalable(f"a part of {size} belongs to the batch of {self.old}")
         scaled = []

@@ -61,80 +61,82 @@ class _Analysis:
 
     def run(self) -> SavedTerms:
         read, crossing = self._roots(backward=True), self._roots(backward=False)
-        late, made = self._waiting(read)
-        found: list[tuple[Bytes, Place, int]] = []
+        late, waiting = self._waiting(read)
+        entries: list[tuple[Bytes, Place, int]] = []
         staying: dict[str, frozenset[str]] = {}
         for name in sorted(self.layers):
             staying[name] = self._layer(name, read, crossing)
             for value in sorted(staying[name]):
                 root = self.root((name, value))
                 if value in self.makers[name] and root not in read and root not in crossing:
-                    found.append((Bytes("extra", name), root, self.counts[name]))
+                    entries.append((Bytes("extra", name), root, self.counts[name]))
         for root, count in read.items():
             segment, value = root
             if value not in self.makers[segment] or root in crossing:
-                found.append((Bytes("held", late=late.get(root)), root, count))
+                entries.append((Bytes("held", late=late.get(root)), root, count))
             else:
                 cheap = value not in staying.get(segment, ())
-                found.append((Bytes("kept", segment, cheap, late.get(root)), root, count))
-        found += [(Bytes("waiting"), root, count) for root, count in made.items()]
-        found += self._inputs(read, staying)
-        return SavedTerms(tuple(found), frozenset(self.full), frozenset(self.selective))
+                entries.append((Bytes("kept", segment, cheap, late.get(root)), root, count))
+        entries += [(Bytes("waiting"), root, count) for root, count in waiting.items()]
+        entries += self._inputs(read, staying)
+        return SavedTerms(tuple(entries), frozenset(self.full), frozenset(self.selective))
 
     def _waiting(self, read: Mapping[Place, int]) -> tuple[dict[Place, bool], dict[Place, int]]:
         """(what backward reads -> whether gradients of parameters are made of it, gradients of activations
         that they are made of -> in how many calls); nothing if a rank where they wait holds less for it."""
-        wanted = frozenset(map(self.root, read_late(self.folded, self.flow)))
-        needed = {self.root(source) for source, target in self.flow.edges if target in wanted and source[0]}
+        late_reads = frozenset(map(self.root, read_late(self.folded, self.flow)))
+        needed = {
+            self.root(source) for source, target in self.flow.edges if target in late_reads and source[0]
+        }
         late = {root: root in needed for root in read}
-        made: dict[Place, int] = {}
-        for place, count in made_late(self.folded, self.flow, wanted, self.backward).items():
-            made[self.root(place)] = max(count, made.get(self.root(place), 0))
+        waiting: dict[Place, int] = {}
+        for place, count in made_late(self.folded, self.flow, late_reads, self.backward).items():
+            waiting[self.root(place)] = max(count, waiting.get(self.root(place), 0))
         types = {name: graph.types() for name, graph in self.folded.segments.items()}
-        more = sum(count * types[name][value].nbytes for (name, value), count in made.items())
+        more = sum(count * types[name][value].nbytes for (name, value), count in waiting.items())
         freed = sum(
             count * types[name][value].nbytes
             for (name, value), count in read.items()
             if not late[name, value]
         )
-        return (late, made) if more > freed else ({}, {})
+        return (late, waiting) if more > freed else ({}, {})
 
     def _inputs(
         self, read: Mapping[Place, int], staying: Mapping[str, frozenset[str]]
     ) -> Iterator[tuple[Bytes, Place, int]]:
         """What a call would have to keep of what it takes, and does not keep otherwise."""
         for (source, target), count in self.flow.edges.items():
-            again = target[0] in self.layers and source[0] and not self.backward[source[0]]
-            if again and self.root(source) not in read:
+            recomputed = target[0] in self.layers and source[0] and not self.backward[source[0]]
+            if recomputed and self.root(source) not in read:
                 both = target[1] in staying[target[0]]
                 yield Bytes("input", target[0], both), self.root(source), count
 
     def _layer(self, name: str, read: Mapping[Place, int], crossing: Collection[Place]) -> frozenset[str]:
         """The values of a layer that selective recomputation starts from."""
         graph, makers = self.folded.segments[name], self.makers[name]
-        wanted = {v for s, v in read if s == name and v in makers and (s, v) not in crossing}
+        values = {v for s, v in read if s == name and v in makers and (s, v) not in crossing}
         kinds = {out: self.rules[name, k].kind for out, k in makers.items()}
         sizes = {v: t.nbytes for v, t in graph.types().items()}
         sizes |= dict.fromkeys((v for v, _ in graph.inputs), 0)
         sizes |= {v: 0 for s, v in crossing if s == name}
         views = [v for v, kind in kinds.items() if kind == "view"]
         dear = [v for v, kind in kinds.items() if kind == "matmul"]
-        staying = keep_least(graph, wanted, dear, views, sizes) if wanted else frozenset()
-        self.full |= self._needed(name, wanted, frozenset())
-        self.selective |= self._needed(name, wanted, staying)
+        staying = keep_least(graph, values, dear, views, sizes) if values else frozenset()
+        self.full |= self._needed(name, values, frozenset())
+        self.selective |= self._needed(name, values, staying)
         return staying
 
-    def _needed(self, name: str, wanted: Collection[str], given: Collection[str]) -> set[NodeKey]:
+    def _needed(self, name: str, values: Collection[str], given: Collection[str]) -> set[NodeKey]:
         """Nodes that make what is wanted from what is given and the inputs."""
         graph, makers = self.folded.segments[name], self.makers[name]
-        found: set[NodeKey] = set()
-        waiting = [v for v in wanted if v not in given]
+        needed: set[NodeKey] = set()
+        waiting = [v for v in values if v not in given]
         while waiting:
             number = makers.get(waiting.pop())
-            if number is not None and (name, number) not in found:
-                found.add((name, number))
+            if number is not None and (name, number) not in needed:
+                needed.add((name, number))
                 waiting += [r for r in refs_of(graph.nodes[number]) if r not in given]
-        return found
+        return needed
 
     def _roots(self, *, backward: bool) -> dict[Place, int]:
         """What forward makes and calls of that phase read: storage -> in how many calls."""

@@ -36,10 +36,10 @@ class SearchAxes:
         """A layout over the search's axes as one over the mesh."""
         if not self.merged:
             return layout
-        placed: dict[int, Placement] = {}
+        placements: dict[int, Placement] = {}
         for one, axes in zip(layout, self.spread, strict=True):
-            placed.update((axis, one) for axis in axes)
-        return tuple(placed[axis] for axis in range(len(self.mesh_sizes)))
+            placements.update((axis, one) for axis in axes)
+        return tuple(placements[axis] for axis in range(len(self.mesh_sizes)))
 
 
 def plain_axes(mesh: Mesh, meanings: tuple[AxisMeaning, ...] = ()) -> SearchAxes:

@@ -78,12 +78,12 @@ def _leaders(folded: Folded) -> dict[str, str]:
     for names in by_size.values():
         for name in names if len(names) >= _SEGMENTS else ():
             groups.setdefault(_shape(folded.segments[name], numbers=False), []).append(name)
-    found: dict[str, str] = {}
+    leaders: dict[str, str] = {}
     for names in groups.values():
         # what is equal in its numbers, too, would be one segment if that could be
         if len(names) >= _SEGMENTS and len({_shape(folded.segments[n]) for n in names}) == len(names):
-            found.update(dict.fromkeys(names, names[0]))
-    return found
+            leaders.update(dict.fromkeys(names, names[0]))
+    return leaders
 
 
 def _shape(graph: Graph, *, numbers: bool = True) -> Hashable:
@@ -118,7 +118,7 @@ def _kinds(graph: Graph) -> list[int]:
     refs: list[tuple[str, ...]] = [*(() for _ in inputs), *(tuple(refs_of(n)) for n in graph.nodes)]
     outs = [*((value,) for value in inputs), *(n.outs for n in graph.nodes)]
     ops = [*("" for _ in inputs), *(n.op for n in graph.nodes)]
-    makers = {out: (k, p) for k, made in enumerate(outs) for p, out in enumerate(made)}
+    makers = {out: (k, p) for k, results in enumerate(outs) for p, out in enumerate(results)}
     users: list[list[tuple[int, int]]] = [[] for _ in outs]
     uses: dict[str, int] = dict.fromkeys(leaving, 1)
     for number, taken in enumerate(refs):
@@ -130,9 +130,9 @@ def _kinds(graph: Graph) -> list[int]:
             (
                 op,
                 tuple(types[r] for r in taken),
-                tuple((types.get(o), min(uses.get(o, 0), 2), o in leaving) for o in made),
+                tuple((types.get(o), min(uses.get(o, 0), 2), o in leaving) for o in results),
             )
-            for op, taken, made in zip(ops, refs, outs, strict=True)
+            for op, taken, results in zip(ops, refs, outs, strict=True)
         ]
     )
     for _ in range(_AROUND):

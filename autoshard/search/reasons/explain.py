@@ -29,7 +29,7 @@ from autoshard.solver.min_marginals import min_marginals
 
 
 def explain(
-    settled: CandidateSolution,
+    solution: CandidateSolution,
     cluster: Cluster,
     fingerprint: str,
     *,
@@ -42,16 +42,16 @@ def explain(
 
     reasons: False for the decisions alone.
     """
-    placed, problem = settled.placed, settled.formulated.problem
-    mesh, where = settled.configuration.mesh, settled.configuration
+    placements, problem = solution.placements, solution.formulated.problem
+    mesh, configuration = solution.configuration.mesh, solution.configuration
     optimality = OptimalityGap(
-        placed.seconds,
-        settled.bound,
-        max(0.0, (placed.seconds - settled.bound) / placed.seconds) if placed.seconds else 0.0,
-        placed.solution.method,
+        placements.seconds,
+        solution.bound,
+        max(0.0, (placements.seconds - solution.bound) / placements.seconds) if placements.seconds else 0.0,
+        placements.solution.method,
         len(problem.variables),
         problem.choices,
-        settled.configuration_bound,
+        solution.configuration_bound,
     )
     plan = Plan(
         mesh=str(mesh),
@@ -64,25 +64,25 @@ def explain(
         ports={},
         results={},
         why={},
-        warnings=_warnings(settled, cluster, budget, replicated),
+        warnings=_warnings(solution, cluster, budget, replicated),
         optimality=optimality,
         target=target,
         replicated=tuple(replicated),
-        microbatches=where.microbatches,
-        batch=where.batch,
-        order=() if settled.formulated.order is None else settled.formulated.order.devices,
-        recompute=dict(placed.setting.recompute),
-        pipeline=_pipeline(where.pipe),
+        microbatches=configuration.microbatches,
+        batch=configuration.batch,
+        order=() if solution.formulated.order is None else solution.formulated.order.devices,
+        recompute=dict(placements.setting.recompute),
+        pipeline=_pipeline(configuration.pipe),
     )
-    marginals = min_marginals(placed.network, chosen=placed.states) if reasons else None
-    for number, state in enumerate(placed.states):
+    marginals = min_marginals(placements.network, chosen=placements.states) if reasons else None
+    for number, state in enumerate(placements.states):
         for variable in problem.together(number):
             key = _record(plan, variable, state, problem.axes)
             if marginals is not None:
                 costs = marginals.costs[number]
                 plan.why[key] = _why(variable, state, costs, mesh, problem.axes, marginals.exact)
-    if reasons and settled.rejected:
-        plan.why["mesh"] = _why_mesh(settled)
+    if reasons and solution.rejected:
+        plan.why["mesh"] = _why_mesh(solution)
     return plan
 
 
@@ -91,31 +91,31 @@ def _pipeline(pipe: Pipe) -> Pipeline | None:
     return None if pipe.ranks == 1 else Pipeline(pipe.ranks, 0, pipe.schedule, pipe.chunks, (), pipe.slices)
 
 
-def _why_mesh(settled: CandidateSolution) -> Why:
+def _why_mesh(solution: CandidateSolution) -> Why:
     """Against the next best configuration that was solved; against an estimate only where none was."""
-    reason = f"the best of {len(settled.rejected) + 1} configurations"
-    other, own = settled.rejected[0], settled.placed.seconds
+    reason = f"the best of {len(solution.rejected) + 1} configurations"
+    other, seconds = solution.rejected[0], solution.placements.seconds
     if other.solved:
-        return Why(reason, other.name, max(0.0, other.seconds - own))
+        return Why(reason, other.name, max(0.0, other.seconds - seconds))
     # an estimate below what was found says that the two are close, not by how much
-    said = "estimated, not solved" if other.seconds > own else "estimated no slower, but not solved"
-    return Why(reason, f"{other.name} ({said})", max(0.0, other.seconds - own))
+    said = "estimated, not solved" if other.seconds > seconds else "estimated no slower, but not solved"
+    return Why(reason, f"{other.name} ({said})", max(0.0, other.seconds - seconds))
 
 
 def _warnings(
-    settled: CandidateSolution, cluster: Cluster, budget: int | None, replicated: Sequence[str]
+    solution: CandidateSolution, cluster: Cluster, budget: int | None, replicated: Sequence[str]
 ) -> tuple[str, ...]:
     warnings = [f"{op} has no rule and runs replicated" for op in replicated]
-    if settled.interrupted:
+    if solution.interrupted:
         warnings.append("the search was interrupted: this is the best plan found until then")
-    if settled.spent:
+    if solution.spent:
         warnings.append("the search reached its work limit: this is the best plan found until then")
-    if not settled.formulated.strict:
-        warnings.append(f"not all work could be sharded as the axes of {settled.formulated.mesh} mean")
-    room = usable_memory(cluster.device)
-    if budget is None and settled.placed.bytes > room:
-        held = bytes_up(settled.placed.bytes)
-        warnings.append(f"a rank needs about {held}, a {cluster.device.name} has {bytes_up(room)}")
+    if not solution.formulated.strict:
+        warnings.append(f"not all work could be sharded as the axes of {solution.formulated.mesh} mean")
+    capacity = usable_memory(cluster.device)
+    if budget is None and solution.placements.bytes > capacity:
+        needed = bytes_up(solution.placements.bytes)
+        warnings.append(f"a rank needs about {needed}, a {cluster.device.name} has {bytes_up(capacity)}")
     return tuple(warnings)
 
 
@@ -129,8 +129,8 @@ def _record(plan: Plan, variable: Variable, state: int, axes: SearchAxes) -> str
             plan.values[variable.place] = axes.to_mesh(variable.states[state])
             return why_key("value", *variable.place)
         case ParamVar():
-            life = variable.states[state]
-            plan.params[variable.place] = replace(life, use=axes.to_mesh(life.use))
+            strategy = variable.states[state]
+            plan.params[variable.place] = replace(strategy, use=axes.to_mesh(strategy.use))
             return why_key("param", variable.place[1])
         case PortVar():
             plan.ports[variable.place] = axes.to_mesh(variable.states[state])
@@ -153,11 +153,11 @@ def _why(variable: Variable, state: int, costs: np.ndarray, mesh: Mesh, axes: Se
 
     exact: whether costs are those of the best plan with each choice; else everything else stays as it is.
     """
-    own = _face(variable, state, mesh, axes)
+    shown = _face(variable, state, mesh, axes)
     others = [
         (float(costs[k]), k)
         for k in range(len(variable.states))
-        if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh, axes) != own
+        if k != state and np.isfinite(costs[k]) and _face(variable, k, mesh, axes) != shown
     ]
     if not others:
         return Why("no alternative")
@@ -177,22 +177,22 @@ def _face(variable: Variable, state: int, mesh: Mesh, axes: SearchAxes) -> str:
             layout = next((lay for lay in chosen.outputs if lay is not None), None)
             return "" if layout is None else _layout(axes.to_mesh(layout), mesh)
         case ParamVar():
-            life = variable.states[state]
-            return life_text(replace(life, use=axes.to_mesh(life.use)), mesh)
+            strategy = variable.states[state]
+            return life_text(replace(strategy, use=axes.to_mesh(strategy.use)), mesh)
         case _:
             return _layout(axes.to_mesh(variable.states[state]), mesh)
 
 
-def life_text(life: ParamState, mesh: Mesh) -> str:
-    """``fsdp:S(0) used as fsdp:R, ZeRO-3``; life: with layouts over the mesh."""
-    if life.stored == life.use:
-        return _layout(life.stored, mesh)
-    return f"{_layout(life.stored, mesh)} used as {_layout(life.use, mesh)}, {zero_stage(life)}"
+def life_text(strategy: ParamState, mesh: Mesh) -> str:
+    """``fsdp:S(0) used as fsdp:R, ZeRO-3``; strategy: with layouts over the mesh."""
+    if strategy.stored == strategy.use:
+        return _layout(strategy.stored, mesh)
+    return f"{_layout(strategy.stored, mesh)} used as {_layout(strategy.use, mesh)}, {zero_stage(strategy)}"
 
 
-def zero_stage(life: ParamState) -> str:
+def zero_stage(strategy: ParamState) -> str:
     """The stage of Rajbhandari et al., ZeRO, SC'20, that a life with something to gather is."""
-    return ("ZeRO-1" if life.late else "ZeRO-2") if life.keep else "ZeRO-3"
+    return ("ZeRO-1" if strategy.late else "ZeRO-2") if strategy.keep else "ZeRO-3"
 
 
 def _layout(layout: Layout, mesh: Mesh) -> str:

@@ -70,7 +70,7 @@ def price_baselines(
     setting: StepConfig,
     plain: BaselineConfigurations,
     sharded: BaselineConfigurations,
-    known: Sequence[Staged],
+    meshes: Sequence[Staged],
     rooms: Rooms,
     reached: float,
 ) -> tuple[Baseline, ...]:
@@ -80,14 +80,14 @@ def price_baselines(
     Megatron-LM by the rules of Narayanan et al., SC'21, section 3: tensor parallelism inside a node, as
     little of it as fits, activations between layers whole on every rank of it; where a whole node does not
     do, as few pipeline stages as fit, by 1F1B, interleaved or not. plain: prices of what our programs can
-    store; sharded: of what FSDP2 stores (`search.problem.padded_params`). known: meshes that were searched.
+    store; sharded: of what FSDP2 stores (`search.problem.padded_params`). meshes: meshes that were searched.
     reached: seconds of the plan; whoever seems faster has to fit as a program, too, which ``rooms`` tells.
     """
     solve = _Solver(budget, setting, plain, rooms, reached)
     return (
         solve.one("data parallel", Staged(Mesh((Axis("dp", devices),)))),
         replace(solve, prices=sharded).one("FSDP2", Staged(Mesh((Axis("fsdp", devices),)))),
-        _megatron(devices, cluster, solve, known),
+        _megatron(devices, cluster, solve, meshes),
     )
 
 
@@ -106,28 +106,43 @@ class _Solver:
         except UsageError as error:
             return Baseline(name, mesh, 1, None, error.what)
         for estimated in configurations.nearest(2):
-            where = estimated.configuration
-            formulated = self.prices.pose(where)
+            configuration = estimated.configuration
+            formulated = self.prices.pose(configuration)
             allowed = _whole_between_layers(formulated) if between_layers_whole else ()
-            room = MemoryCheck(replace(estimated.setting, microbatches=where.microbatches), self.budget)
-            placed = self._place(formulated, room, allowed)
-            if placed is not None and self._seconds(formulated, placed, where) < self.reached:
-                fits = self.rooms(where, room.setting)
-                placed = None if fits is None else self._place(formulated, fits, allowed)
-            if placed is not None:
-                return Baseline(name, mesh, where.microbatches, self._seconds(formulated, placed, where))
+            memory_check = MemoryCheck(
+                replace(estimated.setting, microbatches=configuration.microbatches), self.budget
+            )
+            placements = self._place(formulated, memory_check, allowed)
+            if placements is not None and self._seconds(formulated, placements, configuration) < self.reached:
+                fits = self.rooms(configuration, memory_check.setting)
+                placements = None if fits is None else self._place(formulated, fits, allowed)
+            if placements is not None:
+                return Baseline(
+                    name,
+                    mesh,
+                    configuration.microbatches,
+                    self._seconds(formulated, placements, configuration),
+                )
         return Baseline(name, mesh, 1, None, "does not fit the memory")
 
-    def _seconds(self, formulated: ShardingProblem, placed: PlacementSolution, where: Configuration) -> float:
+    def _seconds(
+        self, formulated: ShardingProblem, placements: PlacementSolution, configuration: Configuration
+    ) -> float:
         """Of a step; stages of a pipeline are no more alike than they can be."""
-        return placed.seconds if where.pipe.ranks == 1 else imbalance_seconds(formulated, placed, where.pipe)
+        return (
+            placements.seconds
+            if configuration.pipe.ranks == 1
+            else imbalance_seconds(formulated, placements, configuration.pipe)
+        )
 
     def _place(
-        self, formulated: ShardingProblem, room: MemoryCheck, allowed: Sequence[Array | None]
+        self, formulated: ShardingProblem, memory_check: MemoryCheck, allowed: Sequence[Array | None]
     ) -> PlacementSolution | None:
-        for trial in (room.setting, room.setting.running_again("full")):
+        for trial in (memory_check.setting, memory_check.setting.recomputing("full")):
             try:
-                return place(formulated.problem, trial, room.bytes, allowed=allowed, limits=QUICK, rounds=2)
+                return place(
+                    formulated.problem, trial, memory_check.bytes, allowed=allowed, limits=QUICK, rounds=2
+                )
             except (InfeasibleNetwork, NoFiniteAssignment):
                 continue
         return None
@@ -172,10 +187,10 @@ def _whole_between_layers(formulated: ShardingProblem) -> list[Array | None]:
         if layout is None:
             return True
         for axis in split:
-            placed = layout[axis]
-            if isinstance(placed, Shard):
-                digits = model.digits.values.get((*place, placed.dim), ())
-                hit = {cls for outer, _, cls in digits if outer == placed.outer}
+            placements = layout[axis]
+            if isinstance(placements, Shard):
+                digits = model.digits.values.get((*place, placements.dim), ())
+                hit = {cls for outer, _, cls in digits if outer == placements.outer}
                 if hit & residual:
                     return False
         return True
@@ -204,10 +219,10 @@ def _classes_between_layers(model: Model) -> frozenset[int]:
     """Classes of the dims of what one forward segment hands to a layer."""
     backward = model.folded.is_backward()
     layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
-    found: set[int] = set()
+    numbers: set[int] = set()
     for source, target in model.flow.edges:
         if source[0] in layers and target[0] in layers and not backward[source[0]]:
             rank = len(model.folded.segments[target[0]].types()[target[1]].shape)
             for dim in range(rank):
-                found |= {cls for _, _, cls in model.digits.values.get((*target, dim), ())}
-    return frozenset(found - model.digits.batch)
+                numbers |= {cls for _, _, cls in model.digits.values.get((*target, dim), ())}
+    return frozenset(numbers - model.digits.batch)

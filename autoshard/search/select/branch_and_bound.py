@@ -34,7 +34,7 @@ class _Known:
     where that is all that is known. choices: states of all variables that were solved.
     """
 
-    where: Configuration
+    configuration: Configuration
     estimated: float
     seconds: float
     judged: float
@@ -48,7 +48,7 @@ class _Known:
         """
         if not isfinite(self.estimated):
             return inf
-        margin = _MARGIN if _piped(self.where) else _CLOSE
+        margin = _MARGIN if _piped(self.configuration) else _CLOSE
         far = _MARGIN * self.estimated < self.seconds
         return self.seconds / _MARGIN if far else margin * self.estimated
 
@@ -57,21 +57,21 @@ class _Known:
 class _Waiting:
     """A solution that is no program yet."""
 
-    found: CandidateSolution
+    solution: CandidateSolution
     judged: float
 
 
 class BranchAndBound:
     """Configurations that were solved, best first.
 
-    one_kind: whether one solution will do, with a pipeline or without. best: the fastest that fits, and
+    one_kind: whether one solution will do, with a pipeline or without. incumbent: the fastest that fits, and
     reached, its seconds: of its simulated step where there is a program. seconds: as judged, of every
     configuration that was entered and solved, inf where nothing fits.
     """
 
     def __init__(self, *, one_kind: bool) -> None:
         self.one_kind = one_kind
-        self.best: CandidateSolution | None = None
+        self.incumbent: CandidateSolution | None = None
         self.reached = inf
         self.seconds: dict[Configuration, float] = {}
         self._alike: Counter[object] = Counter()
@@ -83,117 +83,125 @@ class BranchAndBound:
     @property
     def begun(self) -> bool:
         """Whether anything was solved that fits, or may."""
-        return self.best is not None or bool(self._waiting)
+        return self.incumbent is not None or bool(self._waiting)
 
-    def needed(self, where: Configuration) -> float:
+    def needed(self, configuration: Configuration) -> float:
         """Seconds that a configuration has to be judged to take less than to be the best, by what was
         measured of others: with a pipeline and without, judgements err alike. Of those with a pipeline, what
         was measured of one without says little, nor the other way round: they may be judged right."""
         least = min((1.0, *self._off.values()))
-        return self.reached / self._off.get(_piped(where), least)
+        return self.reached / self._off.get(_piped(configuration), least)
 
-    def ahead(self, where: Configuration) -> float:
+    def ahead(self, configuration: Configuration) -> float:
         """Seconds of what a configuration has to be faster than, if what waits to be a program fits."""
-        return min(self.needed(where), *(s.judged for s in self._waiting), inf)
+        return min(self.needed(configuration), *(s.judged for s in self._waiting), inf)
 
-    def worth(self, where: Configuration) -> float:
+    def worth(self, configuration: Configuration) -> float:
         """Seconds of the search that a configuration has to be able to get below for its solution to be worth
         all work: what is judged otherwise, with its stages cut, may be a little over the best."""
-        return self.ahead(where) * (_MARGIN if _piped(where) else 1.0)
+        return self.ahead(configuration) * (_MARGIN if _piped(configuration) else 1.0)
 
     def leaves_out(self, estimated: Estimated) -> bool:
         """Whether a configuration is ruled out, far behind, or much like others that were solved."""
-        where = estimated.configuration
-        most_alike = _PIPED_ALIKE if _piped(where) else _ALIKE
-        dear = _piped(where) or self.one_kind
-        reached = self.needed(where)
+        configuration = estimated.configuration
+        most_alike = _PIPED_ALIKE if _piped(configuration) else _ALIKE
+        costly = _piped(configuration) or self.one_kind
+        reached = self.needed(configuration)
         slow = estimated.hopeless or estimated.floor >= reached
-        if self.best is not None and not isfinite(estimated.seconds) and (dear or slow):
+        if self.incumbent is not None and not isfinite(estimated.seconds) and (costly or slow):
             return True  # seems not to fit: looked at only where that takes a moment
-        if estimated.bound >= reached or self._alike[alike(where)] >= most_alike:
+        if estimated.bound >= reached or self._alike[alike(configuration)] >= most_alike:
             return True
-        if any(_piped(s.found.configuration) == _piped(where) for s in self._waiting):
+        if any(_piped(s.solution.configuration) == _piped(configuration) for s in self._waiting):
             return True  # one like it has to be made a program first
         if self._would_be_far_behind(estimated):
             return True
         # estimates with and without pipelines do not err alike: one of each is solved
         kinds = {_piped(c) for c in self._standing}
-        if not self.one_kind and _piped(where) not in kinds and estimated.seconds <= _FAR * reached:
+        if not self.one_kind and _piped(configuration) not in kinds and estimated.seconds <= _FAR * reached:
             return False
-        limit = min((self._limit(s, where) for s in self._standing.values()), default=inf)
+        limit = min((self._limit(s, configuration) for s in self._standing.values()), default=inf)
         work = sum(s.choices for s in self._standing.values())
         return (
             (isfinite(estimated.seconds) and estimated.seconds > limit)
-            or self._like(where) >= self._most(where)
+            or self._like(configuration) >= self._most(configuration)
             or (_WORK < work < _CHEAP * estimated.choices and not self._far_ahead(estimated))
         )
 
     def wants(self, estimated: Estimated) -> bool:
         """Whether a configuration will be solved however the one that waits to be a program turns out: the
         first of its kind, expected to be about as fast."""
-        where = estimated.configuration
-        if self.one_kind or len(self._waiting) != 1 or any(_piped(c) == _piped(where) for c in self.seconds):
+        configuration = estimated.configuration
+        if (
+            self.one_kind
+            or len(self._waiting) != 1
+            or any(_piped(c) == _piped(configuration) for c in self.seconds)
+        ):
             return False
-        reached = self.ahead(where)
+        reached = self.ahead(configuration)
         return estimated.seconds <= _FAR * reached and estimated.bound < reached
 
-    def _most(self, where: Configuration) -> int:
+    def _most(self, configuration: Configuration) -> int:
         """How many are solved that have a pipeline, or none, as this one."""
-        if not _piped(where):
+        if not _piped(configuration):
             return _MOST
         return _PIPED_LATER if True in self._off else _PIPED
 
-    def _limit(self, other: _Known, where: Configuration) -> float:
+    def _limit(self, other: _Known, configuration: Configuration) -> float:
         """Estimates of a configuration beyond this are not worth a solution, for what is known of another."""
-        one_kind = _piped(other.where) == _piped(where)
-        return other.limit if one_kind else _MARGIN * self.needed(where)
+        one_kind = _piped(other.configuration) == _piped(configuration)
+        return other.limit if one_kind else _MARGIN * self.needed(configuration)
 
     def _far_ahead(self, estimated: Estimated) -> bool:
         """Whether one is expected to be so much faster than what was reached that it is worth any work, given
         by how much the estimates of those like it were wrong."""
-        where = estimated.configuration
-        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, where)]
-        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(where)
+        configuration = estimated.configuration
+        off = [s.judged / s.estimated for s in self._standing.values() if self._err_alike(s, configuration)]
+        return _FAR * estimated.seconds * max(off, default=1.0) < self.needed(configuration)
 
-    def _err_alike(self, other: _Known, where: Configuration) -> bool:
+    def _err_alike(self, other: _Known, configuration: Configuration) -> bool:
         """Whether what an estimate missed of one says anything of the other."""
-        known = other.where
-        return _piped(known) == _piped(where) and (_piped(where) or _splits(known) == _splits(where))
+        comparable = other.configuration
+        return _piped(comparable) == _piped(configuration) and (
+            _piped(configuration) or _splits(comparable) == _splits(configuration)
+        )
 
     def _would_be_far_behind(self, estimated: Estimated) -> bool:
         """Whether those whose estimates err as this one's were all so much slower than estimated: those much
         like it if there are any, or else estimates with a pipeline err alike, and those without, as long as
         both split tensors or neither does."""
-        where = estimated.configuration
-        known = [s for s in self._standing.values() if self._err_alike(s, where)]
-        near = [s for s in known if alike(s.where) == alike(where)]
-        if not known or not isfinite(estimated.seconds):
+        configuration = estimated.configuration
+        comparable = [s for s in self._standing.values() if self._err_alike(s, configuration)]
+        near = [s for s in comparable if alike(s.configuration) == alike(configuration)]
+        if not comparable or not isfinite(estimated.seconds):
             return False
-        slower = min(s.judged / s.estimated for s in near or known)
-        far = (_MARGIN if _splits(where) or _piped(where) else _SAME) if near else _FAR
-        return slower * estimated.seconds > far * self.needed(where)
+        slower = min(s.judged / s.estimated for s in near or comparable)
+        far = (_MARGIN if _splits(configuration) or _piped(configuration) else _SAME) if near else _FAR
+        return slower * estimated.seconds > far * self.needed(configuration)
 
-    def _like(self, where: Configuration) -> int:
+    def _like(self, configuration: Configuration) -> int:
         """How many were solved that have a pipeline, or none, as this one; two failures are free."""
-        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(where)]
+        fit = [isfinite(s) for c, s in self.seconds.items() if _piped(c) == _piped(configuration)]
         return max(sum(fit), len(fit) - 2)
 
-    def enter(self, where: Configuration) -> None:
+    def enter(self, configuration: Configuration) -> None:
         """One is about to be solved."""
-        self._alike[alike(where)] += 1
+        self._alike[alike(configuration)] += 1
 
-    def solve(self, estimated: Estimated, found: CandidateSolution, judged: float) -> None:
+    def solve(self, estimated: Estimated, solution: CandidateSolution, judged: float) -> None:
         """One was solved; judged: seconds of its step if it fits."""
-        where, choices = found.configuration, found.formulated.problem.choices
-        self.seconds[where] = judged
-        self._standing[where] = _Known(where, estimated.seconds, found.placed.seconds, judged, choices)
-        self._waiting.append(_Waiting(found, judged))
+        configuration, choices = solution.configuration, solution.formulated.problem.choices
+        self.seconds[configuration] = judged
+        self._standing[configuration] = _Known(
+            configuration, estimated.seconds, solution.placements.seconds, judged, choices
+        )
+        self._waiting.append(_Waiting(solution, judged))
 
     def rule_out(self, estimated: Estimated) -> None:
         """One is proven not to be the best, by its bound. It is as good as solved for what it says of others
         like it, whose estimates err alike."""
-        where, bound = estimated.configuration, estimated.bound
-        self._standing[where] = _Known(where, estimated.seconds, bound, bound)
+        configuration, bound = estimated.configuration, estimated.bound
+        self._standing[configuration] = _Known(configuration, estimated.seconds, bound, bound)
 
     def next(self, expected: float) -> tuple[CandidateSolution, float] | None:
         """The fastest solution not known to fit, with its seconds, if it takes no more than is expected of
@@ -206,40 +214,40 @@ class BranchAndBound:
         if first is None or _turn(first) > _SAME * expected:
             return None
         self._waiting.remove(first)
-        return first.found, first.judged
+        return first.solution, first.judged
 
-    def fail(self, where: Configuration) -> None:
+    def fail(self, configuration: Configuration) -> None:
         """Nothing of it fits."""
-        self.seconds[where] = inf
-        self._standing.pop(where, None)
+        self.seconds[configuration] = inf
+        self._standing.pop(configuration, None)
 
-    def finish(self, found: CandidateSolution, judged: float, measured: float | None = None) -> None:
+    def finish(self, solution: CandidateSolution, judged: float, measured: float | None = None) -> None:
         """A solution that fits, or that is slower than the best one. measured: seconds of its simulated step,
         if it was made a program."""
-        where = found.configuration
-        self.seconds[where] = judged
-        standing = self._standing.get(where)
+        configuration = solution.configuration
+        self.seconds[configuration] = judged
+        standing = self._standing.get(configuration)
         if standing is not None:  # what had to hold less may have become far slower than its estimate
             more = judged / standing.judged
-            estimated = standing.estimated * (more if _piped(where) and more > _MARGIN else 1.0)
-            self._standing[where] = replace(
-                standing, estimated=estimated, seconds=found.placed.seconds, judged=judged
+            estimated = standing.estimated * (more if _piped(configuration) and more > _MARGIN else 1.0)
+            self._standing[configuration] = replace(
+                standing, estimated=estimated, seconds=solution.placements.seconds, judged=judged
             )
         if measured is not None:
-            self._off[_piped(where)] = measured / judged
-        if self.best is None or judged < self.needed(where):
-            self.best = found
-            self.reached = judged * self._off.get(_piped(where), 1.0)
+            self._off[_piped(configuration)] = measured / judged
+        if self.incumbent is None or judged < self.needed(configuration):
+            self.incumbent = solution
+            self.reached = judged * self._off.get(_piped(configuration), 1.0)
 
 
 def _turn(waiting: _Waiting) -> float:
-    return waiting.judged * (_CLOSE if _piped(waiting.found.configuration) else 1.0)
+    return waiting.judged * (_CLOSE if _piped(waiting.solution.configuration) else 1.0)
 
 
-def _piped(where: Configuration) -> bool:
-    return where.pipe.ranks > 1
+def _piped(configuration: Configuration) -> bool:
+    return configuration.pipe.ranks > 1
 
 
-def _splits(where: Configuration) -> bool:
+def _splits(configuration: Configuration) -> bool:
     """Whether an axis splits anything but the batch and what is stored."""
-    return any(not axis.meaning.splits_batch for axis in where.mesh.axes)
+    return any(not axis.meaning.splits_batch for axis in configuration.mesh.axes)

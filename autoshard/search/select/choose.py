@@ -37,62 +37,62 @@ def choose(
     model: Model,
     meshes: Sequence[Mesh | Staged],
     cluster: Cluster,
-    ask: SearchRequest | None = None,
+    request: SearchRequest | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    judge: Evaluator | None = None,
+    evaluator: Evaluator | None = None,
 ) -> CandidateSolution:
     """The best plan over all meshes, and over microbatches if a global batch is asked for.
 
     Raises UsageError if no mesh can be used for the model and InfeasibleError if nothing fits, with what
     fills the memory of the mesh that needs least. On a KeyboardInterrupt the best found so far is returned.
-    judge: of solved configurations, once they are programs.
+    evaluator: of solved configurations, once they are programs.
     """
-    ask = ask or SearchRequest()
+    request = request or SearchRequest()
     if not meshes:
         raise UsageError("no mesh shape fits the cluster", hint="use another number of devices")
     given = [m if isinstance(m, Staged) else Staged(m) for m in meshes]
     world = given[0].world_size
-    search = _Search(model, cluster.used_by(world), ask, progress, judge, world)
+    search = _Search(model, cluster.used_by(world), request, progress, evaluator, world)
     if any(s.devices for s in given):
-        pace = RankSpeeds(model, search.cluster, search.setting)
-        given = [pace.of(s) for s in given]
-    if ask.tactics:
-        found = search.by_tactics([s.mesh for s in given])
-    elif len(given) == 1 and ask.batch is None and given[0].ranks == 1:
-        found = search.one(given[0].mesh)
+        speeds = RankSpeeds(model, search.cluster, search.setting)
+        given = [speeds.of(s) for s in given]
+    if request.tactics:
+        solution = search.by_tactics([s.mesh for s in given])
+    elif len(given) == 1 and request.batch is None and given[0].ranks == 1:
+        solution = search.one(given[0].mesh)
     else:
-        found = search.many(given)
-    if not ask.baselines or found.interrupted or found.spent:
-        return found
+        solution = search.many(given)
+    if not request.baselines or solution.interrupted or solution.spent:
+        return solution
     try:
-        told = search.baselines(world, found)
+        baselines = search.baselines(world, solution)
     except KeyboardInterrupt:
-        return replace(found, interrupted=True)
-    return replace(search.better(found, given), baselines=told)
+        return replace(solution, interrupted=True)
+    return replace(search.better(solution, given), baselines=baselines)
 
 
 def retuned(
-    settled: CandidateSolution, ask: SearchRequest, room: float, *, quick: bool = False
+    solution: CandidateSolution, request: SearchRequest, memory_share: float, *, quick: bool = False
 ) -> CandidateSolution | None:
-    """The same configuration with a share ``room`` of the memory, None if nothing fits that.
+    """The same configuration with a share ``memory_share`` of the memory, None if nothing fits that.
 
     quick: with little work.
     """
-    if ask.budget is None:
+    if request.budget is None:
         return None
-    formulated = settled.formulated
+    formulated = solution.formulated
     try:
-        placed = tune(
+        placements = tune(
             formulated.problem,
-            settled.placed.setting,
-            int(room * ask.budget),
-            recompute=ask.recompute,
+            solution.placements.setting,
+            int(memory_share * request.budget),
+            recompute=request.recompute,
             allowed=formulated.allowed,
             limits=QUICK if quick else FINAL,
         )
     except InfeasibleNetwork:
         return None
-    return replace(settled, placed=replace(placed, lower_bound=settled.placed.lower_bound))
+    return replace(solution, placements=replace(placements, lower_bound=solution.placements.lower_bound))
 
 
 class _Search:
@@ -100,32 +100,34 @@ class _Search:
         self,
         model: Model,
         cluster: Cluster,
-        ask: SearchRequest,
+        request: SearchRequest,
         progress: Callable[[str], None],
-        judge: Evaluator | None,
+        evaluator: Evaluator | None,
         world: int = 0,
     ) -> None:
-        self.model, self.cluster, self.ask, self.progress = model, cluster, ask, progress
-        overlap = cluster.device.overlap if ask.overlap is None else ask.overlap
+        self.model, self.cluster, self.request, self.progress = model, cluster, request, progress
+        overlap = cluster.device.overlap if request.overlap is None else request.overlap
         self.setting = StepConfig(1, layer_calls(model.folded), overlap=overlap)
-        self.total = ask.batch or batch_of(model.folded)
-        self.poses = ProblemCache(model, cluster, self.setting, ask.recipe, progress, world, self.total)
-        self.shapes = MeshShapes(self.poses, ask, self.setting, self.total, progress)
-        self.exact = CandidateSolver(self.poses, ask, self.setting, progress, judge)
+        self.total = request.batch or batch_of(model.folded)
+        self.problems = ProblemCache(
+            model, cluster, self.setting, request.recipe, progress, world, self.total
+        )
+        self.shapes = MeshShapes(self.problems, request, self.setting, self.total, progress)
+        self.exact = CandidateSolver(self.problems, request, self.setting, progress, evaluator)
         self.solved: list[MeshFamily] = []
         self.fitted: list[CandidateSolution] = []
 
     def one(self, mesh: Mesh) -> CandidateSolution:
         """A mesh that was given, the batch in one piece."""
         self.progress(f"searching {mesh}")
-        formulated = self.poses.of(mesh, self.poses.captured, self.ask.pins, merge=False)
-        placed = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
-        where = Configuration(mesh, self.poses.captured, 1)
-        return CandidateSolution(formulated, placed, where, self.cluster, placed.lower_bound)
+        formulated = self.problems.of(mesh, self.problems.captured, self.request.pins, merge=False)
+        placements = self.exact.proven(formulated, self.exact.tuned(formulated, self.setting))
+        configuration = Configuration(mesh, self.problems.captured, 1)
+        return CandidateSolution(formulated, placements, configuration, self.cluster, placements.lower_bound)
 
     def by_tactics(self, meshes: Sequence[Mesh]) -> CandidateSolution:
         """Axis by axis on a mesh that was given, the batch in one piece."""
-        if len(meshes) != 1 or self.ask.batch is not None:
+        if len(meshes) != 1 or self.request.batch is not None:
             raise UsageError(
                 "tactics decide the axes of one mesh and one batch",
                 hint="give --mesh and --batch in place of --cluster alone and --global-batch",
@@ -138,19 +140,21 @@ class _Search:
                 return self.exact.tuned(formulated, self.setting)
             return place(formulated.problem, self.setting, None, allowed=formulated.allowed)
 
-        formulated, placed, stages = run_tactics(
+        formulated, placements, stages = run_tactics(
             self.model,
             mesh,
             CostModels(self.cluster),
             self.setting,
-            self.ask.tactics,
-            self.ask.recipe,
+            self.request.tactics,
+            self.request.recipe,
             solve,
-            pins=self.ask.pins,
-            order=self.poses.order(mesh),
+            pins=self.request.pins,
+            order=self.problems.order(mesh),
         )
-        where = Configuration(mesh, self.poses.captured, 1)
-        return CandidateSolution(formulated, placed, where, self.cluster, placed.lower_bound, stages=stages)
+        configuration = Configuration(mesh, self.problems.captured, 1)
+        return CandidateSolution(
+            formulated, placements, configuration, self.cluster, placements.lower_bound, stages=stages
+        )
 
     def many(self, given: Sequence[Staged]) -> CandidateSolution:
         """The best of all shapes, microbatches and recomputation."""
@@ -178,19 +182,19 @@ class _Search:
         Wide ones exchange rows among more ranks, narrow ones gather more.
         """
         groups = sorted(groups, key=lambda g: g[0].mesh.axes[-1].size)
-        found: dict[int, CandidateQueue] = {}
+        queues: dict[int, CandidateQueue] = {}
 
         def seconds(k: int) -> float:
-            if k not in found:
-                found[k] = CandidateQueue(self._ranked(groups[k]))
-            first = found[k].first()
+            if k not in queues:
+                queues[k] = CandidateQueue(self._ranked(groups[k]))
+            first = queues[k].first()
             return inf if first is None else first.seconds
 
-        at, todo = len(groups) // 2, range(len(groups))
+        at, range_ = len(groups) // 2, range(len(groups))
         for way in (1, -1):
-            while at + way in todo and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
+            while at + way in range_ and (seconds(at + way) < seconds(at) or not isfinite(seconds(at))):
                 at += way
-        return [e for each in found.values() for e in each]
+        return [e for each in queues.values() for e in each]
 
     def _ranked(self, group: tuple[Staged, ...]) -> list[Estimated]:
         """The configurations of one shape."""
@@ -202,93 +206,99 @@ class _Search:
         self.solved.append(shape)
         return self.shapes.ranked(shape)
 
-    def baselines(self, devices: int, found: CandidateSolution) -> tuple[Baseline, ...]:
+    def baselines(self, devices: int, solution: CandidateSolution) -> tuple[Baseline, ...]:
         """What a user would have picked on as many devices, beside what was found."""
         self.progress("pricing the baselines")
         # by hand nothing is pinned
-        ask, setting = replace(self.ask, pins=()), self.setting
-        known = [] if self.ask.pins else self.solved
+        request, setting = replace(self.request, pins=()), self.setting
+        solved = [] if self.request.pins else self.solved
 
-        def pricing(poses: ProblemCache, known: Sequence[MeshFamily]) -> BaselineConfigurations:
-            shapes = MeshShapes(poses, ask, setting, self.total, self.progress)
+        def pricing(problems: ProblemCache, solved: Sequence[MeshFamily]) -> BaselineConfigurations:
+            shapes = MeshShapes(problems, request, setting, self.total, self.progress)
 
             def ranked(alone: Staged) -> CandidateQueue:
-                shape = next((s for s in known if _has(s, alone)), None) or shapes.solved((alone,))
+                shape = next((s for s in solved if _has(s, alone)), None) or shapes.solved((alone,))
                 return CandidateQueue(shapes.ranked(replace(shape, meshes=(alone,))))
 
-            return BaselineConfigurations(ranked, lambda where: poses.of(where.mesh, where.batch))
+            return BaselineConfigurations(
+                ranked, lambda configuration: problems.of(configuration.mesh, configuration.batch)
+            )
 
-        plain = sharded = pricing(self.poses, known)
+        plain = sharded = pricing(self.problems, solved)
         stored = padded_model(self.model, devices)
         if stored is not self.model:
             of_stored = ProblemCache(
-                stored, self.cluster, setting, ask.recipe, self.progress, devices, self.total
+                stored, self.cluster, setting, request.recipe, self.progress, devices, self.total
             )
             sharded = pricing(of_stored, ())
         seen = [staged for shape in self.solved for staged in shape.meshes]
-        reached = self.exact.judged(found)
+        reached = self.exact.judged(solution)
         return price_baselines(
-            devices, self.cluster, ask.budget, setting, plain, sharded, seen, self._room, reached
+            devices, self.cluster, request.budget, setting, plain, sharded, seen, self._room, reached
         )
 
-    def _room(self, where: Configuration, setting: StepConfig) -> MemoryCheck | None:
+    def _room(self, configuration: Configuration, setting: StepConfig) -> MemoryCheck | None:
         """What a plan of ours holds on the mesh of a baseline if it is to fit; that plan is kept.
 
         Where the search finds none, that says nothing of what others store in another way.
         """
         try:
-            formulated = self.poses.of(where.mesh, where.batch)
+            formulated = self.problems.of(configuration.mesh, configuration.batch)
             tuned = self.exact.tuned(formulated, setting)
         except (InfeasibleError, UsageError):
-            return MemoryCheck(setting, self.ask.budget)
-        fits = CandidateSolution(formulated, tuned, where, self.cluster, tuned.lower_bound)
-        if self.exact.judge is not None:
+            return MemoryCheck(setting, self.request.budget)
+        fits = CandidateSolution(formulated, tuned, configuration, self.cluster, tuned.lower_bound)
+        if self.exact.evaluator is not None:
             try:
-                fits = self.exact.judge.fit(fits, inf, self.exact.spent)
+                fits = self.exact.evaluator.fit(fits, inf, self.exact.spent)
             except (InfeasibleError, UsageError):
                 return None
         self.fitted.append(fits)
-        placed, budget = fits.placed, self.ask.budget
-        return MemoryCheck(placed.setting, budget if placed is tuned else placed.bytes)
+        placements, budget = fits.placements, self.request.budget
+        return MemoryCheck(placements.setting, budget if placements is tuned else placements.bytes)
 
-    def better(self, found: CandidateSolution, given: Sequence[Staged]) -> CandidateSolution:
+    def better(self, solution: CandidateSolution, given: Sequence[Staged]) -> CandidateSolution:
         """What was found, or a faster plan on a baseline's mesh if that was given: estimates left it out."""
-        seconds = self.exact.judged(found)
-        asked = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
-        first = min(asked, key=lambda s: s.placed.seconds, default=found)
-        if self.ask.pins or first.placed.seconds >= seconds or self._simulated_slower(first, found):
-            return found
-        name, former = name_of(first.configuration), Rejected(name_of(found.configuration), seconds, True)
-        proven = self.exact.proven(first.formulated, first.placed)
-        others = tuple(r for r in found.rejected if r.name != name)
+        seconds = self.exact.judged(solution)
+        given_fits = (s for s in self.fitted if any(_is_of(s.configuration, g) for g in given))
+        first = min(given_fits, key=lambda s: s.placements.seconds, default=solution)
+        if (
+            self.request.pins
+            or first.placements.seconds >= seconds
+            or self._simulated_slower(first, solution)
+        ):
+            return solution
+        name, former = name_of(first.configuration), Rejected(name_of(solution.configuration), seconds, True)
+        proven = self.exact.proven(first.formulated, first.placements)
+        others = tuple(r for r in solution.rejected if r.name != name)
         return replace(
             first,
-            placed=proven,
-            bound=min(found.bound, proven.lower_bound),
+            placements=proven,
+            bound=min(solution.bound, proven.lower_bound),
             rejected=(former, *others),
         )
 
     def _simulated_slower(self, one: CandidateSolution, other: CandidateSolution) -> bool:
         """Whether both were made programs, of which that of the first takes no less."""
-        if self.exact.judge is None:
+        if self.exact.evaluator is None:
             return False
-        times = [self.exact.judge.measured(s) for s in (one, other)]
+        times = [self.exact.evaluator.measured(s) for s in (one, other)]
         return times[0] is not None and times[1] is not None and times[0] >= times[1]
 
 
-def _has(shape: MeshFamily, wanted: Staged) -> bool:
+def _has(shape: MeshFamily, staged: Staged) -> bool:
     """Whether a mesh is one of a shape, whichever pipelines it may have."""
-    return any(s.mesh == wanted.mesh and s.ranks == wanted.ranks for s in shape.meshes)
+    return any(s.mesh == staged.mesh and s.ranks == staged.ranks for s in shape.meshes)
 
 
 def _divides_experts(mesh: Mesh) -> bool:
     return any(axis.meaning.divides_experts for axis in mesh.axes)
 
 
-def _is_of(where: Configuration, given: Staged) -> bool:
+def _is_of(configuration: Configuration, given: Staged) -> bool:
     """Whether it is one of those that were given, without a pipeline."""
-    alike = given.ranks == 1 and where.mesh == given.mesh
-    return alike and (not given.batches or where.batch in given.batches)
+    same_mesh = given.ranks == 1 and configuration.mesh == given.mesh
+    return same_mesh and (not given.batches or configuration.batch in given.batches)
 
 
 def _few(groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue) -> list[tuple[Staged, ...]]:
@@ -297,5 +307,5 @@ def _few(groups: Sequence[tuple[Staged, ...]], ranked: CandidateQueue) -> list[t
     if first is None:
         return list(groups)[:_PIPELINES]
     best = first.configuration.mesh
-    alike = [g for g in groups if inside(g[0].mesh) == inside(best)]
-    return sorted(alike, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]
+    matching = [g for g in groups if inside(g[0].mesh) == inside(best)]
+    return sorted(matching, key=lambda g: -data_ways(g[0].mesh))[:_PIPELINES]

@@ -35,13 +35,19 @@ class MeshShapes:
 
     def __init__(
         self,
-        poses: ProblemCache,
-        ask: SearchRequest,
+        problems: ProblemCache,
+        request: SearchRequest,
         setting: StepConfig,
         total: int,
         progress: Callable[[str], None],
     ) -> None:
-        self.poses, self.ask, self.setting, self.total, self.progress = poses, ask, setting, total, progress
+        self.problems, self.request, self.setting, self.total, self.progress = (
+            problems,
+            request,
+            setting,
+            total,
+            progress,
+        )
         #: how many microbatches were solved for their bounds alone
         self.further = 0
 
@@ -50,11 +56,13 @@ class MeshShapes:
 
         More ranks than sequences only help if something other than the batch is divided, too.
         """
-        if self.ask.batch is None or len(meshes) == 1:
+        if self.request.batch is None or len(meshes) == 1:
             return list(meshes)
-        found = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
-        if any(s.ranks == 1 for s in found) and len(found) == len([s for s in meshes if s.ranks == 1]):
-            return found
+        reachable = [s for s in meshes if self.total % data_ways(s.mesh) == 0]
+        if any(s.ranks == 1 for s in reachable) and len(reachable) == len(
+            [s for s in meshes if s.ranks == 1]
+        ):
+            return reachable
         for staged in meshes:
             mesh = staged.mesh
             data = [a for a in mesh.axes if a.meaning.splits_batch]
@@ -63,9 +71,9 @@ class MeshShapes:
                 rest = [a for a in mesh.axes if not a.meaning.splits_batch]
                 split = [Axis(data[0].name, ways)] if ways > 1 else []
                 axes = (*split, Axis("seq", data[0].size // ways), *rest)
-                found.append(replace(staged, mesh=Mesh(axes)))
+                reachable.append(replace(staged, mesh=Mesh(axes)))
         # without a data axis it does not matter which one there was
-        return list(dict.fromkeys(found)) or list(meshes)
+        return list(dict.fromkeys(reachable)) or list(meshes)
 
     def solved(self, group: tuple[Staged, ...]) -> MeshFamily:
         """The shape at a few microbatches; raises UsageError if the batch divides over none of its meshes."""
@@ -73,7 +81,7 @@ class MeshShapes:
         for staged in group:
             mesh, ways = staged.mesh, data_ways(staged.mesh)
             sizes = sorted({b // data_ways(s.mesh) for s in group for b in self.sizes(s)} - {0})
-            if sizes[:-1] and sizes[0] * ways == 1 and not self.poses.scales_to(1):
+            if sizes[:-1] and sizes[0] * ways == 1 and not self.problems.scales_to(1):
                 del sizes[0]
             if not sizes:
                 raise UsageError(
@@ -82,7 +90,7 @@ class MeshShapes:
                     hint="choose a global batch that is a multiple of the data-parallel ranks",
                 )
             # problems with experts are large, and there are more of them: their ends have to do
-            few = experts_of(self.poses.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]
+            few = experts_of(self.problems.model) > 0 or sizes[-1] <= _MIDDLE**2 * sizes[0]
             middle = [] if few else [b for b in sizes if b <= _MIDDLE * sizes[0]]
             self.progress(f"searching {mesh} at {sizes[0]} to {sizes[-1]} sequences per data rank")
             try:
@@ -98,8 +106,8 @@ class MeshShapes:
                 failure = error
                 continue
             choices = self._choices(mesh, sizes[0])
-            state = whole_state(self.poses.model, self.ask.recipe)
-            model = self.poses.model
+            state = whole_state(self.problems.model, self.request.recipe)
+            model = self.problems.model
             between, common = between_layers(model), tied_bytes(model)
             calls = self.setting.calls
             return MeshFamily(group, ends, calls, between, choices, state, common, self._further(least))
@@ -108,43 +116,43 @@ class MeshShapes:
 
     def _choices(self, mesh: Mesh, each: int) -> int:
         """States of all variables. each: sequences per data rank."""
-        return self.poses.of(mesh, each * data_ways(mesh), self.ask.pins, roughly=True).problem.choices
+        return self.problems.of(mesh, each * data_ways(mesh), self.request.pins, roughly=True).problem.choices
 
     def ranked(self, shape: MeshFamily) -> list[Estimated]:
         """Configurations of a shape (see `rank`)."""
-        ask = self.ask
-        return rank(shape, self.total, self.poses.prices, self.setting, ask.budget, ask.recipe)
+        request = self.request
+        return rank(shape, self.total, self.problems.prices, self.setting, request.budget, request.recipe)
 
     def sizes(self, staged: Staged) -> Sequence[int]:
         """Possible microbatches, in sequences over the mesh."""
         if staged.batches:
             return staged.batches
-        if self.ask.batch is None and staged.ranks == 1:
-            return [self.poses.captured]
+        if self.request.batch is None and staged.ranks == 1:
+            return [self.problems.captured]
         return microbatch_sizes(staged.mesh, self.total)
 
     def _end(self, mesh: Mesh, each: int, least: int, *, bounds: bool = False) -> AnchorProblem:
         """each: sequences per data rank; least: of the smallest microbatch with more than one. bounds: what
         takes no more will do."""
-        ways, pins = data_ways(mesh), self.ask.pins
-        formulated = self.poses.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
-        smallest = partial(self.poses.of, mesh, least * ways, pins)
-        return AnchorProblem(each, formulated, self.setting, self.ask.recompute, smallest)
+        ways, pins = data_ways(mesh), self.request.pins
+        formulated = self.problems.priced(mesh, each * ways, pins, least * ways, bounds=bounds)
+        smallest = partial(self.problems.of, mesh, least * ways, pins)
+        return AnchorProblem(each, formulated, self.setting, self.request.recompute, smallest)
 
     def _further(self, least: int) -> Callable[[Mesh, int], AnchorProblem | None]:
         """Solves other microbatches than those that were chosen; least: see `_end`."""
-        known: dict[tuple[Mesh, int], AnchorProblem | None] = {}
+        anchors: dict[tuple[Mesh, int], AnchorProblem | None] = {}
 
         def further(mesh: Mesh, each: int) -> AnchorProblem | None:
             key = (mesh, each)
-            if key not in known:
+            if key not in anchors:
                 if self.further >= _FURTHER:
                     return None
                 self.further += 1
                 try:
-                    known[key] = self._end(mesh, each, min(each, least), bounds=True)
+                    anchors[key] = self._end(mesh, each, min(each, least), bounds=True)
                 except UsageError:
-                    known[key] = None
-            return known[key]
+                    anchors[key] = None
+            return anchors[key]
 
         return further

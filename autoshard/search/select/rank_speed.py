@@ -19,7 +19,7 @@ class RankSpeeds:
 
     def __init__(self, model: Model, cluster: Cluster, setting: StepConfig) -> None:
         self._model, self._setting, self._bound = model, setting, cluster.device
-        self._known: list[tuple[Device, float]] = []
+        self._cache: list[tuple[Device, float]] = []
 
     def of(self, staged: Staged) -> Staged:
         """With the speeds of the ranks of its pipelines, as multiples of that of what bounds all."""
@@ -29,10 +29,10 @@ class RankSpeeds:
         return replace(staged, pipes=tuple(replace(pipe, speeds=speeds) for pipe in staged.pipes))
 
     def _seconds(self, device: Device) -> float:
-        for known, seconds in self._known:
+        for known, seconds in self._cache:
             if known == device:
                 return seconds
         formulated = formulate(self._model, _ALONE, Cluster(device.name, 1, device, ()), self._setting)
-        sums = self._setting.sums(formulated.free.taken)
-        self._known.append((device, sums.work_forward + sums.work_backward))
-        return self._known[-1][1]
+        sums = self._setting.sums(formulated.free.usage)
+        self._cache.append((device, sums.work_forward + sums.work_backward))
+        return self._cache[-1][1]

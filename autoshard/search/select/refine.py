@@ -31,20 +31,20 @@ from autoshard.solver.network import InfeasibleNetwork
 class Evaluator(Protocol):
     """What is known of a solved configuration once it is a program."""
 
-    def seconds(self, found: CandidateSolution) -> float:
+    def seconds(self, solution: CandidateSolution) -> float:
         """Of a step with its stages cut; inf if they do not fit."""
         ...
 
-    def fit(self, found: CandidateSolution, limit: float, spent: Callable[[], bool]) -> CandidateSolution:
+    def fit(self, solution: CandidateSolution, limit: float, spent: Callable[[], bool]) -> CandidateSolution:
         """The solution, or one that holds less and fits as a program, or else any that takes no less than
         ``limit`` seconds. spent: whether the first that fits will do. Raises InfeasibleError."""
         ...
 
-    def measured(self, found: CandidateSolution) -> float | None:
+    def measured(self, solution: CandidateSolution) -> float | None:
         """Seconds of the simulated step of a program, None of a solution that was not made one."""
         ...
 
-    def beyond(self, where: Configuration, setting: StepConfig) -> float:
+    def beyond(self, configuration: Configuration, setting: StepConfig) -> float:
         """Bytes that a program like this holds at least beyond what the search counts, 0 if unknown."""
         ...
 
@@ -60,20 +60,20 @@ class CandidateSolver:
 
     def __init__(
         self,
-        poses: ProblemCache,
-        ask: SearchRequest,
+        problems: ProblemCache,
+        request: SearchRequest,
         setting: StepConfig,
         progress: Callable[[str], None],
-        judge: Evaluator | None = None,
+        evaluator: Evaluator | None = None,
     ) -> None:
-        self.poses, self.ask, self.setting, self.progress = poses, ask, setting, progress
-        self.judge = judge
+        self.problems, self.request, self.setting, self.progress = problems, request, setting, progress
+        self.evaluator = evaluator
         self.failures: list[AutoshardError] = []
         self.interrupted = False
 
     def spent(self) -> bool:
         """Whether all work was done that was asked for."""
-        return self.poses.work > self.ask.work
+        return self.problems.work > self.request.work
 
     def best(self, ranked: CandidateQueue) -> CandidateSolution | None:
         """Solve the configurations that look best, until the others are ruled out or far behind; None if
@@ -83,66 +83,66 @@ class CandidateSolver:
         longer than solving it, and most of those that look too good do not fit.
         """
         # with experts one more solution takes as long as all the rest
-        race = BranchAndBound(one_kind=experts_of(self.poses.model) > 0)
-        solved = self._run(race, ranked)
+        bnb = BranchAndBound(one_kind=experts_of(self.problems.model) > 0)
+        solved = self._run(bnb, ranked)
         # what seems not to fit comes after all that does
-        solved += self._run_unsure(race, ranked.unsure)
+        solved += self._run_unsure(bnb, ranked.unsure)
         if not solved:
             return None
-        if race.best is None:
+        if bnb.incumbent is None:
             raise self.worst()
-        return self._finished(race.best, solved, ranked, race.seconds)
+        return self._finished(bnb.incumbent, solved, ranked, bnb.seconds)
 
-    def _run(self, race: BranchAndBound, left: CandidateQueue) -> list[Estimated]:
+    def _run(self, bnb: BranchAndBound, left: CandidateQueue) -> list[Estimated]:
         """Solve what is not left out, best first, and fit what comes out best; returns what was solved."""
         solved: list[Estimated] = []
         while True:
             out: list[Estimated] = []
             while (estimated := left.pop()) is not None:
-                if not estimated.rough and estimated.configuration in race.seconds:
+                if not estimated.rough and estimated.configuration in bnb.seconds:
                     continue  # solved ahead of its turn
-                if self._fit(race, estimated.seconds) and out:
+                if self._fit(bnb, estimated.seconds) and out:
                     # what had to wait for that comes before what is expected to take longer
                     left.extend((*out, estimated))
                     out.clear()
-                elif self._leaves_out(race, estimated):
-                    if not estimated.rough and self._is_slower(race, estimated):
-                        race.rule_out(estimated)
+                elif self._leaves_out(bnb, estimated):
+                    if not estimated.rough and self._is_slower(bnb, estimated):
+                        bnb.rule_out(estimated)
                     out.append(estimated)
                 elif estimated.rough:
                     left.put(self._closer(estimated))
                 elif (fuller := self._fuller(estimated)) is not estimated:
                     left.put(fuller)
-                elif self._is_slower(race, estimated := self._bounded(estimated, race.needed)):
-                    race.rule_out(estimated)
+                elif self._is_slower(bnb, estimated := self._bounded(estimated, bnb.needed)):
+                    bnb.rule_out(estimated)
                     out.append(estimated)
                 else:
                     solved.append(estimated)
-                    self._solve(race, estimated)
+                    self._solve(bnb, estimated)
                     # solving takes less than fitting: what is solved anyway may be what is fitted first
-                    other = self._other(race, left)
+                    other = self._other(bnb, left)
                     if other is not None:
                         solved.append(other)
-                        self._solve(race, other)
-            self._fit(race, inf)
+                        self._solve(bnb, other)
+            self._fit(bnb, inf)
             left.extend(out)
             # what was solved in the place of others may have come out slower than it looked
-            if all(self._leaves_out(race, estimated) for estimated in out):
+            if all(self._leaves_out(bnb, estimated) for estimated in out):
                 return solved
 
-    def _other(self, race: BranchAndBound, left: CandidateQueue) -> Estimated | None:
+    def _other(self, bnb: BranchAndBound, left: CandidateQueue) -> Estimated | None:
         """What is solved anyway, before anything is fitted: unless it is proven to be slower than what waits
         for that, which most likely fits."""
         try:
-            found = None if self.interrupted or self.spent() else left.take(race.wants)
+            estimated = None if self.interrupted or self.spent() else left.take(bnb.wants)
         except KeyboardInterrupt:
             self.interrupted = True
             return None
-        if found is None:
+        if estimated is None:
             return None
-        found = self._bounded(found, race.ahead)
-        left.put(found)
-        return None if found.bound >= race.ahead(found.configuration) else found
+        estimated = self._bounded(estimated, bnb.ahead)
+        left.put(estimated)
+        return None if estimated.bound >= bnb.ahead(estimated.configuration) else estimated
 
     def _bounded(self, estimated: Estimated, needed: Callable[[Configuration], float]) -> Estimated:
         """With a bound that rules it out, or the best one; bounds of what is not solved are looked for in the
@@ -151,37 +151,37 @@ class CandidateSolver:
         if limit == inf or self.interrupted:
             return estimated
         try:
-            for found in self._bounds_of(estimated):
-                bound = max(bound, found)
+            for value in self._bounds_of(estimated):
+                bound = max(bound, value)
                 if bound >= limit:
                     break
         except KeyboardInterrupt:
             self.interrupted = True
         return replace(estimated, bound=bound)
 
-    def _formulated(self, where: Configuration) -> ShardingProblem:
-        return self.poses.of(where.mesh, where.batch, self.ask.pins)
+    def _formulated(self, configuration: Configuration) -> ShardingProblem:
+        return self.problems.of(configuration.mesh, configuration.batch, self.request.pins)
 
-    def _is_slower(self, race: BranchAndBound, estimated: Estimated) -> bool:
+    def _is_slower(self, bnb: BranchAndBound, estimated: Estimated) -> bool:
         """Whether one is proven to be slower than what is known to fit."""
-        return estimated.bound >= race.needed(estimated.configuration)
+        return estimated.bound >= bnb.needed(estimated.configuration)
 
-    def _run_unsure(self, race: BranchAndBound, unsure: Sequence[Estimated]) -> list[Estimated]:
+    def _run_unsure(self, bnb: BranchAndBound, unsure: Sequence[Estimated]) -> list[Estimated]:
         """The same for those that seem not to fit; where something else does, until one really does not."""
         solved: list[Estimated] = []
         for estimated in sorted(unsure, key=lambda e: (e.floor, e.bound, str(e.configuration.mesh))):
-            self._fit(race, inf)
-            if self._leaves_out(race, estimated):
+            self._fit(bnb, inf)
+            if self._leaves_out(bnb, estimated):
                 continue
             solved.append(estimated)
-            self._solve(race, estimated)
-            if race.best is not None and not isfinite(race.seconds.get(estimated.configuration, inf)):
+            self._solve(bnb, estimated)
+            if bnb.incumbent is not None and not isfinite(bnb.seconds.get(estimated.configuration, inf)):
                 break
-        self._fit(race, inf)
+        self._fit(bnb, inf)
         return solved
 
-    def _leaves_out(self, race: BranchAndBound, estimated: Estimated) -> bool:
-        return race.begun and (self.interrupted or self.spent() or race.leaves_out(estimated))
+    def _leaves_out(self, bnb: BranchAndBound, estimated: Estimated) -> bool:
+        return bnb.begun and (self.interrupted or self.spent() or bnb.leaves_out(estimated))
 
     def _closer(self, estimated: Estimated) -> Estimated | None:
         """A closer look; if it is interrupted for the first time, the same as before."""
@@ -195,64 +195,64 @@ class CandidateSolver:
 
     def _fuller(self, estimated: Estimated) -> Estimated:
         """With what programs like it were found to hold; the same if that is known to it already."""
-        if self.judge is None or self.ask.budget is None:
+        if self.evaluator is None or self.request.budget is None:
             return estimated
-        return estimated.holding(self.judge.beyond(estimated.configuration, estimated.setting))
+        return estimated.holding(self.evaluator.beyond(estimated.configuration, estimated.setting))
 
-    def _solve(self, race: BranchAndBound, estimated: Estimated) -> None:
+    def _solve(self, bnb: BranchAndBound, estimated: Estimated) -> None:
         """Solve one configuration, or note why it cannot be; an interruption ends the search."""
-        race.enter(estimated.configuration)
+        bnb.enter(estimated.configuration)
         try:
-            beat = race.worth(estimated.configuration)
-            found = self._solved(estimated, beat, at_once=not race.begun)
+            beat = bnb.worth(estimated.configuration)
+            solution = self._solved(estimated, beat, at_once=not bnb.begun)
         except (InfeasibleError, UsageError) as error:
             self.failures.append(error)
-            race.fail(estimated.configuration)
+            bnb.fail(estimated.configuration)
         except KeyboardInterrupt:
-            if not race.begun:
+            if not bnb.begun:
                 raise
             self.interrupted = True
         else:
-            race.solve(estimated, found, self.judged(found))
+            bnb.solve(estimated, solution, self.judged(solution))
 
-    def _fit(self, race: BranchAndBound, expected: float) -> bool:
+    def _fit(self, bnb: BranchAndBound, expected: float) -> bool:
         """Make programs of the solutions that take no more seconds than is expected of all others; returns
         whether there were any."""
-        any_was = False
-        while (first := race.next(expected)) is not None:
-            any_was = True
-            found, judged = first
-            if race.best is not None and self.spent():
+        fitted = False
+        while (first := bnb.next(expected)) is not None:
+            fitted = True
+            solution, seconds = first
+            if bnb.incumbent is not None and self.spent():
                 continue  # a fit may be solved several times
-            measured, needed = None, race.needed(found.configuration)
-            if judged < needed and self.judge is not None:
+            measured, needed = None, bnb.needed(solution.configuration)
+            if seconds < needed and self.evaluator is not None:
                 try:
-                    fits = found if self.interrupted else self.judge.fit(found, needed, self.spent)
+                    fits = solution if self.interrupted else self.evaluator.fit(solution, needed, self.spent)
                 except (InfeasibleError, UsageError) as error:  # too large, or its stages cannot be cut apart
                     self.failures.append(error)
-                    race.fail(found.configuration)
+                    bnb.fail(solution.configuration)
                     continue
                 except KeyboardInterrupt:
-                    self.interrupted, fits = True, found
-                if self.interrupted and race.best is not None:
+                    self.interrupted, fits = True, solution
+                if self.interrupted and bnb.incumbent is not None:
                     continue  # what is known to fit goes before what may be faster
-                if fits.placed is not found.placed:
-                    found, judged = fits, self.judged(fits)
-                measured = self.judge.measured(found)
-            race.finish(found, judged, measured)
-        return any_was
+                if fits.placements is not solution.placements:
+                    solution, seconds = fits, self.judged(fits)
+                measured = self.evaluator.measured(solution)
+            bnb.finish(solution, seconds, measured)
+        return fitted
 
-    def judged(self, found: CandidateSolution) -> float:
+    def judged(self, solution: CandidateSolution) -> float:
         """Seconds by which a solved configuration is compared."""
-        if found.configuration.pipe.ranks == 1 or self.interrupted:
-            return found.placed.seconds
-        if self.judge is None:
-            return imbalance_seconds(found.formulated, found.placed, found.configuration.pipe)
+        if solution.configuration.pipe.ranks == 1 or self.interrupted:
+            return solution.placements.seconds
+        if self.evaluator is None:
+            return imbalance_seconds(solution.formulated, solution.placements, solution.configuration.pipe)
         try:
-            return self.judge.seconds(found)
+            return self.evaluator.seconds(solution)
         except KeyboardInterrupt:
             self.interrupted = True
-            return found.placed.seconds
+            return solution.placements.seconds
 
     def worst(self) -> AutoshardError:
         """Why nothing can be solved: what came closest."""
@@ -267,28 +267,30 @@ class CandidateSolver:
             staged = max(shape.meshes, key=lambda s: (s.ranks == 1, s.mesh.world_size))
             batch = shape.ends[0].batch * data_ways(staged.mesh)
             try:
-                formulated = self.poses.of(staged.mesh, batch, self.ask.pins)
+                formulated = self.problems.of(staged.mesh, batch, self.request.pins)
                 count = max(1, total // batch)
                 setting = replace(self.setting, microbatches=count, pipe=staged.pipes[0])
-                placed = self.tuned(formulated, setting)
+                placements = self.tuned(formulated, setting)
             except (InfeasibleError, UsageError) as error:
                 self.failures.append(error)
                 continue
-            where = Configuration(staged.mesh, batch, count, staged.pipes[0])
-            return CandidateSolution(formulated, placed, where, self.poses.cluster, placed.lower_bound)
+            configuration = Configuration(staged.mesh, batch, count, staged.pipes[0])
+            return CandidateSolution(
+                formulated, placements, configuration, self.problems.cluster, placements.lower_bound
+            )
         raise self.worst()
 
     def tuned(self, formulated: ShardingProblem, setting: StepConfig, beat: float = inf) -> PlacementSolution:
         """The best placements with the best recomputation; raises InfeasibleError if nothing fits. beat: see
         `tune`."""
-        ask, budget = self.ask, self.ask.budget
+        request, budget = self.request, self.request.budget
         limits = QUICK if self.spent() else FINAL
         try:
             return tune(
                 formulated.problem,
                 setting,
                 budget,
-                recompute=ask.recompute,
+                recompute=request.recompute,
                 allowed=formulated.allowed,
                 limits=limits,
                 beat=beat,
@@ -297,39 +299,43 @@ class CandidateSolver:
             assert budget is not None
             raise _infeasible(formulated, setting, error, budget) from None
 
-    def proven(self, formulated: ShardingProblem, placed: PlacementSolution) -> PlacementSolution:
+    def proven(self, formulated: ShardingProblem, placements: PlacementSolution) -> PlacementSolution:
         """The same with a lower bound that holds for every recomputation."""
-        if not self.ask.recompute:
-            return placed
-        return with_best_bound(formulated, placed, self.ask.budget)
+        if not self.request.recompute:
+            return placements
+        return with_best_bound(formulated, placements, self.request.budget)
 
     def _solved(self, estimated: Estimated, beat: float, *, at_once: bool) -> CandidateSolution:
         """One configuration. beat: see `tune`. at_once: if interrupted, finish with the least work instead of
         stopping."""
-        where = estimated.configuration
+        configuration = estimated.configuration
         try:
-            self.progress(f"solving {where.name}, {where.microbatches} microbatches of {where.batch}")
-            formulated = self._formulated(where)
-            placed = self.tuned(formulated, estimated.setting, beat)
+            self.progress(
+                f"solving {configuration.name}, {configuration.microbatches} microbatches of {configuration.batch}"
+            )
+            formulated = self._formulated(configuration)
+            placements = self.tuned(formulated, estimated.setting, beat)
         except KeyboardInterrupt:
             if not at_once:
                 raise
             # nothing is solved yet: what the estimate says is at hand in a moment
             self.interrupted = True
             self.progress("interrupted; finishing the first plan (interrupt again to stop at once)")
-            formulated = self._formulated(where)
-            placed = self._at_once(formulated, estimated.setting)
-        return CandidateSolution(formulated, placed, where, self.poses.cluster, placed.lower_bound)
+            formulated = self._formulated(configuration)
+            placements = self._at_once(formulated, estimated.setting)
+        return CandidateSolution(
+            formulated, placements, configuration, self.problems.cluster, placements.lower_bound
+        )
 
     def _at_once(self, formulated: ShardingProblem, setting: StepConfig) -> PlacementSolution:
         """Placements that fit, with the least work."""
-        budget = self.ask.budget
+        budget = self.request.budget
         try:
             return place(
                 formulated.problem, setting, budget, allowed=formulated.allowed, limits=QUICK, rounds=1
             )
         except InfeasibleNetwork:
-            return self.tuned(formulated, setting.running_again("full"))
+            return self.tuned(formulated, setting.recomputing("full"))
 
     def _lowest(self, others: Sequence[Estimated], limit: float) -> float:
         """Seconds that none of the others goes below, ``limit`` at most."""
@@ -372,14 +378,16 @@ class CandidateSolver:
     ) -> CandidateSolution:
         """With the proof, and what was not taken. entered: estimates of those that were solved."""
         try:
-            placed = best.placed if self.interrupted else self.proven(best.formulated, best.placed)
+            placements = (
+                best.placements if self.interrupted else self.proven(best.formulated, best.placements)
+            )
             if all(e.configuration == best.configuration for e in entered):
                 left.first()  # the next best is an estimate: let it be a good one
         except KeyboardInterrupt:
-            self.interrupted, placed = True, best.placed
-        best = replace(best, placed=placed)
+            self.interrupted, placements = True, best.placements
+        best = replace(best, placements=placements)
         others = {e.configuration: e for e in (*entered, *left) if e.configuration != best.configuration}
-        bound = self._lowest([e for e in others.values() if e.may_fit()], placed.lower_bound)
+        bound = self._lowest([e for e in others.values() if e.may_fit()], placements.lower_bound)
         # an estimate below what was found says little: those that were solved come first, those that nobody
         # looked at closely last
         priced = sorted(
@@ -395,18 +403,18 @@ class CandidateSolver:
         )
 
 
-def name_of(where: Configuration) -> str:
+def name_of(configuration: Configuration) -> str:
     """A mesh with its schedule and microbatches, as a report has it."""
-    pieces = f" x {where.microbatches} microbatches" if where.microbatches > 1 else ""
-    order = f" {where.pipe.schedule}" if where.pipe.ranks > 1 else ""
-    return f"{where.name}{order}{pieces}"
+    microbatches = f" x {configuration.microbatches} microbatches" if configuration.microbatches > 1 else ""
+    schedule = f" {configuration.pipe.schedule}" if configuration.pipe.ranks > 1 else ""
+    return f"{configuration.name}{schedule}{microbatches}"
 
 
 def _infeasible(
     formulated: ShardingProblem, setting: StepConfig, error: InfeasibleNetwork, limit: int
 ) -> InfeasibleError:
-    held = setting.running_again("full").held(profile(formulated.problem.terms, error.states))
-    parts = {"parameters, gradients and optimizer state": held.state, "activations": held.activations}
+    resident = setting.recomputing("full").held(profile(formulated.problem.terms, error.states))
+    parts = {"parameters, gradients and optimizer state": resident.state, "activations": resident.activations}
     binding = max(parts, key=lambda k: parts[k])
     text = ", ".join(f"{k} {bytes_up(v)}" for k, v in parts.items())
     failure = InfeasibleError(

@@ -65,7 +65,7 @@ class CandidateSolution:
     """
 
     formulated: ShardingProblem
-    placed: PlacementSolution
+    placements: PlacementSolution
     configuration: Configuration
     cluster: Cluster
     bound: float
@@ -77,4 +77,4 @@ class CandidateSolution:
 
     @property
     def configuration_bound(self) -> float:
-        return self.placed.lower_bound
+        return self.placements.lower_bound

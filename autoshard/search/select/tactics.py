@@ -61,22 +61,22 @@ def parse_tactics(text: str, mesh: Mesh) -> tuple[Tactic, ...]:
     layers`` splits inside layers, ``auto on AXIS`` lets the search decide by the meaning of the axis' name,
     ``auto`` does so for all axes that are left, ``pin GLOB=axis:placement`` fixes a tensor.
     """
-    found: list[Tactic] = []
+    tactics: list[Tactic] = []
     for part in (p.strip() for p in text.split(";") if p.strip()):
-        taken = {t.axis for t in found}
+        taken = {t.axis for t in tactics}
         if part.startswith("pin "):
-            found.append(Tactic(part, pin=Pin.parse(part.removeprefix("pin ").strip())))
+            tactics.append(Tactic(part, pin=Pin.parse(part.removeprefix("pin ").strip())))
         elif part == "auto":
-            found += [Tactic(f"auto on {name}", name) for name in mesh.names if name not in taken]
+            tactics += [Tactic(f"auto on {name}", name) for name in mesh.names if name not in taken]
         else:
-            found.append(_axis_tactic(part, mesh, taken))
-    missing = [name for name in mesh.names if name not in {t.axis for t in found}]
+            tactics.append(_axis_tactic(part, mesh, taken))
+    missing = [name for name in mesh.names if name not in {t.axis for t in tactics}]
     if missing:
         raise UsageError(
             f"no tactic uses the axis {missing[0]!r} of the mesh {mesh}",
             hint=f"add 'auto on {missing[0]}', or leave the axis out of the mesh",
         )
-    return tuple(found)
+    return tuple(tactics)
 
 
 def _axis_tactic(part: str, mesh: Mesh, taken: set[str]) -> Tactic:
@@ -120,8 +120,10 @@ def run_tactics(
         now = Mesh(tuple(a if a.name in active else Axis(a.name, 1) for a in mesh.axes))
         meanings = {t.axis: t.meaning for t in sofar if t.meaning is not None}
         axes = plain_axes(now, tuple(meanings.get(a.name, a.meaning) for a in mesh.axes))
-        holding = [p for p in (_pin_on(active, mesh, pin) for pin in pins) if p.wanted]
-        holding += (t.pin for t in sofar if t.pin is not None and all(a in active for a, _ in t.pin.wanted))
+        holding = [p for p in (_pin_on(active, mesh, pin) for pin in pins) if p.placements]
+        holding += (
+            t.pin for t in sofar if t.pin is not None and all(a in active for a, _ in t.pin.placements)
+        )
         ranks = None if order is None else _order_on(order, mesh, now)
         formulated = formulate(
             model, now, cluster, setting, recipe=recipe, pins=tuple(holding), axes=axes, order=ranks
@@ -132,9 +134,11 @@ def run_tactics(
             formulated = replace(
                 formulated, allowed=tuple(combined([formulated.allowed, frozen], len(frozen)))
             )
-        placed = solve(formulated, position == len(tactics) - 1)
-        stages.append(Stage(tactic.text, str(now), placed.step, placed.setting.held(placed.taken)))
-        previous = (formulated, placed)
+        placements = solve(formulated, position == len(tactics) - 1)
+        stages.append(
+            Stage(tactic.text, str(now), placements.step, placements.setting.held(placements.usage))
+        )
+        previous = (formulated, placements)
     if previous is None:
         raise UsageError("there are no tactics", hint=_FORM)
     return (*previous, tuple(stages))
@@ -142,7 +146,9 @@ def run_tactics(
 
 def _pin_on(active: set[str], mesh: Mesh, pin: Pin) -> Pin:
     """What a pin says of the axes in play, and of axes that the mesh lacks: an error for `formulate`."""
-    return replace(pin, wanted=tuple(w for w in pin.wanted if w[0] in active or w[0] not in mesh.names))
+    return replace(
+        pin, placements=tuple(w for w in pin.placements if w[0] in active or w[0] not in mesh.names)
+    )
 
 
 def _order_on(order: RankOrder, mesh: Mesh, now: Mesh) -> RankOrder:
@@ -152,24 +158,24 @@ def _order_on(order: RankOrder, mesh: Mesh, now: Mesh) -> RankOrder:
 
 
 def _frozen(
-    before: ShardingProblem, placed: PlacementSolution, now: ShardingProblem, axes: Sequence[int]
+    before: ShardingProblem, placements: PlacementSolution, now: ShardingProblem, axes: Sequence[int]
 ) -> list[Array | None]:
     """The states that agree with what was decided on these axes; all of a variable where none does.
 
     A tensor that was split evenly alone may not be once another axis splits it as well.
     """
     chosen = {
-        key: _face(before.problem.variables[number], placed.states[number], before.problem.axes, axes)
+        key: _face(before.problem.variables[number], placements.states[number], before.problem.axes, axes)
         for key, number in before.problem.index.items()
     }
-    found: list[Array | None] = [None] * len(now.problem.variables)
+    masks: list[Array | None] = [None] * len(now.problem.variables)
     for key, number in now.problem.index.items():
         variable = now.problem.variables[number]
         ok = [_face(variable, k, now.problem.axes, axes) == chosen[key] for k in range(len(variable.states))]
         if any(ok) and not all(ok):
             # what decides together now may have decided apart before
-            found[number] = compatible_states(found[number], np.where(ok, 0.0, np.inf))
-    return found
+            masks[number] = compatible_states(masks[number], np.where(ok, 0.0, np.inf))
+    return masks
 
 
 def _face(variable: Variable, state: int, axes: SearchAxes, chosen: Sequence[int]) -> object:

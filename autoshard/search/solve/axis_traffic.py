@@ -19,12 +19,12 @@ def between_layers(model: Model) -> float:
     """Bytes that one sequence hands from one layer to the next; the most of any pair."""
     layers = {c.segment for c in model.folded.calls if c.label and not c.backward}
     backward = model.folded.is_backward()
-    found = [
+    values = [
         model.folded.segments[target[0]].types()[target[1]].nbytes
         for source, target in model.flow.edges
         if source[0] in layers and target[0] in layers and not backward[target[0]]
     ]
-    return max(found, default=0) / max(1, batch_of(model.folded))
+    return max(values, default=0) / max(1, batch_of(model.folded))
 
 
 def tied_bytes(model: Model) -> float:
@@ -42,12 +42,12 @@ def traffic_of(model: Model, inner: Mesh, ranks: int, total: int) -> dict[str, f
     layers = sum(layer_calls(model.folded).values()) / ranks
     stored = sum(len(group.ports) * group.first.type.nbytes for group in model.flow.classes.values())
     held = stored / ranks / (inner.world_size // ways)
-    found = {}
+    traffic = {}
     for axis in whole.axes:
         if axis.name == "pp":
-            found[axis.name] = 2 * handed / (inner.world_size // ways)
+            traffic[axis.name] = 2 * handed / (inner.world_size // ways)
         elif axis.meaning.splits_batch:
-            found[axis.name] = 2 * held
+            traffic[axis.name] = 2 * held
         else:
-            found[axis.name] = _INSIDE * layers * handed
-    return found
+            traffic[axis.name] = _INSIDE * layers * handed
+    return traffic

@@ -84,9 +84,9 @@ class Staged:
         filling = min(p.filling(microbatches) for p in self.pipes)
         if not self.limits:
             return microbatches + filling
-        pace, fastest = sum(self.limits), max(self.limits)
-        waits = (self.ranks / fastest - self.ranks / pace) * filling / (self.ranks - 1)
-        return self.ranks / pace * microbatches + waits
+        total, fastest = sum(self.limits), max(self.limits)
+        waits = (self.ranks / fastest - self.ranks / total) * filling / (self.ranks - 1)
+        return self.ranks / total * microbatches + waits
 
     @property
     def ranks(self) -> int:
@@ -106,9 +106,13 @@ def microbatch_sizes(mesh: Mesh, total: int) -> list[int]:
     return [ways * b for b in range(1, each + 1) if each % b == 0]
 
 
-def alike(where: Configuration) -> Hashable:
+def alike(configuration: Configuration) -> Hashable:
     """What configurations share that only divide the data ranks otherwise."""
-    return inside(where.mesh), where.batch // data_ways(where.mesh), where.pipe.ranks
+    return (
+        inside(configuration.mesh),
+        configuration.batch // data_ways(configuration.mesh),
+        configuration.pipe.ranks,
+    )
 
 
 def inside(mesh: Mesh) -> tuple[tuple[str, int], ...]:
@@ -139,19 +143,19 @@ def shapes_of(meshes: Sequence[Staged], owners: int = 0) -> list[tuple[Staged, .
         ways = data_ways(staged.mesh)
         key = (ways if owners else 0, inside(staged.mesh), staged.across)
         groups.setdefault(key, []).append(staged)
-    found: list[tuple[Staged, ...]] = []
+    shapes: list[tuple[Staged, ...]] = []
     for group in groups.values():
         # a single data rank has no batch axis to place, so it comes last
         ordered = sorted(
             group, key=lambda s: (data_ways(s.mesh) == 1, data_ways(s.mesh), -_sharded(s.mesh), s.ranks)
         )
         if not owners:
-            found.append(tuple(ordered))
+            shapes.append(tuple(ordered))
             continue
         alone = next((s.mesh for s in ordered if owners % _sharded(s.mesh) == 0), None)
         kept = [s for s in ordered if s.mesh == alone or _sharded(s.mesh) == 1] if alone else ordered
-        found.append(tuple(sorted(kept, key=lambda s: s.mesh != alone)))
-    return found
+        shapes.append(tuple(sorted(kept, key=lambda s: s.mesh != alone)))
+    return shapes
 
 
 def _sharded(mesh: Mesh) -> int:

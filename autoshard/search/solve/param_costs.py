@@ -64,9 +64,9 @@ class Parameters:
         return repr((self.shapes, self.shares, [array.tobytes() for array in arrays]))
 
 
-def parameters_of(formulated: ShardingProblem, placed: PlacementSolution) -> Parameters:
+def parameters_of(formulated: ShardingProblem, placements: PlacementSolution) -> Parameters:
     """The parameters of a problem, in the layouts that its placements use."""
-    return _parameters(formulated, lambda number, variable: (variable.states[placed.states[number]],))
+    return _parameters(formulated, lambda number, variable: (variable.states[placements.states[number]],))
 
 
 def least_parameters(formulated: ShardingProblem) -> Parameters:
@@ -128,7 +128,7 @@ def added_by_use(formulated: ShardingProblem) -> dict[int, ParamUseCosts]:
     """By number of the variable, where a use adds anything."""
     axes, prices = formulated.problem.axes, formulated.prices
     inner = [k for k, m in enumerate(axes.mesh_meanings) if not m.splits_batch]
-    found: dict[int, ParamUseCosts] = {}
+    costs: dict[int, ParamUseCosts] = {}
     for number, variable, group, phases in _trained(formulated):
         type_, count = group.first.type, len(group.ports)
         used = {u: prices.ops.local_bytes(type_, u, axes.sizes) for u in {s.use for s in variable.states}}
@@ -149,23 +149,23 @@ def added_by_use(formulated: ShardingProblem) -> dict[int, ParamUseCosts]:
         late = np.array([s.keep and s.late for s in variable.states], dtype=bool)
         width, more = DTYPES[type_.dtype][1], count * (whole - whole.min())
         sums = np.where(late, more / width * prices.recipe.sum_bytes(width), 0.0)
-        found[number] = ParamUseCosts(keep, gather, phases * gather, more, sums)
-    return found
+        costs[number] = ParamUseCosts(keep, gather, phases * gather, more, sums)
+    return costs
 
 
 def whole_state(model: Model, recipe: Recipe) -> float:
     """Bytes of all trained parameters with their gradients and optimizer, nothing of it split or repeated."""
-    found = 0.0
+    total = 0.0
     for group in model.flow.classes.values():
         if group.grads:
             type_ = group.first.type
             width = DTYPES[type_.dtype][1]
-            found += (
+            total += (
                 len(group.ports)
                 * type_.numel
                 * (_kept_width(recipe, width) + (width if recipe.resident else 0))
             )
-    return found
+    return total
 
 
 def _kept_width(recipe: Recipe, width: float) -> float:
@@ -184,8 +184,8 @@ def _data_ways(use: Layout, formulated: ShardingProblem) -> float:
     """Over how many of the ranks that split the batch a parameter in use is split."""
     axes = formulated.problem.axes
     ways = 1
-    for placed, size, meaning in zip(use, axes.sizes, axes.meanings, strict=True):
-        if meaning.splits_batch and isinstance(placed, Shard):
+    for placement, size, meaning in zip(use, axes.sizes, axes.meanings, strict=True):
+        if meaning.splits_batch and isinstance(placement, Shard):
             ways *= size
     return float(ways)
 

@@ -124,15 +124,15 @@ def pipes_of(
         return [Pipe()]
     if schedule:
         return [Pipe(ranks, schedule, chunks or default_chunks(schedule), slices=slices)]
-    found = [
+    pipes = [
         Pipe(ranks, name, count)
         for name, counts in tried().items()
         for count in counts
         if (chunks is None or count == chunks) and ranks * count <= max(layers, ranks)
     ]
-    if not found:
+    if not pipes:
         raise UsageError(
             f"no schedule has {chunks} stages per rank on {ranks} pipeline ranks and {layers} layers",
             hint="leave out --chunks, or name a schedule",
         )
-    return found
+    return pipes

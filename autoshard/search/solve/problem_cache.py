@@ -88,13 +88,13 @@ class ProblemCache:
     ) -> ShardingProblem:
         """As `of`, good for costs alone: the problem of ``least`` sequences with more of them, where that
         leaves the same to decide. bounds: or where that takes no more."""
-        found = self.of(mesh, least, pins, roughly=True)
-        grows = found.problem.grows_to(batch) or (bounds and found.problem.bounds(batch))
+        formulated = self.of(mesh, least, pins, roughly=True)
+        grows = formulated.problem.grows_to(batch) or (bounds and formulated.problem.bounds(batch))
         if batch == least or not grows:
             return self.of(mesh, batch, pins, roughly=True)
         key = (mesh, batch, pins)
         if key not in self._grown:
-            self._grown[key] = rescaled_problem(found, batch)
+            self._grown[key] = rescaled_problem(formulated, batch)
         return self._grown[key]
 
     def order(self, mesh: Mesh) -> RankOrder | None:

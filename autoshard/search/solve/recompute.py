@@ -43,8 +43,8 @@ _NOTHING = AssignmentCosts({}, {})
 
 def choose_recompute(taken: AssignmentCosts, setting: StepConfig, budget: float) -> StepConfig | None:
     """The setting with the cheapest recomputation that fits the budget; None if none fits."""
-    found = RecomputePlanner(taken, setting.calls).best(setting, budget)
-    return None if found is None else found[0]
+    plan = RecomputePlanner(taken, setting.calls).best(setting, budget)
+    return None if plan is None else plan[0]
 
 
 class RecomputePlanner:
@@ -55,7 +55,7 @@ class RecomputePlanner:
     """
 
     def __init__(self, taken: AssignmentCosts, calls: Mapping[str, int]) -> None:
-        self.taken, self.calls = taken, calls
+        self.usage, self.calls = taken, calls
         #: the part of it that belongs to parameters
         self._state = AssignmentCosts({}, {k: n for k, n in taken.bytes.items() if k.kind in OF_STATE})
         #: bytes of activations of each segment, and of no segment that may run again
@@ -65,16 +65,16 @@ class RecomputePlanner:
             if key.kind not in OF_STATE:
                 self._of_segment.get(key.segment, self._others).append((key, n))
         #: what parts hold, by all that this depends on
-        self._held: dict[Hashable, tuple[float, float]] = {}
+        self._cache: dict[Hashable, tuple[float, float]] = {}
 
     @cached_property
     def choices(self) -> list[list[_Option]]:
         """Options that free anything, the cheapest bytes first, one policy per kind of layer."""
-        found = []
-        for chosen in _choices(_options(self.taken, self.calls)):
+        options = []
+        for chosen in _choices(_options(self.usage, self.calls)):
             ordered = sorted(chosen, key=lambda o: (o.price, o.segment))
-            found.append([option for option in ordered if option.freed > 0])
-        return found
+            options.append([option for option in ordered if option.freed > 0])
+        return options
 
     def best(
         self,
@@ -93,16 +93,16 @@ class RecomputePlanner:
         if state > budget:
             return None
         windows = bare.windows(self._state) + bare.windows(beside)
-        sums = bare.sums(self.taken, beside) if plain is None else plain
+        sums = bare.sums(self.usage, beside) if plain is None else plain
         if state + self._activations(bare, {}, windows) <= budget:
             return bare, step_time(sums, bare.how).total
         best: tuple[dict[str, Recompute], float] | None = None
         for chosen in self.choices:
-            again = self._filled(bare, chosen, state, windows, budget)
-            if again is not None:
-                seconds = step_time(sums + self._more(again), bare.how).total
+            recompute = self._filled(bare, chosen, state, windows, budget)
+            if recompute is not None:
+                seconds = step_time(sums + self._more(recompute), bare.how).total
                 if best is None or seconds < best[1]:
-                    best = again, seconds
+                    best = recompute, seconds
         return None if best is None else (replace(bare, recompute=best[0]), best[1])
 
     def state_bytes(self, setting: StepConfig, beside: AssignmentCosts) -> float:
@@ -113,53 +113,53 @@ class RecomputePlanner:
         self, bare: StepConfig, chosen: Sequence[_Option], state: float, windows: float, budget: float
     ) -> dict[str, Recompute] | None:
         """Calls added in order of price until the assignment fits."""
-        again: dict[str, Recompute] = {}
-        held = self._activations(bare, again, windows)
+        recompute: dict[str, Recompute] = {}
+        held = self._activations(bare, recompute, windows)
         for option in chosen:
             over = state + held - budget
             if over <= 0:
                 break
             # the first call frees nothing: what it makes again is held once
             calls = min(self.calls[option.segment], ceil(over / option.freed) + 1)
-            again[option.segment] = Recompute(option.policy, calls)
-            held = self._activations(bare, again, windows)
-        return again if state + held <= budget else None
+            recompute[option.segment] = Recompute(option.policy, calls)
+            held = self._activations(bare, recompute, windows)
+        return recompute if state + held <= budget else None
 
-    def _activations(self, bare: StepConfig, again: Mapping[str, Recompute], windows: float) -> float:
+    def _activations(self, bare: StepConfig, recompute: Mapping[str, Recompute], windows: float) -> float:
         """Bytes of activations where some calls run again; but for windows the same on many meshes."""
         pipe = bare.pipe
         # all that a setting says of them, see `StepConfig.bytes_weight`
         key = (bare.flight, bare.waiting, pipe.splits_backward, pipe.ranks > 1, bare.sending, bare.optimistic)
         late, early = self._part(bare, key, "", None)
         for name in self.calls:
-            more = self._part(bare, key, name, again.get(name))
+            more = self._part(bare, key, name, recompute.get(name))
             late, early = late + more[0], early + more[1]
         return max(late, windows + early)
 
     def _part(
-        self, bare: StepConfig, key: Hashable, segment: str, again: Recompute | None
+        self, bare: StepConfig, key: Hashable, segment: str, recompute: Recompute | None
     ) -> tuple[float, float]:
         """Of one segment, or of no segment that may run again (""); see `StepConfig.activations`."""
-        at = (key, segment, again and (again.policy, again.calls))
-        found = self._held.get(at)
-        if found is None:
+        at = (key, segment, recompute and (recompute.policy, recompute.calls))
+        cached = self._cache.get(at)
+        if cached is None:
             held = self._of_segment[segment] if segment else self._others
-            late, early = sum([bare.bytes_weight_with(k, again) * n for k, n in held]), 0.0
+            late, early = sum([bare.bytes_weight_with(k, recompute) * n for k, n in held]), 0.0
             if bare.pipe.splits_backward:
-                early = sum([bare.waitless.bytes_weight_with(k, again) * n for k, n in held])
+                early = sum([bare.waitless.bytes_weight_with(k, recompute) * n for k, n in held])
             elif not segment:
                 early = -inf
-            found = self._held[at] = late, early
-        return found
+            cached = self._cache[at] = late, early
+        return cached
 
-    def _more(self, again: Mapping[str, Recompute]) -> StepSums:
+    def _more(self, recompute: Mapping[str, Recompute]) -> StepSums:
         """Seconds of what runs again."""
         work = talk = 0.0
-        for name, chosen in again.items():
+        for name, chosen in recompute.items():
             share = chosen.calls / self.calls[name]
             for cheap in (True, False) if chosen.policy == "full" else (True,):
-                work += share * self.taken.seconds.get(Time("work", False, name, cheap), 0.0)
-                talk += share * self.taken.seconds.get(Time("talk", False, name, cheap), 0.0)
+                work += share * self.usage.seconds.get(Time("work", False, name, cheap), 0.0)
+                talk += share * self.usage.seconds.get(Time("talk", False, name, cheap), 0.0)
         return StepSums(work_backward=work, talk_backward=talk)
 
 
@@ -168,9 +168,9 @@ def marginal_price(taken: AssignmentCosts, setting: StepConfig) -> float:
     options = _options(taken, setting.calls)
     prices = [
         o.price
-        for name, again in setting.recompute.items()
+        for name, recompute in setting.recompute.items()
         for o in options[name]
-        if again.calls and o.policy == again.policy and o.freed > 0
+        if recompute.calls and o.policy == recompute.policy and o.freed > 0
     ]
     return setting.microbatches * max(prices, default=0.0)
 
@@ -202,13 +202,13 @@ def _options(taken: AssignmentCosts, calls: Mapping[str, int]) -> dict[str, list
                 for full in (False, True):
                     if (held.kind == "input" and (full or held.cheap)) or (held.kind == "extra" and not full):
                         extra[held.segment, full] = extra.get((held.segment, full), 0.0) + value
-    found: dict[str, list[_Option]] = {}
+    options: dict[str, list[_Option]] = {}
     for segment, count in calls.items():
         cheap, dear = kept.get((segment, True), 0.0), kept.get((segment, False), 0.0)
         fast, slow = seconds.get((segment, True), 0.0), seconds.get((segment, False), 0.0)
         less, least = cheap - extra.get((segment, False), 0.0), cheap + dear - extra.get((segment, True), 0.0)
-        found[segment] = [
+        options[segment] = [
             _Option(segment, "selective", less / count, fast / count),
             _Option(segment, "full", least / count, (fast + slow) / count),
         ]
-    return found
+    return options

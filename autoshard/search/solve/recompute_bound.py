@@ -42,7 +42,7 @@ def dual_bound(
     price: seconds per byte. exposure: which overlaps to count as exposed; any is valid. moves: whether to try
     half of the exposure, too, and to move the price while the bound grows.
     """
-    known: dict[tuple[float, Exposure], float] = {}
+    cache: dict[tuple[float, Exposure], float] = {}
     each = extremes(setting)
     policies = list(range(len(each)))
     networks: dict[tuple[int, Exposure], CostNetwork] = {}
@@ -58,19 +58,19 @@ def dual_bound(
     def at(price: float, exposure: Exposure, beat: float = -inf) -> float:
         """The least over the policies; if that cannot beat a value, anything up to that value."""
         key = (price, exposure)
-        if key not in known:
+        if key not in cache:
             least = inf
             for policy in tuple(policies):
-                found = priced(policy, price, exposure)
-                if found < least:
-                    least = found
+                value = priced(policy, price, exposure)
+                if value < least:
+                    least = value
                     # whoever is least is likely to be so again, and then says at once what cannot be beaten
                     policies.remove(policy)
                     policies.insert(0, policy)
                 if least <= beat:
                     return least
-            known[key] = least
-        return known[key]
+            cache[key] = least
+        return cache[key]
 
     if not moves:
         return at(price, exposure)
@@ -78,15 +78,15 @@ def dual_bound(
     if at(price, half, at(price, exposure)) > at(price, exposure):
         exposure = half
     if len(policies) > _FEW:
-        return max(known.values())
+        return max(cache.values())
     for factor in (2.0, 0.5):
         for _ in range(_MOVES):
             if at(price * factor, exposure, at(price, exposure)) <= at(price, exposure):
                 break
             price *= factor
     for factor in (2**0.5, 0.5**0.5):
-        at(price * factor, exposure, max(known.values()))
-    return max(known.values())
+        at(price * factor, exposure, max(cache.values()))
+    return max(cache.values())
 
 
 def extremes(setting: StepConfig) -> list[StepConfig]:

@@ -34,14 +34,14 @@ def refit(
         chosen[:, column] = np.where(finite, scores, np.inf).argmin(axis=1)
         held += memory[chosen[:, column]]
     best: tuple[float, tuple[int, ...]] | None = None
-    found = list(states)
+    refitted = list(states)
     # of equal choices the one at the lowest price counts
     for choice in dict.fromkeys(map(tuple, chosen[held <= budget].tolist())):
         for k, state in zip(numbers, choice, strict=True):
-            found[k] = state
-        seconds = network.seconds_of(found)
+            refitted[k] = state
+        seconds = network.seconds_of(refitted)
         if np.isfinite(seconds) and (best is None or seconds < best[0]):
-            best = (seconds, tuple(found))
+            best = (seconds, tuple(refitted))
     return None if best is None else best[1]
 
 

@@ -14,7 +14,7 @@ _MOST = 65_536
 
 def shared_seconds(formulated: ShardingProblem) -> float:
     """Seconds that sharing them takes at most in one microbatch; a single data rank has nothing to share."""
-    blueprint, found = formulated.problem.blueprint, 0.0
+    blueprint, seconds = formulated.problem.blueprint, 0.0
     assert blueprint is not None
     data = [k for k, meaning in enumerate(formulated.problem.axes.meanings) if meaning.splits_batch]
     for entry in blueprint.entries:
@@ -22,5 +22,5 @@ def shared_seconds(formulated: ShardingProblem) -> float:
             given = entry.way.given.layouts
             rows = [k for k, layout in enumerate(given) if layout is not None and sums_over(layout, data)]
             costs = blueprint.prices.way(entry.way)[rows]
-            found += entry.count * float(costs[np.isfinite(costs)].max(initial=0.0))
-    return found
+            seconds += entry.count * float(costs[np.isfinite(costs)].max(initial=0.0))
+    return seconds

@@ -41,7 +41,7 @@ class PlacementSolution:
 
     setting: StepConfig
     states: tuple[int, ...]
-    taken: AssignmentCosts
+    usage: AssignmentCosts
     step: StepTime
     bytes: float
     lower_bound: float
@@ -68,7 +68,7 @@ class Networks:
     def __init__(self, problem: Problem, allowed: Sequence[Array | None]) -> None:
         self._terms, self._allowed = problem.terms, allowed
         self._keys = tuple(dict.fromkeys((*problem.terms.alone, *problem.terms.pairs)))
-        self._made: dict[tuple[tuple[float, ...], tuple[float, ...]], _Weighed] = {}
+        self._cache: dict[tuple[tuple[float, ...], tuple[float, ...]], _Weighed] = {}
 
     def of(self, setting: StepConfig, bound: Exposure) -> CostNetwork:
         """The network of a setting for a given exposure."""
@@ -79,13 +79,13 @@ class Networks:
         seconds = setting.time_weight(bound)
         times = tuple([seconds(key) for key in self._keys])
         held = tuple([setting.bytes_weight(kind) for kind in self._terms.bytes])
-        found = self._made.pop((times, held), None)
-        if found is None:
-            found = _Weighed(setting.network(self._terms, bound, self._allowed), times, held)
-        self._made[times, held] = found
-        if len(self._made) > _AT_HAND:
-            del self._made[next(iter(self._made))]
-        return found
+        weighed = self._cache.pop((times, held), None)
+        if weighed is None:
+            weighed = _Weighed(setting.network(self._terms, bound, self._allowed), times, held)
+        self._cache[times, held] = weighed
+        if len(self._cache) > _AT_HAND:
+            del self._cache[next(iter(self._cache))]
+        return weighed
 
 
 def place(
@@ -159,24 +159,26 @@ def _solved(
     network, times, weights = weighed.network, weighed.times, weighed.held
     if budget is None:
         # bytes decide nothing then, and limits nothing about what is eliminated
-        found = problem.known.get(times, None, None, allowed) or problem.known.get(
+        solution = problem.known.get(times, None, None, allowed) or problem.known.get(
             times, None, limits, allowed
         )
-        if found is None:
+        if solution is None:
             problem.known.count(network)
-            found = solve(network, None, limits, orders=problem.known.orders)
-            problem.known.put(times, None, None if found.method == ELIMINATED else limits, allowed, found)
-        return replace(found, bytes=network.bytes_of(found.states))
+            solution = solve(network, None, limits, orders=problem.known.orders)
+            problem.known.put(
+                times, None, None if solution.method == ELIMINATED else limits, allowed, solution
+            )
+        return replace(solution, bytes=network.bytes_of(solution.states))
     held = (budget, *weights)
-    found = problem.known.get(times, held, limits, allowed)
-    if found is None:
+    solution = problem.known.get(times, held, limits, allowed)
+    if solution is None:
         reduction = problem.known.reduction(times, weights, allowed)
         orders = problem.known.orders
         problem.known.count(network)
-        found = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
-        problem.known.count(network, found.stats.multiplier_steps)
-        problem.known.put(times, held, limits, allowed, found)
-    return found
+        solution = solve(network, budget, limits, tight=tight, orders=orders, reduction=reduction)
+        problem.known.count(network, solution.stats.multiplier_steps)
+        problem.known.put(times, held, limits, allowed, solution)
+    return solution
 
 
 def priced(

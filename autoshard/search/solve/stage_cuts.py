@@ -105,9 +105,9 @@ def places_of(calls: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     for row in calls:
         if id(row) not in ranked:  # calls of a segment have the same
             seen: Counter[float] = Counter()
-            found = ranked[id(row)] = []
+            places = ranked[id(row)] = []
             for number, crossing in enumerate(row):
-                found.append(((number != len(row) - 1, crossing, seen[crossing]), number))
+                places.append(((number != len(row) - 1, crossing, seen[crossing]), number))
                 seen[crossing] += 1
     often = Counter(rank for row in calls for rank, _ in ranked[id(row)])
     last, count = min(often), 0
@@ -120,41 +120,41 @@ def places_of(calls: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     return sorted((call, number) for _, call, number in sorted(keys)[:_PLACES])
 
 
-def step_seconds(times: Sequence[float], ask: CutRequest) -> float:
+def step_seconds(times: Sequence[float], request: CutRequest) -> float:
     """Seconds of a step whose stages take these seconds per microbatch.
 
     With several stages per rank the slowest one stands for all of its rank: a rank takes them in turns, and
     an emptier one beside it does not make good for it.
     """
-    return (ask.microbatches * ask.chunks - 1) * max(times) + sum(times) / ask.chunks
+    return (request.microbatches * request.chunks - 1) * max(times) + sum(times) / request.chunks
 
 
-def best_cuts(line: Line | Sequence[Line], ask: CutRequest) -> StageCuts | None:
+def best_cuts(line: Line | Sequence[Line], request: CutRequest) -> StageCuts | None:
     """The cuts of the least step, None if no stages fit the memory.
 
     line: or that of every stage, where the same ops take unlike ranks different seconds; their bytes are the
     same. Exact for `step_seconds`.
     """
-    table = _Table((line,) * ask.stages if isinstance(line, Line) else tuple(line), ask)
+    table = _Table((line,) * request.stages if isinstance(line, Line) else tuple(line), request)
     least = table.least_bound()
     if not isfinite(least):
         return None
-    turns = ask.microbatches * ask.chunks - 1
+    turns = request.microbatches * request.chunks - 1
     bounds = [least]
-    known: dict[int, tuple[float, StageCuts]] = {}
+    cache: dict[int, tuple[float, StageCuts]] = {}
 
     def at(k: int) -> tuple[float, StageCuts]:
         """(least sum of all stages, those stages) with none slower than the k-th bound."""
-        if k not in known:
+        if k not in cache:
             ends = table.cheapest(bounds[k])
             assert ends is not None
             times = table.times(ends)
-            known[k] = (sum(times), StageCuts(ends, step_seconds(times, ask), max(times)))
-        return known[k]
+            cache[k] = (sum(times), StageCuts(ends, step_seconds(times, request), max(times)))
+        return cache[k]
 
     # with a slower stage than this, even stages that send nothing make no better step
-    room = at(0)[1].seconds * (1 + _ROUNDING) - table.work / ask.chunks
-    bounds += [x for x in table.bounds_above(least) if turns * x <= room]
+    limit = at(0)[1].seconds * (1 + _ROUNDING) - table.work / request.chunks
+    bounds += [x for x in table.bounds_above(least) if turns * x <= limit]
     last = len(bounds) - 1
     best = min((at(0)[1], at(last)[1]), key=lambda s: s.seconds)
     waiting = [(0, last)]
@@ -163,7 +163,7 @@ def best_cuts(line: Line | Sequence[Line], ask: CutRequest) -> StageCuts | None:
         if high - low < 2:
             continue
         # a looser bound never adds to the sum, so nothing between the two is below this
-        floor = turns * bounds[low + 1] + at(high)[0] / ask.chunks
+        floor = turns * bounds[low + 1] + at(high)[0] / request.chunks
         if floor >= best.seconds or at(low)[0] <= at(high)[0]:
             continue
         middle = (low + high) // 2
@@ -179,10 +179,10 @@ class _Table:
     of: the kind of every stage.
     """
 
-    def __init__(self, lines: Sequence[Line], ask: CutRequest) -> None:
+    def __init__(self, lines: Sequence[Line], request: CutRequest) -> None:
         kinds = {id(line): line for line in lines}
         numbers = {key: k for k, key in enumerate(kinds)}
-        self.ask, self.of = ask, tuple(numbers[id(line)] for line in lines)
+        self.request, self.of = request, tuple(numbers[id(line)] for line in lines)
         self.lines = tuple(kinds.values())
         self.runs = tuple(_seconds(line) for line in self.lines)
         first = self.lines[0]
@@ -197,18 +197,18 @@ class _Table:
 
     def flight(self, stage: int) -> int:
         """Microbatches that a stage holds; stages with as many are alike."""
-        return self.ask.in_flight[stage] if self.ask.in_flight else 1
+        return self.request.in_flight[stage] if self.request.in_flight else 1
 
-    def longest(self, flight: int, room: float | None) -> Indices | None:
+    def longest(self, flight: int, limit: float | None) -> Indices | None:
         """Where the longest run to every end begins that fits with so many microbatches in flight, [n + 1].
 
-        Whatever begins later fits, too. None without a limit. room: bytes of the rank.
+        Whatever begins later fits, too. None without a limit. limit: bytes of the rank.
         """
-        if room is None:
+        if limit is None:
             return None
-        if (flight, room) not in self._longest:
-            self._longest[flight, room] = self._fitting(flight, room / self.ask.chunks)
-        return self._longest[flight, room]
+        if (flight, limit) not in self._longest:
+            self._longest[flight, limit] = self._fitting(flight, limit / self.request.chunks)
+        return self._longest[flight, limit]
 
     def _fitting(self, flight: int, budget: float) -> Indices:
         ends = np.arange(len(self) + 1)
@@ -230,7 +230,7 @@ class _Table:
     def _stages(self) -> float:
         """How many stages there are; one that takes longer for everything counts for less."""
         if len(self.lines) == 1:
-            return self.ask.stages
+            return self.request.stages
         work = [float((line.forward + line.backward).sum()) for line in self.lines]
         return sum(self.work / work[k] if work[k] else 1.0 for k in self.of)
 
@@ -238,7 +238,7 @@ class _Table:
         """The least possible slowest stage, inf if it is slower than ``bound``."""
         runs = _Runs(self, bound)
         best = runs.first()
-        for stage in range(1, self.ask.stages):
+        for stage in range(1, self.request.stages):
             best = np.min(np.maximum(runs.before(best), runs.of(stage)), axis=1)
         return float(best[-1])
 
@@ -249,15 +249,15 @@ class _Table:
 
     def bounds_above(self, least: float) -> Sequence[float]:
         """Values above ``least`` that the slowest stage may have, ascending."""
-        found = [run[np.isfinite(run) & (run > least)] for run in self.runs]
-        return [float(x) for x in np.unique(np.concatenate(found))]
+        bounds = [run[np.isfinite(run) & (run > least)] for run in self.runs]
+        return [float(x) for x in np.unique(np.concatenate(bounds))]
 
     def cheapest(self, bound: float) -> tuple[int, ...] | None:
         """The ends of stages of least total seconds none of which is slower than ``bound``."""
         runs = _Runs(self, bound * (1 + 1e-12))
         total = runs.first()
         came: list[Indices] = []
-        for stage in range(1, self.ask.stages):
+        for stage in range(1, self.request.stages):
             sums = runs.before(total) + runs.of(stage)
             choice = np.argmin(sums, axis=1)
             came.append(choice)
@@ -315,7 +315,7 @@ class _Runs:
                 np.where((self.begin >= 0) & f[chosen], run[chosen], inf)
                 for f, run in zip(fine, table.runs, strict=True)
             ]
-        self._known: dict[tuple[int, int, float | None], Array] = {}
+        self._cache: dict[tuple[int, int, float | None], Array] = {}
 
     def first(self) -> Array:
         """Seconds of the runs from the first slot on, as the first stage. [n + 1]"""
@@ -324,14 +324,14 @@ class _Runs:
     def of(self, stage: int) -> Array:
         """Seconds of the runs that may be a stage, inf for those that do not fit. [n + 1, width]"""
         table = self._table
-        key = table.of[stage], table.flight(stage), table.ask.room(stage)
-        if key not in self._known:
-            kind, flight, room = key
-            longest, seconds = table.longest(flight, room), self._seconds[kind]
-            self._known[key] = (
+        key = table.of[stage], table.flight(stage), table.request.room(stage)
+        if key not in self._cache:
+            kind, flight, limit = key
+            longest, seconds = table.longest(flight, limit), self._seconds[kind]
+            self._cache[key] = (
                 seconds if longest is None else np.where(self.begin >= longest[:, None], seconds, inf)
             )
-        return self._known[key]
+        return self._cache[key]
 
     def before(self, values: Array) -> Array:
         """Values of the slots that the runs begin at, to be broadcast to [n + 1, width]."""

@@ -87,7 +87,7 @@ class StepConfig:
         waiting, others = self.pipe.waiting(self.microbatches)
         return waiting / self.pipe.ranks, others / self.pipe.ranks
 
-    def running_again(self, policy: Literal["selective", "full"]) -> StepConfig:
+    def recomputing(self, policy: Literal["selective", "full"]) -> StepConfig:
         """The same with every call of every layer computed again by one policy."""
         return replace(self, recompute={name: Recompute(policy, n) for name, n in self.calls.items()})
 
@@ -193,26 +193,26 @@ class StepConfig:
 
     def sums(self, *taken: AssignmentCosts) -> StepSums:
         """Seconds by what they overlap with, of all profiles together."""
-        found = dict.fromkeys(StepSums.__dataclass_fields__, 0.0)
-        again = bool(self.recompute)
+        sums = dict.fromkeys(StepSums.__dataclass_fields__, 0.0)
+        recomputes = bool(self.recompute)
         for profile in taken:
             for key, seconds in profile.seconds.items():
                 kind = key.kind
                 if kind == "work" or kind == "talk":
-                    found[_IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
-                    if again and not key.backward:
-                        found[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
+                    sums[_IN_BACKWARD[kind] if key.backward else _IN_FORWARD[kind]] += seconds
+                    if recomputes and not key.backward:
+                        sums[_IN_BACKWARD[kind]] += self.again(key.segment, key.cheap) * seconds
                 elif kind == "gather":
-                    found["gather_backward" if key.backward else "gather_forward"] += seconds
+                    sums["gather_backward" if key.backward else "gather_forward"] += seconds
                 elif kind == "inline":
-                    found["talk_backward" if key.backward else "talk_forward"] += seconds
+                    sums["talk_backward" if key.backward else "talk_forward"] += seconds
                 elif kind == "sum":
-                    found["work_backward"] += self.sums_up * seconds
+                    sums["work_backward"] += self.sums_up * seconds
                 elif kind in self.apart:
-                    found["once"] += seconds
+                    sums["once"] += seconds
                 else:
-                    found[kind] += seconds
-        return StepSums(**found)
+                    sums[kind] += seconds
+        return StepSums(**sums)
 
     def exposure(self, taken: AssignmentCosts) -> Exposure:
         """Which overlaps are bound by communication."""
@@ -251,8 +251,8 @@ class StepConfig:
         """Bytes of everything else: where most gradients of parameters wait, and, but for windows, on the
         first rank of a pipeline as it begins its first backward, where none does yet; the peak, and nothing,
         where none ever waits."""
-        found = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
-        return found, (self.waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
+        total = sum((self.bytes_weight(k) * n for k, n in taken.bytes.items() if k.kind not in OF_STATE), 0.0)
+        return total, (self.waitless.activations(taken)[0] if self.pipe.splits_backward else -inf)
 
     @cached_property
     def waitless(self) -> StepConfig:

@@ -75,7 +75,7 @@ class _Tuning:
         self.beat = beat
         self.problem, self.bare, self.budget = problem, bare, budget
         self.allowed, self.limits = allowed, limits
-        self.found: list[PlacementSolution] = []
+        self.solutions: list[PlacementSolution] = []
         self.free: tuple[int, ...] = ()
         self.small = problem.choices <= _SMALL
         self.networks = Networks(problem, allowed)
@@ -83,59 +83,63 @@ class _Tuning:
     def best(self, free: PlacementSolution, hint: StepConfig) -> PlacementSolution:
         self.free = free.states
         self._attempt(self.bare)
-        if not (self.found and self.found[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
+        if not (self.solutions and self.solutions[0].seconds <= (1 + _ENOUGH) * free.lower_bound):
             self._with_recompute(free, hint)
-        if not self.found:
+        if not self.solutions:
             # says what is missing, with the least memory that any placements need
-            everything = self.bare.running_again("full")
+            everything = self.bare.recomputing("full")
             return place(self.problem, everything, self.budget, allowed=self.allowed)
-        last = self._final(min(self.found, key=_order))
+        last = self._final(min(self.solutions, key=_order))
         for other in self._baselines(last) if self.small else ():
             last = min(last, self._final(other), key=_order)
         return replace(last, lower_bound=min(free.lower_bound, last.seconds))
 
     def _baselines(self, best: PlacementSolution) -> list[PlacementSolution]:
         """Placements that run other things again and are so near that more work may make them the best."""
-        found: dict[str, PlacementSolution] = {}
-        for placed in sorted(self.found, key=_order):
-            if placed.setting.recompute != best.setting.recompute:
-                found.setdefault(str(placed.setting.recompute), placed)
-        return [placed for placed in found.values() if placed.seconds <= (1 + _NEAR) * best.seconds]
+        by_policy: dict[str, PlacementSolution] = {}
+        for placements in sorted(self.solutions, key=_order):
+            if placements.setting.recompute != best.setting.recompute:
+                by_policy.setdefault(str(placements.setting.recompute), placements)
+        return [
+            placements
+            for placements in by_policy.values()
+            if placements.seconds <= (1 + _NEAR) * best.seconds
+        ]
 
     def _with_recompute(self, free: PlacementSolution, hint: StepConfig) -> None:
         """The hint, everything by one policy, and what the placements found so far leave to run again."""
         extremes = [hint] if hint.recompute else []
-        everything = self.bare.running_again("selective"), self.bare.running_again("full")
+        everything = self.bare.recomputing("selective"), self.bare.recomputing("full")
         extremes += [s for s in everything if s.recompute != hint.recompute]
         self._refit(free, extremes)
-        if self.small or not self.found:
+        if self.small or not self.solutions:
             for extreme in extremes:
                 self._attempt(extreme)
         else:
-            self._attempt(min(self.found, key=lambda p: p.seconds).setting)
-        starts = sorted(self.found, key=lambda p: p.seconds)
+            self._attempt(min(self.solutions, key=lambda p: p.seconds).setting)
+        starts = sorted(self.solutions, key=lambda p: p.seconds)
         for start in [free, *starts] if self.small else starts[:1]:
-            again = choose_recompute(start.taken, self.bare, self.budget)
-            if again is not None and all(again != p.setting for p in self.found):
-                self._at(again, start)
-                self._attempt(again, last=True)
+            recompute = choose_recompute(start.usage, self.bare, self.budget)
+            if recompute is not None and all(recompute != p.setting for p in self.solutions):
+                self._at(recompute, start)
+                self._attempt(recompute, last=True)
 
     def _at(self, setting: StepConfig, start: PlacementSolution) -> None:
         """The placements of ``start`` as they are, if they fit in another setting."""
-        bound = setting.exposure(start.taken)
+        bound = setting.exposure(start.usage)
         network = self.networks.of(setting, bound)
-        placed = placed_at(self.problem, setting, network, start.states)
-        if placed.bytes <= self.budget:
-            self.found.append(placed)
+        placements = placed_at(self.problem, setting, network, start.states)
+        if placements.bytes <= self.budget:
+            self.solutions.append(placements)
 
     def _final(self, winner: PlacementSolution) -> PlacementSolution:
         """The winner once more with more work, and with less recomputation if that fits by now."""
-        less = choose_recompute(winner.taken, self.bare, self.budget)
+        less = choose_recompute(winner.usage, self.bare, self.budget)
         setting = winner.setting
-        if less is not None and less.step(winner.taken).total < winner.seconds:
+        if less is not None and less.step(winner.usage).total < winner.seconds:
             setting = less
             self._at(less, winner)
-            winner = min(winner, *self.found, key=_order)
+            winner = min(winner, *self.solutions, key=_order)
         if winner.lower_bound > self.beat:
             return winner
         try:
@@ -149,7 +153,7 @@ class _Tuning:
         if self._is_hopeless(setting, last=last):
             return
         try:
-            self.found.append(self._place(setting, QUICK, self.found[-1] if self.found else None))
+            self.solutions.append(self._place(setting, QUICK, self.solutions[-1] if self.solutions else None))
         except InfeasibleNetwork:
             return
 
@@ -157,37 +161,37 @@ class _Tuning:
         """Whether nothing fits in a setting, or even without a budget no placements come near the best found:
         both are known in a moment where a solution is long in coming. last: whether to look at the price of
         a byte, too, at which nothing within the budget may come near."""
-        near = self.found[-1] if self.found else None
-        bound = Exposure(0.0, 0.0, 0.0, 0.0) if near is None else setting.exposure(near.taken)
+        near = self.solutions[-1] if self.solutions else None
+        bound = Exposure(0.0, 0.0, 0.0, 0.0) if near is None else setting.exposure(near.usage)
         network = self.networks.of(setting, bound)
         if sum([float(held.min()) for held in network.memory]) > (1 + _ROUNDING) * self.budget:
             return True
-        if not self.small or not self.found:
+        if not self.small or not self.solutions:
             return False
-        best = min(self.found, key=_order)
+        best = min(self.solutions, key=_order)
         price = _EASIER * best.solution.multiplier if last else 0.0
         return any(self._bound(network, p) > (1 + _NEAR) * best.seconds for p in dict.fromkeys((0.0, price)))
 
     def _bound(self, network: CostNetwork, price: float) -> float:
         """Seconds that nothing within the budget goes below, by a price per byte; 0.0 if they take long."""
-        found = least_seconds(network.at_price(price) if price else network, QUICK, self.problem.known.orders)
-        return 0.0 if found is None else found - price * self.budget
+        bound = least_seconds(network.at_price(price) if price else network, QUICK, self.problem.known.orders)
+        return 0.0 if bound is None else bound - price * self.budget
 
     def _refit(self, base: PlacementSolution, settings: Sequence[StepConfig]) -> None:
         """The placements of ``base`` with other lives for the parameters."""
         for chosen in settings:
-            bound = chosen.exposure(base.taken)
+            bound = chosen.exposure(base.usage)
             network = self.networks.of(chosen, bound)
             states = refit(self.problem, network, base.states, self.budget)
-            placed = None if states is None else placed_at(self.problem, chosen, network, states)
-            if placed is not None and placed.bytes <= self.budget:
-                self.found.append(placed)
+            placements = None if states is None else placed_at(self.problem, chosen, network, states)
+            if placements is not None and placements.bytes <= self.budget:
+                self.solutions.append(placements)
 
     def _place(
         self, setting: StepConfig, limits: Limits, near: PlacementSolution | None
     ) -> PlacementSolution:
         """near: a solution whose exposure to begin with."""
-        start = None if near is None else near.setting.exposure(near.taken)
+        start = None if near is None else near.setting.exposure(near.usage)
         return place(
             self.problem,
             setting,
@@ -201,5 +205,5 @@ class _Tuning:
         )
 
 
-def _order(placed: PlacementSolution) -> tuple[float, float]:
-    return placed.seconds, placed.bytes
+def _order(placements: PlacementSolution) -> tuple[float, float]:
+    return placements.seconds, placements.bytes
